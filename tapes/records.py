@@ -505,6 +505,15 @@ class Lead(Record):
     at: float
 
 
+class Files(Record):
+    """Digests of files of the run that no segment holds: configuration, results, metrics, recipes, checkpoints."""
+
+    t: Literal["files"] = "files"
+    files: dict[str, str | None]
+    """Path below the run -> SHA-256 (hex) of its bytes; None while the lead changes it. A later record counts."""
+    at: float
+
+
 class Commit(Record):
     """States how far the segment is durable, by the line's own `c`. An idle writer appends it."""
 
@@ -525,7 +534,21 @@ class Seal(Record):
 
 
 AnyRecord = Annotated[
-    Begin | StepRecord | Call | Reward | End | Label | Tokens | Use | Void | Open | Publish | Lead | Commit | Seal,
+    Begin
+    | StepRecord
+    | Call
+    | Reward
+    | End
+    | Label
+    | Tokens
+    | Use
+    | Void
+    | Open
+    | Publish
+    | Lead
+    | Files
+    | Commit
+    | Seal,
     Field(discriminator="t"),
 ]
 

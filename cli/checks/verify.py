@@ -44,6 +44,7 @@ def _report_lines(report: Report) -> list[str]:
         f"{counted(len(report.segments), 'segment')}, {counted(report.records, 'record')}, "
         f"{counted(report.episodes, 'episode')} ({report.open:,} open), "
         f"{counted(report.books.sampled, 'token')} sampled, {counted(report.media, 'media file')}, "
+        f"{counted(report.files, 'other file')}, "
         f"{counted(report.pins, 'pin')} compared",
     ]
     if report.head is not None and report.exit_code == Exit.HOLDS:

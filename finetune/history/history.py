@@ -18,6 +18,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
+from ...tapes.common.text import logger
 from ...tapes.errors import NoSuchTape, NotATape, TapereelError
 from ...tapes.records import Publish, Use
 from ...tapes.store.store import Store
@@ -26,6 +27,7 @@ from ..data.rows import Row, rows
 from ..data.staleness import version_name
 from ..data.stream import Episode
 from ..trainer.checkpoint import (
+    BadCheckpoint,
     Checkpoint,
     checkpoints,
     copied_weights,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
 
 __all__ = ["Batch", "BrokenHistory", "History", "Plan", "Source"]
+
+log = logger("history")
 
 
 class BrokenHistory(TapereelError, ValueError):
@@ -220,13 +224,14 @@ class History:
             tokenizer=self.tokenizer,
             taught=self.taught,
         )
+        self.store.record_files(*sorted(made.path.rglob("*")))
         best = max(self.scores, key=self.scores.__getitem__, default=None)
         prune(self.directory, keep=self.keep, keep_bytes=self.keep_bytes, best=best)
         return made
 
     def settle(self) -> None:
         """At the end of a phase: make sure that the present weights have a checkpoint that is kept."""
-        for found in checkpoints(self.directory):
+        for found in checkpoints(self.directory, damaged=False):
             if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
                 return
         self.checkpoint(pinned=True)
@@ -251,13 +256,12 @@ class History:
         # later lead made again. An older one is loaded then.
         usable = [
             c
-            for c in checkpoints(self.directory)
+            for c in checkpoints(self.directory, damaged=False)
             if c.state["lineage"] == self.lineage
             and c.update <= last
             and (c.state.get("lead") or 0) >= leads.get(c.update, 0)
         ]
-        if usable:
-            self._load(usable[-1])
+        if self._load_newest(usable):
             self.taught = taught_by(use for use in uses if use.update < self.updates)
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
@@ -272,12 +276,27 @@ class History:
         self._check_published()
         return len(redo)
 
+    def _load_newest(self, usable: Sequence[Checkpoint]) -> bool:
+        """Load the newest checkpoint that is whole; False where there is none. A damaged one costs only the time to
+        apply its updates again."""
+        digests = self.store.files
+        for one in reversed(usable):
+            try:
+                one.check(self.store.path, digests)
+                self._load(one)
+            except BadCheckpoint as error:
+                log.warning("%s; the checkpoint before it is used", error)
+            else:
+                return True
+        return False
+
     def _load(self, checkpoint: Checkpoint) -> None:
-        self.model.load_state_dict(checkpoint.weights())
+        # Both are read before anything is changed: of a damaged checkpoint no half may be used.
+        weights, state = checkpoint.weights(), checkpoint.trainer_state()
+        self.model.load_state_dict(weights)
         self.updates = checkpoint.update
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
         self.cursor = int(checkpoint.state.get("cursor", 0))
-        state = checkpoint.trainer_state()
         # A trainer that draws random numbers must draw the same ones again.
         if "rng" in state:
             torch.set_rng_state(cast(Tensor, state["rng"]))

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from ...tapes.errors import TapereelError
 from ...tapes.store.disk import REAL, put_file
+from ...tapes.store.run_directory import RECIPES
 from ..objective.recipe import Recipe, read
-
-RECIPES_FILE = "recipes.json"
 
 
 class BrokenRecipes(TapereelError, ValueError):
@@ -20,12 +19,12 @@ class BrokenRecipes(TapereelError, ValueError):
 def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
     """Write `recipes.json`, whole or not at all: the recipe of each phase, with every constant."""
     plain = {phase: recipe.model_dump(mode="json") for phase, recipe in recipes.items()}
-    put_file(REAL, directory / RECIPES_FILE, json.dumps(plain, indent=1).encode() + b"\n")
+    put_file(REAL, directory / RECIPES, json.dumps(plain, indent=1).encode() + b"\n")
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe]:
     """The recipe of each phase; empty where the run has no such file. BrokenRecipes where it can't be read."""
-    path = directory / RECIPES_FILE
+    path = directory / RECIPES
     if not path.exists():
         return {}
     try:

@@ -22,7 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ...agents.engines.embedded.pretrained import quiet_transformers, weights_digest
+from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
+from ...tapes.store.disk import changed
+
+log = logger("checkpoint")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -79,6 +83,14 @@ class Checkpoint:
                 "damaged; use another checkpoint"
             )
         return {tape: tuple(pin) for tape, *pin in map(json.loads, data.splitlines())}
+
+    def check(self, run: Path, digests: Mapping[str, str | None]) -> None:
+        """BadCheckpoint where a file differs from its digest. digests: path below `run` -> digest (`Store.files`)."""
+        below = self.path.relative_to(run).as_posix() + "/" if self.path.is_relative_to(run) else None
+        for name, digest in digests.items():
+            sentence = changed(run / name, digest) if digest and below and name.startswith(below) else None
+            if sentence is not None:
+                raise BadCheckpoint(sentence)
 
     def _load(self, name: str) -> dict[str, Any]:
         try:
@@ -154,7 +166,7 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
     The newest, the base (update 0), pinned checkpoints and the one of update `best` are never deleted, so more than the
     bounds may stay.
     """
-    found = checkpoints(directory)
+    found = checkpoints(directory, damaged=False)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
     total = sum(sizes.values())
     for k, old in enumerate(found[:-1]):
@@ -175,9 +187,19 @@ def _delete(path: Path) -> None:
     shutil.rmtree(gone)
 
 
-def checkpoints(directory: Path) -> list[Checkpoint]:
-    """The complete checkpoints under `directory`, oldest first."""
-    found = map(read_checkpoint, directory.glob("update-*")) if directory.is_dir() else ()
+def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
+    """The complete checkpoints under `directory`, oldest first.
+
+    BadCheckpoint for one whose state.json can't be read. Without `damaged` a line in the log says that it is left out.
+    """
+    found: list[Checkpoint] = []
+    for path in directory.glob("update-*") if directory.is_dir() else ():
+        try:
+            found.append(read_checkpoint(path))
+        except BadCheckpoint as error:
+            if damaged:
+                raise
+            log.warning("%s", error)
     return sorted(found, key=lambda c: c.update)
 
 
@@ -194,7 +216,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return Checkpoint(path, int(state["update"]), state)
     except (OSError, ValueError, KeyError) as error:
         raise BadCheckpoint(
-            f"{path}: state.json can't be read ({error}); delete the directory to continue without this checkpoint"
+            f"{path / STATE} can't be read ({error}); delete its folder to continue without this checkpoint"
         ) from error
 
 

@@ -10,6 +10,7 @@ The class promises no more than POSIX does:
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import sys
@@ -123,6 +124,23 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
         if taken <= 0:
             raise OSError(f"the file system took {taken} of {len(view)} bytes and gave no reason")
         view = view[taken:]
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 (hex) of a file's bytes. OSError where it is missing or no regular file: a pipe would never end."""
+    if not path.is_file():
+        raise OSError(f"{path} is {'not a regular file' if path.exists() else 'gone'}")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def changed(path: Path, digest: str) -> str | None:
+    """A sentence where the file hasn't the digest that a record has of it; None where it has."""
+    try:
+        found = file_digest(path)
+    except OSError as error:
+        return f"{error}, but a record has its digest"
+    return None if found == digest else f"{path} was changed: it has the digest {found}, the record {digest}"
 
 
 def put_file(disk: Disk, path: Path, data: bytes) -> None:

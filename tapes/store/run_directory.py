@@ -30,7 +30,7 @@ from .books import Books
 from .lease import Lease
 from .store import Store
 
-CONFIG, RESULTS, METRICS = "config.yaml", "results.json", "metrics.jsonl"
+CONFIG, RESULTS, METRICS, RECIPES = "config.yaml", "results.json", "metrics.jsonl", "recipes.json"
 
 
 class HeldOut(Value):
@@ -211,7 +211,14 @@ def open_run(
             run = RunDir(path, results, store, resumed=found)
             if found:
                 _change(run, config, changes)
-            yield run
+            files = [path / name for name in (CONFIG, RESULTS, METRICS, RECIPES)]
+            store.record_files(*files, open=True)
+            try:
+                yield run
+            finally:
+                # What a failed writer can't record stays without a digest, as after a crash.
+                if store.writer.failure is None:
+                    store.record_files(*files)
 
 
 def recorded_settings(path: str | Path) -> Group:

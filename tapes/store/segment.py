@@ -29,7 +29,7 @@ MAX_LINE = 64 * 1024 * 1024
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
 _PEEK = re.compile(rb'\{"t":"([a-z]+)"(?:,"tape":"([^"\\]*)")?')
-_WITHOUT_TAPE = frozenset((b"use", b"void", b"open", b"publish", b"lead", b"commit", b"seal"))
+_WITHOUT_TAPE = frozenset((b"use", b"void", b"open", b"publish", b"lead", b"files", b"commit", b"seal"))
 _TAIL = len(b',"h":""}') + 64
 
 

@@ -8,6 +8,7 @@ The store owns the folder `tapes/` (segments, media, index) and `pins.json`; oth
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +19,10 @@ from pydantic_core import to_json
 
 from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
-from ..records import IN_TAPE, AnyRecord, Begin, Lead, Publish, Record, Status, Use, Void, parse_record
+from ..records import IN_TAPE, AnyRecord, Begin, Files, Lead, Publish, Record, Status, Use, Void, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
-from .disk import REAL, Disk, put_file
+from .disk import REAL, Disk, file_digest, put_file
 from .index import Index, Place
 from .lease import Lease, read_leads
 from .ledger import Ledger, Lineages
@@ -191,6 +192,27 @@ class Store:
             self.lease.check()
             record = record.model_copy(update={"lead": self.lease.epoch})
         self.writer.append(record.body())
+
+    def record_files(self, *paths: Path, open: bool = False) -> None:
+        """Queue the digests of these files of the run, for `verify` and `--resume`. Files that are missing, or that lie
+        elsewhere, are left out.
+
+        open: they will change before the run is closed, so they have no digest until then.
+        """
+        found = {
+            path.relative_to(self.path).as_posix(): None if open else file_digest(path)
+            for path in paths
+            if path.is_file() and path.is_relative_to(self.path)
+        }
+        self.writer.append(Files(files=found, at=time.time()).body())
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """Path below the run -> the digest that the last record has of it; None while it changes."""
+        found: dict[str, str | None] = {}
+        for stored in self.run_records("files"):
+            found |= cast(Files, stored.record).files
+        return found
 
     def take_lead(self, lease: Lease) -> None:
         """Write under this lease from now on. Its record is durable when this returns."""

@@ -16,10 +16,10 @@ from typing import cast
 from pydantic import JsonValue
 
 from ..errors import NoRun
-from ..records import DIGEST_START, IN_TAPE, Begin, Parent, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Files, Parent, fold, parse_record
 from ..value import Value
 from .books import Books, BooksFold
-from .disk import REAL, Disk
+from .disk import REAL, Disk, changed
 from .media import Media, digest_of, references
 from .reader import PINS, SegmentReader, read_pin_file
 from .segment import Line, peek, segment_names
@@ -66,6 +66,8 @@ class Report(Value):
     """Files with torn bytes that a recovery kept."""
     pins: int
     """Pins that were compared, including those that segments hold of each other."""
+    files: int
+    """Other files of the run that were compared with a recorded digest: configuration, results, checkpoints."""
     media: int
     """Media files that records name; each was read and compared with its name."""
     unnamed_media: int
@@ -90,6 +92,7 @@ class _Fold:
         self.ended: set[str] = set()
         self.forks: list[tuple[str, Parent]] = []
         self.media: set[str] = set()
+        self.files: dict[str, str | None] = {}
         self.records = 0
 
     def add(self, segment: str, line: Line) -> None:
@@ -107,6 +110,8 @@ class _Fold:
             self.digests[tape] = n + 1, fold(digest, line.body)
             if t == "end":
                 self.ended.add(tape)
+        if isinstance(record, Files):
+            self.files |= record.files
         if isinstance(record, Begin):
             if record.parent is not None:
                 self.forks.append((record.tape, record.parent))
@@ -180,6 +185,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
     holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
     _check_forks(folder, names, disk, found)
     unnamed = _check_media(folder, disk, found)
+    compared = _check_files(path, found)
     books = found.books.books()
     found.broken += [f"the books: {finding}" for finding in books.findings]
     return Report(
@@ -194,11 +200,12 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
         holes=holes,
         set_aside=tuple(sorted(name for name in entries if ".torn-" in name)),
         pins=pinned,
+        files=compared,
         media=len(found.media),
         unnamed_media=unnamed,
         open=books.open,
         books=books,
-        not_checked=tuple(_not_checked(reports, wanted)),
+        not_checked=(*_not_checked(reports, wanted), *_open_files(found)),
     )
 
 
@@ -302,6 +309,27 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
         except FileNotFoundError:
             found.broken.append(f"media file {name} is gone, but a record names it")
     return len(set(media.names()) - found.media)
+
+
+def _check_files(path: Path, found: _Fold) -> int:
+    """Compare the files that records have digests of; returns how many. A checkpoint may be gone as a whole: old ones
+    are deleted."""
+    compared = 0
+    for name, digest in sorted(found.files.items()):
+        checkpoint = next((one for one in Path(name).parents if one.name.startswith("update-")), None)
+        if digest is None or (checkpoint is not None and not (path / checkpoint).exists()):
+            continue
+        compared += 1
+        sentence = changed(path / name, digest)
+        if sentence is not None:
+            found.broken.append(sentence)
+    return compared
+
+
+def _open_files(found: _Fold) -> Iterator[str]:
+    names = sorted(name for name, digest in found.files.items() if digest is None)
+    if names:
+        yield f"{', '.join(names)}: the run is open, or was never closed, so no record has their digests"
 
 
 def _not_checked(reports: list[SegmentReport], wanted: _Pins) -> Iterator[str]:
