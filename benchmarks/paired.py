@@ -58,11 +58,12 @@ def rl_update() -> Callable[[], object]:
 def store_commit() -> Callable[[], object]:
     """64 episodes that append 500 records each and wait until each is durable."""
     bench: Any = importlib.import_module("store_commit")
+    disk: Any = getattr(bench, "Disk", None) or bench.RealDisk  # its name before
 
     def work() -> None:
         with (
             tempfile.TemporaryDirectory() as folder,
-            bench.Store.create(Path(folder) / "run", disk=bench.Disk(), cache=False) as store,
+            bench.Store.create(Path(folder) / "run", disk=disk(), cache=False) as store,
         ):
             writer = store.writer
 
