@@ -91,9 +91,8 @@ class Lease:
         disk.make_folder(self._folder)
         self.locks = _flock_works(self._folder, disk)
         """Whether `flock` has an effect on this file system. Where not, only signs of life tell who is alive."""
-        if not take_over:
-            check_free(run, beat=beat, disk=disk)
-        newest = max(read_leads(run), default=0)
+        # The epoch after the one that was found to be over, never after one that was claimed since.
+        newest = max(read_leads(run), default=0) if take_over else check_free(run, beat=beat, disk=disk)
         now = time.time()
         self.holder = Holder(epoch=newest + 1, host=socket.gethostname(), pid=os.getpid(), began=now, seen=now)
         path = self._path(self.epoch)
@@ -170,8 +169,11 @@ class Lease:
                 return
 
 
-def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> None:
-    """RunHeld where a living process leads the run; it may take a few beats to tell. Takes nothing."""
+def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
+    """The last epoch, which is over; 0 where the run had no lead. Takes nothing.
+
+    RunHeld where a living process leads the run. It may take a few beats to tell.
+    """
     run = Path(run)
     leads = read_leads(run)
     newest = max(leads, default=0)
@@ -180,6 +182,7 @@ def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> Non
             f"{run} is led by {read_leads(run)[newest]}. Two leads would train on the same tapes twice: wait for it to "
             "end or stop it, or end its lease with --take-over"
         )
+    return newest
 
 
 def end_lease(run: str | Path) -> None:
@@ -194,11 +197,12 @@ def _alive(folder: Path, holder: Holder, beat: float, disk: Disk) -> bool:
         return True
     if holder.host == socket.gethostname() and _flock_works(folder, disk):
         return False
-    # No clock of another machine is compared: the file must change while this process looks at it.
+    # No clock of another machine is compared: the file must change while this process looks at it. A lead that had just
+    # created its file, and was not yet named in it, shows by its lock.
     before, stop = path.read_bytes(), time.monotonic() + GRACE * beat
     while time.monotonic() < stop:
         time.sleep(beat / 10)
-        if path.read_bytes() != before:
+        if path.read_bytes() != before or not _lockable(path, disk):
             return True
     return False
 

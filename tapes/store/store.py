@@ -204,7 +204,8 @@ class Store:
             for path in paths
             if path.is_file() and path.is_relative_to(self.path)
         }
-        self.writer.append(Files(files=found, at=time.time()).body())
+        if found:
+            self.writer.append(Files(files=found, at=time.time()).body())
 
     @property
     def files(self) -> dict[str, str | None]:
@@ -216,7 +217,7 @@ class Store:
 
     def take_lead(self, lease: Lease) -> None:
         """Write under this lease from now on. Its record is durable when this returns."""
-        self.lease, holder = lease, lease.holder
+        self.lease, self.writer.guard, holder = lease, lease.check, lease.holder
         self.writer.append(Lead(epoch=holder.epoch, host=holder.host, pid=holder.pid, at=holder.began).body())
         self.writer.sync()
 

@@ -111,6 +111,8 @@ class SegmentWriter:
         self.folder, self.disk, self.durability = folder, disk, durability
         self._handle, self._rotate_bytes, self._idle, self._max_age = handle, rotate_bytes, idle, max_age
         self._clock, self._pid = clock, os.getpid()
+        self.guard: Callable[[], object] = lambda: None
+        """Called before lines are written; what it raises poisons the writer. A lease's `check`, under a lease."""
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
@@ -315,6 +317,8 @@ class SegmentWriter:
 
     def _put(self, batch: list[bytes]) -> None:
         if batch:
+            # Where locks have no effect, a later lead has recovered this segment: no line may follow.
+            self.guard()
             data = b"".join(batch)
             write_all(self.disk, self._handle, data)
             self._size += len(data)

@@ -23,6 +23,7 @@ from tapereel.tapes.store.verifier import verify
 pytestmark = pytest.mark.kill
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
+SLOW = Path(__file__).with_name("slow_digits.py")
 TRIES = range(int(os.environ.get("ATTACK_TRIES", "1")))
 UPDATES = 40
 NO_LOCKS = "import fcntl; fcntl.flock = lambda *_: None\n"
@@ -30,7 +31,8 @@ NO_LOCKS = "import fcntl; fcntl.flock = lambda *_: None\n"
 MAIN = """
 import sys
 from tapereel.tapes.store import lease
-lease.BEAT = 0.2
+for function in (lease.Lease.__init__, lease.check_free):
+    function.__kwdefaults__["beat"] = 0.2
 from tapereel.cli import main
 from tapereel.finetune.run import train_run
 print("ready", flush=True)
@@ -40,7 +42,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def train(model: str, out: Path, *more: str, locks: bool = True) -> subprocess.Popen[str]:
-    words = ["train", "--agent", f"{EXAMPLE}:player", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks"]
+    words = ["train", "--agent", f"{EXAMPLE}:player", "--env", f"{SLOW}:Slow", "--tasks", f"{EXAMPLE}:tasks"]
     words += ["--model", model, "--out", str(out)]
     for setting in (
         f"loop.updates={UPDATES}",
@@ -49,6 +51,8 @@ def train(model: str, out: Path, *more: str, locks: bool = True) -> subprocess.P
         "loop.checkpoint_every=5",
         "loop.sampling.max_tokens=1",
         "evaluation.fraction=0",
+        # A bonus on entropy trains on tokens also where all attempts earned the same.
+        'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',
     ):
         words += ["--set", setting]
     code = MAIN if locks else NO_LOCKS + MAIN
@@ -116,7 +120,7 @@ def test_a_second_train_exits_and_harms_nothing(tmp_path: Path, model: str, atte
     run = tmp_path / "run"
     with train(model, run, locks=locks) as first, train(model, run, "--resume", locks=locks) as second:
         go(first)
-        wait_for_update(run, rng.randrange(1, UPDATES - 10))
+        wait_for_update(run, rng.randrange(1, UPDATES // 3))
         time.sleep(rng.random() / 2)
         go(second)
         said = second.communicate(timeout=120)[1]
@@ -137,7 +141,7 @@ def test_a_lead_that_slept_through_its_lease_stops(tmp_path: Path, model: str, a
     more = ["--resume", *(["--take-over"] if locks else [])]
     with train(model, run, locks=locks) as first, train(model, run, *more, locks=locks) as second:
         go(first)
-        wait_for_update(run, rng.randrange(1, UPDATES - 10))
+        wait_for_update(run, rng.randrange(1, UPDATES // 3))
         time.sleep(rng.random() / 2)
         first.send_signal(signal.SIGSTOP)
         go(second)
