@@ -78,11 +78,12 @@ def using(
     *,
     route: str = "generate",
     weights: Path | None = None,
+    patience: float = 1e-6,
 ) -> Any:
     """What `test` gives with an engine of that server that speaks by that route."""
 
     async def whole() -> Any:
-        config = servers(url, model=folder, patience=1e-6, seconds=20.0, weights_folder=weights)
+        config = servers(url, model=folder, patience=patience, seconds=20.0, weights_folder=weights)
         engine = await connect(config, RENDERER, weights=weights is not None)
         engine._dialect = ROUTES[route] or engine._dialect
         try:
@@ -147,12 +148,11 @@ def test_versions_that_cannot_be_are_refused(stub: str, folder: Path, scene: str
 @pytest.mark.parametrize("route", ["generate", "heard", "chat"])
 def test_a_pause_is_waited_for(stub: str, folder: Path, route: str) -> None:
     async def test(engine: RemoteEngine) -> int:
-        engine._patience = 30.0
         found = await engine.complete(ask("paused_once", route))
         assert len(found.ids or ()) == 6
         return engine.stats.refused
 
-    assert using(stub, folder, test, route=route) == 1
+    assert using(stub, folder, test, route=route, patience=30.0) == 1
 
 
 def test_answers_of_two_versions_are_told_apart_and_one_that_names_none_is_not_guessed(
