@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
 
 from ..tapes.errors import UsageError
 from ..tapes.store.lease import end_lease
@@ -22,6 +23,11 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
 def add_out_arguments(parser: argparse.ArgumentParser) -> None:
     """`--out`, `--resume` and `--take-over`."""
     parser.add_argument("--out", metavar="DIR", help="run directory")
+    add_resume_arguments(parser)
+
+
+def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--resume` and `--take-over`."""
     parser.add_argument("--resume", action="store_true", help="continue the run in --out where it stopped")
     parser.add_argument(
         "--take-over",
@@ -48,9 +54,14 @@ def run_directory(args: argparse.Namespace) -> str:
     """The value of `--out`, whose lease `--take-over` ends. UsageError where it is missing."""
     if args.out is None:
         raise UsageError("`--out DIR` is required: the run directory")
-    if args.take_over and os.environ.get("RANK", "0") == "0":
-        end_lease(args.out)
+    take_over(args, args.out)
     return args.out
+
+
+def take_over(args: argparse.Namespace, out: str | Path) -> None:
+    """End the lease of the run in `out`, where `--take-over` asks for it."""
+    if args.take_over and os.environ.get("RANK", "0") == "0":
+        end_lease(out)
 
 
 def variable_value(variable: str | None) -> str | None:

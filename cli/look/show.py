@@ -107,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
                 trained_on = _trained_on(store, Path(args.taught))
                 found = [summary for summary in found if summary.id in trained_on]
             _show_list(args, found)
-            if store.doubles:
-                say(f"two processes trained in this run at once; recorded twice (lineage: updates): {store.doubles}")
+            if doubles := store.doubles:
+                say(f"two processes trained in this run at once; recorded twice (lineage: updates): {doubles}")
     return Exit.HOLDS
 
 

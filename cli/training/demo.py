@@ -12,6 +12,7 @@ from ...tapes.store.run_directory import CONFIG, pin_line
 from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, answer, table
 from ..progress_bars import live_progress
+from ..scene_arguments import add_resume_arguments, take_over
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="two more runs with as many trained tokens: imitation only, and shuffled rewards",
     )
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out where it stopped")
+    add_resume_arguments(parser)
     add_config_arguments(parser)
 
 
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(
             f"--resume: there is no run in {out}; name its folder with --out, or start a run without --resume"
         )
+    take_over(args, out)
     with live_progress() as progress:
         summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
     answer(args, summary, _table(summary), _closing(summary))

@@ -2,10 +2,10 @@
 
 `leads/EPOCH.json` in the run directory names the lead of each epoch: host, process, start. Creating the file claims the
 epoch; a file system creates a name for one process only. The lead holds the file's `flock` and writes its last sign of
-life into it. A later epoch ends the earlier ones: a lead asks before each record whether the next epoch was claimed.
+life into it. A later epoch ends the earlier ones: before a lead writes, it asks whether the next epoch was claimed.
 
 A lead counts as dead when its `flock` is free. That proves nothing where `flock` has no effect (some cluster file
-systems) or holds on one machine only, so there, and for a lead on another machine, a sign of life is waited for.
+systems) or holds on one machine only. There, and for a lead on another machine, a new lead waits for a sign of life.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Lease:
         return self.holder.epoch
 
     def check(self) -> None:
-        """LeaseLost where a later epoch was claimed. Called before each record that a second lead would write too.
+        """LeaseLost where a later epoch was claimed. Called before lines are written to the segment.
 
         StoreFailed where the sign of life can't be written: another process would take this one for dead.
         """
@@ -140,8 +140,13 @@ class Lease:
             self._stop.set()
             self._thread.join()
             self.holder = self.holder.model_copy(update={"ended": True, "seen": time.time()})
-            self._write()
-            self._disk.close(self._handle)
+            try:
+                self._write()
+            except OSError as error:
+                # As after a crash: the free lock tells the next lead. The run's own error must not be lost over this.
+                log.warning("%s doesn't say that the lead ended: %s", self._path(self.epoch), error)
+            finally:
+                self._disk.close(self._handle)
 
     def __enter__(self) -> Self:
         return self

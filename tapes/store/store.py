@@ -194,15 +194,15 @@ class Store:
         self.writer.append(record.body())
 
     def record_files(self, *paths: Path, open: bool = False) -> None:
-        """Queue the digests of these files of the run, for `verify` and `--resume`. Files that are missing, or that lie
-        elsewhere, are left out.
+        """Queue the digests of these files of the run, for `verify` and `--resume`. Files that are missing, or outside
+        the run, are left out.
 
-        open: they will change before the run is closed, so they have no digest until then.
+        open: the files change, or appear, before the run is closed, so they have no digest until then.
         """
         found = {
             path.relative_to(self.path).as_posix(): None if open else file_digest(path)
             for path in paths
-            if path.is_file() and path.is_relative_to(self.path)
+            if path.is_relative_to(self.path) and (open or path.is_file())
         }
         if found:
             self.writer.append(Files(files=found, at=time.time()).body())

@@ -205,7 +205,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
         unnamed_media=unnamed,
         open=books.open,
         books=books,
-        not_checked=(*_not_checked(reports, wanted), *_open_files(found)),
+        not_checked=(*_not_checked(reports, wanted), *_open_files(path, found)),
     )
 
 
@@ -316,6 +316,9 @@ def _check_files(path: Path, found: _Fold) -> int:
     are deleted."""
     compared = 0
     for name, digest in sorted(found.files.items()):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            found.broken.append(f"a record has the digest of {name}, which is outside the run")
+            continue
         checkpoint = next((one for one in Path(name).parents if one.name.startswith("update-")), None)
         if digest is None or (checkpoint is not None and not (path / checkpoint).exists()):
             continue
@@ -326,8 +329,8 @@ def _check_files(path: Path, found: _Fold) -> int:
     return compared
 
 
-def _open_files(found: _Fold) -> Iterator[str]:
-    names = sorted(name for name, digest in found.files.items() if digest is None)
+def _open_files(path: Path, found: _Fold) -> Iterator[str]:
+    names = sorted(name for name, digest in found.files.items() if digest is None and (path / name).exists())
     if names:
         yield f"{', '.join(names)}: the run is open, or was never closed, so no record has their digests"
 

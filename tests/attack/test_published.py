@@ -11,6 +11,8 @@ import pytest
 
 import tapereel as tr
 from tapereel.cli import main
+from tapereel.tapes.records import Files
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
@@ -117,10 +119,17 @@ def test_a_resume_uses_the_checkpoint_before_a_damaged_one(
     assert main(["reproduce", str(run)]) == 0
 
 
+@pytest.mark.parametrize("name", ["/etc/hostname", "../outside"])
+def test_verify_reads_no_file_outside_the_run(run: Path, name: str) -> None:
+    (run.parent / "outside").write_text("secret")
+    with Store.open(run, write=True) as store:
+        store.writer.append(Files(files={name: "0" * 64}, at=0.0).body())
+    (sentence,) = verify(run).broken
+    assert sentence == f"a record has the digest of {name}, which is outside the run"
+
+
 def test_a_crashed_run_says_what_was_not_checked(run: Path, model: str, tmp_path: Path) -> None:
     assert not any("results.json" in text for text in verify(run).not_checked)
-    from tapereel.tapes.store.store import Store
-
     with Store.open(run, write=True) as store:
         store.record_files(run / "results.json", open=True)
     (run / "results.json").write_text("{}")

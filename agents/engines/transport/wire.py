@@ -126,8 +126,8 @@ def sampled(
     """Check the fields of an answer and return the completion. Raises BadAnswer.
 
     `versions` is a list of {"version", "start", "end"}, or None when the answer names no versions. `named` has the ids
-    to which the log-probs belong; None: the answer doesn't say. `prompt` has the ids that the server read, or is None
-    when the answer doesn't contain them. `prompt_needed` rejects a `prompt` of None."""
+    to which the log-probs belong, and `prompt` the ids that the server read; either is None when the answer doesn't
+    contain them. `prompt_needed` rejects a `prompt` of None."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "

@@ -136,6 +136,31 @@ def test_of_many_that_start_at_once_one_leads(tmp_path: Path, leads: int) -> Non
     assert max(read_leads(tmp_path)) == leads + 1
 
 
+class FullDisk(Disk):
+    """Writes until it is full."""
+
+    full = False
+
+    def write(self, handle: int, data: bytes) -> int:
+        if self.full:
+            raise OSError(28, "No space left on device")
+        return super().write(handle, data)
+
+
+def test_the_end_of_a_lease_on_a_full_disk_hides_no_other_error(tmp_path: Path) -> None:
+    disk = FullDisk()
+
+    def work() -> None:
+        with Lease(tmp_path, disk=disk):
+            disk.full = True
+            raise RuntimeError("the run's own")
+
+    with pytest.raises(RuntimeError, match="the run's own"):
+        work()
+    with Lease(tmp_path, beat=0.05) as lease:
+        assert lease.epoch == 2
+
+
 def test_a_lead_file_that_a_crash_cut_short_is_a_dead_lead(tmp_path: Path) -> None:
     Lease(tmp_path).close()
     (tmp_path / "leads" / "000001.json").write_bytes(b'{"epo')
