@@ -143,8 +143,8 @@ class Lease:
             try:
                 self._write()
             except OSError as error:
-                # As after a crash: the free lock tells the next lead. The run's own error must not be lost over this.
-                log.warning("%s doesn't say that the lead ended: %s", self._path(self.epoch), error)
+                # As after a crash: the free lock tells the next lead. No warning, for the store tells of the same disk.
+                log.info("%s doesn't say that the lead ended: %s", self._path(self.epoch), error)
             finally:
                 self._disk.close(self._handle)
 

@@ -106,6 +106,7 @@ def test_filters_are_set_by_hand(page, server):
     page.get_by_label("Split").select_option("eval")
     page.wait_for_function("() => T.app.table.found.length === 1")
     page.get_by_role("button", name="Clear filters").click()
+    page.wait_for_function("() => T.app.table.found.length === 13")
     page.get_by_label("group", exact=True).fill("group-0")
     page.keyboard.press("Enter")
     page.wait_for_function("() => T.app.table.found.length === 4")
