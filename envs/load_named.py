@@ -20,11 +20,17 @@ from ..tapes.common.renamed import current_path
 from ..tapes.errors import TapereelError, UsageError
 
 
-def load_named(name: str) -> object:
-    """The object called `name`. Modules in the working directory are found too. UsageError if it doesn't exist."""
+def load_named(name: str, *, execute: bool = True) -> object:
+    """The object called `name`. Modules in the working directory are found too. UsageError if it doesn't exist.
+
+    Without `execute` it is found only in a module that this process has imported. What merely reads a run loads names
+    so: the files of somebody's run must not decide which code runs here.
+    """
     home, _, path = name.rpartition(":")
     if not home or not path:
         raise UsageError(f"{name!r} is not the name of an object; write package.module:name or file.py:name")
+    if not execute and not _is_loaded(home):
+        raise UsageError(f"{name} is code that was not imported, and reading a run executes none: import it first")
     module = _from_file(Path(home)) if home.endswith(".py") else _from_package(home)
     try:
         return reduce(getattr, path.split("."), module)
@@ -53,6 +59,13 @@ def listed_tasks(text: str) -> Iterable[object]:
     if isinstance(tasks, str | bytes) or not isinstance(tasks, Iterable):
         raise UsageError(f"--tasks {text} is {tasks!r:.60}; name a list of tasks, or a function that returns one")
     return tasks
+
+
+def _is_loaded(home: str) -> bool:
+    if not home.endswith(".py"):
+        return home in sys.modules
+    known = sys.modules.get(Path(home).stem)
+    return known is not None and getattr(known, "__file__", None) == str(Path(home).resolve())
 
 
 def _from_package(name: str) -> ModuleType:

@@ -34,7 +34,7 @@ from ..episode.limits import Limits
 from ..episode.rollout import Caller, rollout
 from ..episode.seeds import derive_seed
 from ..runs.group import Group, fill
-from ..setup.recorded_setup import import_steps, recorded_agent, with_trainer_settings
+from ..setup.recorded_setup import recorded_agent, with_trainer_settings
 from ..setup.setup import EnvSource, SeedConfig, load_env
 from ..setup.team_config import AttemptsConfig, PartnerConfig, RolloutConfig, make_team, speaker_of
 
@@ -181,7 +181,7 @@ async def doubt_of(
     unknown = next((step for step in prefix if isinstance(step, Unknown)), None)
     if unknown is not None:
         raise PrefixUnverified(
-            f"no imported module defines the step kind {unknown.original!r}: pass the module that does",
+            f"no imported module defines the step kind {unknown.original!r}: import the module that does",
             diverged=False,
         )
     env = new_environment(make)
@@ -269,7 +269,6 @@ def branch_run(
     settings = recorded_settings(run)
     with Store.open(run) as store:
         begin = store.tape(tape).begin
-        import_steps(run)
         named = env or settings.get("env")
         factory = load_env(named) if named is not None else own_environment(begin.env)
         if factory is None:

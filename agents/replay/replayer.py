@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...envs.environment import Environment, Outcome
+from ...envs.load_named import load_named
 from ...tapes import Action, Observation, Status, Tape
 from ...tapes.audit.checking import check_run
 from ...tapes.audit.verdict import Likely, Verdict, Verdicts, differences, diverged, plain, unverifiable, verified
@@ -122,7 +123,11 @@ class ReplayPlan:
 
     def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
         first = next(iter(store.summaries()), None)
-        import_steps(self.run, self.imports)
+        for name in self.imports:
+            load_named(name)
+        # Who names the agent chooses all the code that runs: nothing that the run's configuration names.
+        if self.agent is None:
+            import_steps(self.run)
         begin = store.tape(first.id).begin if first is not None else None
         agent = recorded_agent(self.run, self.agent, begin.agent if begin is not None else None)
         renderer = recorded_renderer(self.run, self.tokenizer)
@@ -145,7 +150,7 @@ def _unable(tape: Tape, turn: int | None) -> str | None:
     if unknown is not None:
         return (
             f"no imported module defines the step kind {unknown.original!r}, so the agent can't be shown the "
-            "recorded step: name the module that does"
+            "recorded step: name its environment with --import, or import it"
         )
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     turns = len(tape.log.cuts)

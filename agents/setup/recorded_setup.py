@@ -65,14 +65,12 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
     raise UsageError(f"{run} has no {CONFIG} that names an agent: give --agent module:name{recorded_of}")
 
 
-def import_steps(run: str | Path, names: tuple[str, ...] = ()) -> None:
-    """Import the objects with the given `names` and the environment of the run's configuration. Their modules define
-    the step types on the tapes."""
+def import_steps(run: str | Path) -> None:
+    """Import the environment of the run's configuration: its module defines the step types on the tapes."""
     env = recorded_settings(run).get("env")
     # An environment that Python code passed as an object has no name to import; its module is imported by that code.
-    recorded = [env] if isinstance(env, str) and not is_unnamed(env) else []
-    for name in (*names, *recorded):
-        load_named(name)
+    if isinstance(env, str) and not is_unnamed(env):
+        load_named(env)
 
 
 def _own(identity: Identity) -> Agent | None:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ...envs.load_named import load_named
 from ...tapes.common.text import counted, safe
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, table
@@ -48,6 +49,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=int, metavar="N", help="number of tapes, where none is named (default 3)")
     parser.add_argument("--context", action="store_true", help="print each token of the context on a line of its own")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="module:name of a term of your own that the run's recipe has; repeatable",
+    )
     others = parser.add_argument_group("updates under other recipes, in place of tapes")
     others.add_argument(
         "--recipe",
@@ -81,11 +90,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace) -> None:
     """UsageError for an option that the other form of the verb has, which would be ignored."""
-    of_tapes, of_updates = ("tape", "n", "context", "tokenizer"), ("updates", "policy", "tokens")
+    of_tapes, of_updates = ("tape", "n", "context", "tokenizer", "imports"), ("updates", "policy", "tokens")
     for name in of_tapes if args.recipes else of_updates:
         value = getattr(args, name)
         if value is not None and value is not False and value != []:
-            flag = {"tape": "a tape", "updates": "--update"}.get(name, f"--{name}")
+            flag = {"tape": "a tape", "updates": "--update", "imports": "--import"}.get(name, f"--{name}")
             raise UsageError(f"{flag} doesn't go with --recipe" if args.recipes else f"{flag} needs --recipe")
 
 
@@ -96,6 +105,8 @@ def _explain_tapes(args: argparse.Namespace) -> int:
     n = TAPES if args.n is None else args.n
     if n < 1:
         raise UsageError(f"--n is {n}; it must be 1 or more")
+    for name in args.imports:
+        load_named(name)
     with Store.open(args.run) as store:
         explainer = Explainer(store)
         chosen = args.tape or explainer.newest(n)

@@ -97,9 +97,13 @@ class LocalReward:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "transformers", "train", "a local reward model") from error
-        options: dict[str, Any] = {} if self.dtype is None else {"dtype": self.dtype}
+        # Without this argument, transformers asks on the terminal whether to execute the code that a folder names.
+        own: dict[str, Any] = {"trust_remote_code": False}
+        options = own if self.dtype is None else {**own, "dtype": self.dtype}
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, padding_side="right", truncation_side="left")
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                self.folder, padding_side="right", truncation_side="left", **own
+            )
             model: Any = AutoModelForSequenceClassification.from_pretrained(self.folder, **options).eval()
         except (OSError, ValueError) as error:
             raise NotAModel(f"{self.folder} has no reward model in Hugging Face format: {error}") from error

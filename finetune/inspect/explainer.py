@@ -22,6 +22,7 @@ from ...agents.setup.recorded_setup import tokenizer_folder
 from ...envs.rewards.relative import training_reward
 from ...tapes import NotATape, Tape
 from ...tapes.common.text import counted, logger
+from ...tapes.errors import UsageError
 from ...tapes.records import Use
 from ...tapes.store.ledger import FATES, ranges
 from ...tapes.store.store import Store
@@ -93,7 +94,7 @@ class UseLine(Value):
     update: int
     phase: str
     recipe: str | None
-    """None where the run has no `recipes.json`."""
+    """None where `recipes.json` has none that can be used here."""
     trained: int
     """Tokens of this tape with a weight."""
     skipped: str | None
@@ -137,8 +138,8 @@ class Explainer:
         return [_Update(use, UpdateInfo.of(use)) for use in uses]
 
     @cached_property
-    def recipes(self) -> dict[str, Recipe]:
-        """The recipe of each phase that the run recorded."""
+    def recipes(self) -> dict[str, Recipe | UsageError]:
+        """The recipe of each phase that the run recorded, or why it can't be used here."""
         return read_recipes(self.store.path)
 
     def newest(self, n: int) -> list[str]:
@@ -180,7 +181,7 @@ class Explainer:
             lineage=use.lineage,
             update=use.update,
             phase=info.phase,
-            recipe=recipe.name if recipe is not None else None,
+            recipe=recipe.name if isinstance(recipe, Recipe) else None,
             trained=sum(end - start for name, _, start, end, _ in use.items if name == tape.id),
             skipped=info.skipped or None,
         )
@@ -229,7 +230,7 @@ class Explainer:
             groups.setdefault(episode.group, []).append(episode.reward)
         recipe = self.recipes.get(info.phase)
         problem = _unknowable(recipe, info.phase)
-        if problem or recipe is None or not recipe.surrogate.advantages:
+        if problem or not isinstance(recipe, Recipe) or not recipe.surrogate.advantages:
             return _Taken({}, groups, problem)
         whole = Stream.of(batch.rows, batch.episodes)
         computed = prepare_batches(recipe, batch.rows, batch.episodes, whole, Context(), info.batches)
@@ -345,10 +346,12 @@ def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
     return "unused: no update has taken it" if tape.reward is not None else "unused: nothing scored it"
 
 
-def _unknowable(recipe: Recipe | None, phase: str) -> str:
+def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
     """Why a recipe's advantages can't be computed from the tapes alone; empty where they can."""
     if recipe is None:
         return f"the run has no recipes.json with the recipe of phase {phase!r}"
+    if isinstance(recipe, UsageError):
+        return f"the recipe of phase {phase!r} can't be used here: {recipe}"
     if any(isinstance(term, Running) for term in recipe.shape):
         return f"recipe {recipe.name} scales rewards by statistics of all earlier updates"
     if any(term.needs_reference for term in recipe.shape):

@@ -170,10 +170,12 @@ class Recipe(Term):
         return read(whole)
 
 
-def read(data: Mapping[str, object]) -> Recipe:
-    """The recipe of `data`. UsageError names the wrong key and the valid keys nearest to it."""
+def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:
+    """The recipe of `data`. UsageError names the wrong key and the valid keys nearest to it.
+
+    Without `execute`, a term of the user's own is found only in a module that this process has imported."""
     try:
-        return Recipe.model_validate(_plain(data))
+        return Recipe.model_validate(_plain(data), context={"execute": execute})
     except ValidationError as error:
         raise UsageError("; ".join(_sentence(e) for e in error.errors())) from None
 

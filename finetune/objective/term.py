@@ -74,12 +74,14 @@ class Kinds:
     def __get_pydantic_core_schema__(self, base: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         closed = handler.generate_schema(Annotated[reduce(or_, self.kinds), Field(discriminator="kind")])
 
-        def validate(value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler) -> Any:
+        def validate(
+            value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
+        ) -> Any:
             if isinstance(value, base) and type(value) not in self.kinds:
                 class_name(type(value))  # raises for a class that has no importable name
                 return value
             if isinstance(value, Mapping) and ":" in str(value.get("kind", "")):
-                return _imported(base, value)
+                return _imported(base, value, **(info.context or {}))
             return validate_kinds(value)
 
         def serialise(
@@ -90,22 +92,24 @@ class Kinds:
                 return serialise_kinds(value)
             return {**value.model_dump(mode=info.mode), "kind": class_name(type(value))}
 
-        return core_schema.no_info_wrap_validator_function(
+        return core_schema.with_info_wrap_validator_function(
             validate,
             closed,
             serialization=core_schema.wrap_serializer_function_ser_schema(serialise, info_arg=True, schema=closed),
         )
 
 
-def _imported(base: type[Term], value: Mapping[str, Any]) -> Term:
-    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported."""
+def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = True) -> Term:
+    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported.
+
+    execute: as `load_named`."""
     name = str(value["kind"])
     module, _, path = name.rpartition(":")
     main = _main_file()
     try:
         # Importing the running script under its file name would run it a second time in this process.
         at_main = main is not None and module == main.stem and module not in sys.modules
-        found = reduce(getattr, path.split("."), sys.modules["__main__"]) if at_main else load_named(name)
+        found = reduce(getattr, path.split("."), sys.modules["__main__"]) if at_main else load_named(name, execute=execute)
     except (UsageError, AttributeError) as error:
         raise ValueError(
             f"kind {name!r} can't be imported ({error}): run in the folder of that module, or add it to PYTHONPATH"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...tapes.errors import TapereelError
+from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.disk import REAL, put_file
 from ...tapes.store.run_directory import RECIPES
 from ..objective.recipe import Recipe, read
@@ -22,12 +22,23 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
     put_file(REAL, directory / RECIPES, json.dumps(plain, indent=1).encode() + b"\n")
 
 
-def read_recipes(directory: Path) -> dict[str, Recipe]:
-    """The recipe of each phase; empty where the run has no such file. BrokenRecipes where it can't be read."""
+def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
+    """The recipe of each phase, or why it can't be used here; empty where the run has no such file.
+
+    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes where
+    the file holds no recipes.
+    """
     path = directory / RECIPES
     if not path.exists():
         return {}
     try:
-        return {phase: read(recipe) for phase, recipe in json.loads(path.read_text(encoding="utf-8")).items()}
+        recorded = json.loads(path.read_text(encoding="utf-8")).items()
     except (ValueError, AttributeError) as error:
         raise BrokenRecipes(f"{path} holds no recipes: {error}") from error
+    found: dict[str, Recipe | UsageError] = {}
+    for phase, recipe in recorded:
+        try:
+            found[phase] = read(recipe, execute=False)
+        except UsageError as error:
+            found[phase] = error
+    return found

@@ -37,6 +37,11 @@ class BadModel(UsageError):
     """A directory has no usable model or tokenizer. The message names the directory and the reason."""
 
 
+LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of transformers' `from_pretrained`. Without the second it asks on the terminal whether to execute the code
+that a model folder names."""
+
+
 @dataclass(frozen=True)
 class Pretrained:
     """A causal language model, with or without trained adapters (peft), and its tokenizer."""
@@ -70,7 +75,7 @@ def _loaded(folder: str | Path, dtype: Dtype, attention: Attention | None) -> An
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder),
-                local_files_only=True,
+                **LOADING,
                 dtype=getattr(torch, dtype),
                 attn_implementation=attention,
                 output_loading_info=True,
@@ -158,7 +163,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     except ImportError as error:
         raise MissingExtra(error.name or "transformers", "train", f"the model in {folder}") from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return AutoTokenizer.from_pretrained(str(folder), **LOADING)
     except Exception as error:  # transformers raises many types for a broken folder
         raise BadModel(f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 

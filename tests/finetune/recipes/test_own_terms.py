@@ -100,7 +100,11 @@ def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_pa
     with pytest.raises(UsageError, match="run in the folder of that module, or add it to PYTHONPATH"):
         read(plain)
     (tmp_path / "recipes.json").write_text(json.dumps({"rl": plain}), encoding="utf-8")
-    with pytest.raises(BrokenRecipes, match="scripted:Mine"):
+    found = read_recipes(tmp_path)["rl"]
+    assert isinstance(found, UsageError)
+    assert "scripted:Mine is code that was not imported" in str(found)
+    (tmp_path / "recipes.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(BrokenRecipes, match="holds no recipes"):
         read_recipes(tmp_path)
 
 
