@@ -109,7 +109,9 @@ def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = Tru
     try:
         # Importing the running script under its file name would run it a second time in this process.
         at_main = main is not None and module == main.stem and module not in sys.modules
-        found = reduce(getattr, path.split("."), sys.modules["__main__"]) if at_main else load_named(name, execute=execute)
+        found = (
+            reduce(getattr, path.split("."), sys.modules["__main__"]) if at_main else load_named(name, execute=execute)
+        )
     except (UsageError, AttributeError) as error:
         raise ValueError(
             f"kind {name!r} can't be imported ({error}): run in the folder of that module, or add it to PYTHONPATH"

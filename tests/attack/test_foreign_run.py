@@ -25,7 +25,7 @@ SETTINGS = (
     "loop.sampling.max_tokens=1",
     "loop.checkpoint_every=1",
     "loop.recipe={foreign}:nudged",
-    "rewards=[\"{foreign}:score\"]",
+    'rewards=["{foreign}:score"]',
     "evaluation.fraction=0",
 )
 
@@ -42,7 +42,7 @@ class Foreign:
         self.mine = folder / "mine.py"
         tr.save_tiny_model(self.model, size="micro")
         setup = ["--agent", "{foreign}:player", "--env", "{foreign}:Digits", "--tasks", "{foreign}:tasks"]
-        engine = ["--set", "engine.kind={foreign}:engine", "--set", "rewards=[\"{foreign}:score\"]"]
+        engine = ["--set", "engine.kind={foreign}:engine", "--set", 'rewards=["{foreign}:score"]']
         sets = [word for setting in SETTINGS for word in ("--set", setting)]
         made = self.ask(
             ["run", *setup, *engine, "--out", str(self.rolled)],
