@@ -26,6 +26,7 @@ from .episode.chat import ChatAgent, TooManyParseErrors
 from .episode.limits import LimitReached, Limits
 from .episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from .episode.rollout import rollout
+from .rendering.tool_calls import CallsRead, read_tool_calls
 from .replay.replay_engine import Diverged, ReplayEngine
 from .runs.group import rollout_group
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "Agent",
+    "CallsRead",
     "ChatAgent",
     "Completion",
     "Diverged",
@@ -71,6 +73,7 @@ __all__ = [
     "TrainableEngine",
     "agent",
     "delegate",
+    "read_tool_calls",
     "rollout",
     "rollout_group",
 ]

@@ -6,18 +6,15 @@ thought on the tape; the next prompt shows the problem to the model, which may t
 
 from __future__ import annotations
 
-import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from pydantic import JsonValue, ValidationError
 
-from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCall, ToolCalls, ToolOffer
-from ...tapes.common.plain_json import read_plain
+from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCalls, ToolOffer
+from ..rendering.tool_calls import read_tool_calls, tool_name
 from .agent import Agent
 from .llm import LLM, Reply
-
-TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
 class TooManyParseErrors(ValueError):
@@ -32,10 +29,12 @@ class ChatAgent(Agent):
 
     - `parse`: a function from the answer's text to an Action. The message of a ValueError that it raises goes to the
       model.
-    - `actions`: Action classes that are offered to the model as tools. A function call, parsed by the engine or written
-      as JSON (bare or between <tool_call> tags), becomes an instance of one of them. `ToolCalls` in `actions` accepts
-      any calls unchanged, and also offers the tools of the episode's `ToolOffer`. `plain` is the class for an answer
-      without a call: an Action with one field, `text`. Without `plain` such an answer is a `ParseError`.
+    - `actions`: Action classes that are offered to the model as tools. A function call (`Reply.tool_calls`) becomes an
+      instance of one of them. `ToolCalls` in `actions` accepts any calls unchanged, and also offers the tools of the
+      episode's `ToolOffer`. `plain` is the class for an answer without a call: an Action with one field, `text`.
+      Without `plain` such an answer is a `ParseError`.
+
+    Of several calls in one answer, all are made or none: one that can't be read makes the answer a `ParseError`.
     """
 
     def __init__(
@@ -109,58 +108,30 @@ class ChatAgent(Agent):
         return offered
 
     def _parse_reply(self, reply: Reply, offered: bool) -> Action:
-        # Where no tool was offered, text that looks like a call (JSON, say) is the answer itself.
-        calls = (list(reply.tool_calls) or calls_in_text(reply.text)) if offered or self.actions else []
-        if not calls and self._plain is not None:
-            return self._plain.model_validate({"text": reply.text})
+        calls, problem = list(reply.tool_calls), reply.problem
+        if self.actions and not offered and not calls:  # `actions=[ToolCalls]` without tools: any tool, by its mark
+            read = read_tool_calls(reply.text)
+            calls, problem = list(read.calls), read.problem
+        if problem:
+            raise ValueError(problem + (" No call was made: write all of them again." if calls else ""))
         if not calls:
-            raise ValueError(f"Answer with a call of one of: {', '.join(self._names())}.")
-        parsed = [read_tool_call(call, k) for k, call in enumerate(calls)]
+            if self._plain is not None:
+                return self._plain.model_validate({"text": reply.text})
+            shape = '{"name": ..., "arguments": {...}}'
+            raise ValueError(f"Answer with a call of one of: {', '.join(self._names())}, as {shape}.")
         typed = {a.kind: a for a in self._actions if a is not ToolCalls}
-        if ToolCalls in self._actions and (len(parsed) > 1 or parsed[0].name not in typed):
-            return ToolCalls(calls=tuple(parsed))
-        if len(parsed) > 1:
+        if ToolCalls in self._actions and (len(calls) > 1 or calls[0].name not in typed):
+            return ToolCalls(calls=tuple(calls))
+        if len(calls) > 1:
             raise ValueError("Answer with one call at a time.")
-        if parsed[0].name in typed:
-            return typed[parsed[0].name].model_validate(parsed[0].arguments)
-        raise ValueError(f"There is no {parsed[0].name!r}. Call one of: {', '.join(self._names())}.")
+        if calls[0].name in typed:
+            return typed[calls[0].name].model_validate(calls[0].arguments)
+        raise ValueError(f"There is no {calls[0].name!r}. Call one of: {', '.join(self._names())}.")
 
     def _names(self) -> list[str]:
         """Names of the action classes and of this agent's own tools."""
         names = [a.kind for a in self._actions if a is not ToolCalls]
-        return names + [str(t.get("function", t).get("name", "?")) for t in self.tools]
-
-
-def calls_in_text(text: str) -> list[Mapping[str, JsonValue]]:
-    """Function calls that a model wrote as text: between <tool_call> tags, or the whole text as one JSON object."""
-    found = TOOL_CALL.findall(text)
-    if not found and text.strip().startswith("{"):
-        found = [text.strip()]
-    calls = []
-    for body in found:
-        try:
-            call = read_plain(body)
-        except ValueError as error:
-            raise ValueError(f"The call is not valid JSON: {error}.") from None
-        if not isinstance(call, dict):
-            raise ValueError('A call is a JSON object with "name" and "arguments".')
-        calls.append(call)
-    return calls
-
-
-def read_tool_call(call: Mapping[str, JsonValue], k: int) -> ToolCall:
-    function = call.get("function", call)
-    if not isinstance(function, dict):
-        raise ValueError('A call is a JSON object with "name" and "arguments".')
-    name, arguments = function.get("name"), function.get("arguments", {})
-    if isinstance(arguments, str):
-        try:
-            arguments = read_plain(arguments or "{}")
-        except ValueError as error:
-            raise ValueError(f"The arguments are not valid JSON: {error}.") from None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError('A call is a JSON object with "name" and "arguments".')
-    return ToolCall(id=str(call.get("id") or f"call_{k}"), name=name, arguments=arguments)
+        return names + [tool_name(tool) for tool in self.tools]
 
 
 def _problem(error: ValueError) -> str:

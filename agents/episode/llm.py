@@ -20,7 +20,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, JsonValue
 
-from ...tapes import Call, CauseType, Message, Sampling, Step, Tape
+from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
 from ...tapes.messages import said
 from ...tapes.records import Attempt
 from ..engines.engine import (
@@ -35,6 +35,7 @@ from ..engines.engine import (
     error_text,
 )
 from ..rendering.renderer import Rendered
+from ..rendering.tool_calls import read_tool_calls
 from . import fire
 from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
@@ -53,8 +54,15 @@ class Reply:
     """`stop`, `length`, `tool_calls` or `abort`; a `length` answer was cut off."""
     call: str
     """Id of the call on the tape."""
-    tool_calls: tuple[dict[str, Any], ...] = ()
-    """Function calls that the engine parsed, in the chat format."""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """The function calls in the answer, where tools were offered: read from the text, or parsed by the engine."""
+    content: str = ""
+    """The text around the calls; the whole text where there are none."""
+    problem: str = ""
+    """What is wrong with a call that can't be read, as sentences for the model; empty where all could be read. Yield it
+    as `ParseError(problem=...)` and ask again."""
+    chat_calls: tuple[Message, ...] = ()
+    """All calls in the chat format (`CallsRead.chat`)."""
 
     def __str__(self) -> str:
         return self.text
@@ -198,7 +206,13 @@ class LLM:
             self._budget.give(held)
         if safe_listener is not None and safe_listener.error is not None:
             raise safe_listener.error
-        return Reply(completion.text or "", completion.finish, call, completion.tool_calls or ())
+        text, native = completion.text or "", completion.tool_calls or ()
+        if schemas is None and not native:
+            return Reply(text, completion.finish, call, content=text)
+        # A template may open a thought in the prompt, as DeepSeek's does.
+        thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
+        read = read_tool_calls(text, schemas or (), native=native, thinking=thinking)
+        return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)
 
     # Time and randomness that a replay repeats
 

@@ -42,6 +42,7 @@ from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending, new_tape_id, step_record
 from ..engines.engine import Engine
 from .agent import Agent, configuration, qualified
+from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed
 from .recorder import Recorder
@@ -216,9 +217,10 @@ class Episode:
         return Tape(self.log)
 
     def _warn(self, cause: Cause) -> None:
-        """Log each distinct fault once, not each episode. A scored error of the agent is training data: no warning."""
-        scored = cause.type is CauseType.AGENT and Tape(self.log).reward is not None
-        if not scored and _first_time(cause.type.value, cause.error, cause.frame):
+        """Log each distinct fault once, not each episode. Scored answers that can't be parsed are training data: no
+        warning. Another error of the agent is code to repair, whatever its episode earned."""
+        misread = cause.error == TooManyParseErrors.__name__ and Tape(self.log).reward is not None
+        if not misread and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning(
                 "an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
                 cause.type.value,

@@ -28,16 +28,15 @@ from ..engines.engine import ChangingEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
+from ..rendering.tool_calls import free_prefix
 from .linking import Use, label_calls
-from .openai_protocol import ChatAnswer, ChatRequest, Refused, read_calls, token_logprobs
+from .openai_protocol import ChatAnswer, ChatRequest, Refused, token_logprobs
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
 
 SHOWN = 2000
 """Maximum characters of each text in an exchange's step; the call has the whole text."""
-TAG = "<tool_call>"
-"""The beginning of a tool call in the model's text."""
 
 
 class Pieces:
@@ -46,26 +45,23 @@ class Pieces:
     def __init__(self, decoder: IncrementalDecoder, stops: Sequence[str], *, tools: bool) -> None:
         self._decoder, self._stops, self._tools = decoder, stops, tools
         self._held = ""
-        self._begun = False
+        self._fresh, self._thinking = True, False
+        """The place of `_held` in the answer, as `free_prefix` takes it."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids, and return the further text that can be sent now."""
         self._held += self._decoder.feed(ids)
         n = self._free()
         piece, self._held = self._held[:n], self._held[n:]
-        self._begun = self._begun or bool(piece)
         return piece
 
     def _free(self) -> int:
         """How many of the held characters belong to the answer's text for every possible continuation."""
         held = self._held
         n = min((_before(held, stop) for stop in self._stops), default=len(held))
-        if not self._tools:
-            return n
-        if not self._begun and held.lstrip()[:1] in ("", "{"):
-            return 0  # the whole answer may be a tool call as one JSON object
-        # `read_calls` strips the white space between the text and a call, so white space at the end is held back.
-        return len(held[: min(n, _before(held, TAG))].rstrip())
+        if self._tools:
+            n, self._fresh, self._thinking = free_prefix(held[:n], self._fresh, self._thinking)
+        return n
 
 
 def _before(text: str, word: str) -> int:
@@ -286,7 +282,9 @@ class Session:
 
     def _answer(self, request: ChatRequest, reply: Reply, name: str, live: Live | None) -> ChatAnswer:
         call = self._llm.recorder.log.call(reply.call)
-        text, tools = read_calls(reply.tool_calls, reply.text, name) if request.tools else (reply.text, ())
+        text = reply.content if request.tools else reply.text
+        called = enumerate(reply.chat_calls if request.tools else ())
+        tools = tuple({**call, "id": call["id"] or f"call_{name}{k}"} for k, call in called)
         answer = ChatAnswer(
             id=f"chatcmpl-{name}",
             model=request.model,

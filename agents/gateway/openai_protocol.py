@@ -25,7 +25,6 @@ from pydantic import (
 from ...tapes.common.plain_json import read_plain
 from ...tapes.errors import TapereelError
 from ...tapes.records import Message
-from ..episode.chat import TOOL_CALL, calls_in_text, read_tool_call
 
 _CHANGE_NOTHING = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -271,31 +270,6 @@ class ChatAnswer:
 def delta(more: Mapping[str, object]) -> dict[str, object]:
     """The choice of a chunk that adds `more` to the message."""
     return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
-
-
-def read_calls(parsed: Sequence[Mapping[str, object]], text: str, name: str) -> tuple[str, tuple[Message, ...]]:
-    """(text, function calls) of an answer. The text doesn't contain the calls.
-
-    The calls are those that the engine parsed, or else those in the text: between <tool_call> tags or as one JSON
-    object. A text that doesn't parse as calls stays text. `name` makes the ids of calls unique in the tape.
-    """
-    if parsed:
-        return text, tuple(_ToolCall.model_validate(call).model_dump() for call in parsed)
-    try:
-        calls = [read_tool_call(call, k) for k, call in enumerate(calls_in_text(text))]
-    except ValueError:
-        return text, ()
-    if not calls:
-        return text, ()
-    made = (
-        {
-            "id": f"call_{name}{k}",
-            "type": "function",
-            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-        }
-        for k, call in enumerate(calls)
-    )
-    return (TOOL_CALL.sub("", text).rstrip() if "<tool_call>" in text else ""), tuple(made)
 
 
 def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:

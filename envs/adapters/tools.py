@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, to_json
 
-from ...tapes import Answer, TapereelError, Task, ToolCall, ToolCalls, ToolOffer, ToolResult, ToolResults
+from ...tapes import Answer, Status, TapereelError, Task, ToolCall, ToolCalls, ToolOffer, ToolResult, ToolResults
 from ..blocking import in_thread
 from ..environment import Effect, Environment, Outcome
 
@@ -184,10 +184,15 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     Override `prompt` (the question) and `answered` (the score of an answer). The agent for it is
     `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode; the first step of the
     tape lists them.
+
+    An episode that ends without any answer, at a limit or by calls that can't be read, is scored as the answer "".
+    Unscored it would not be trained on, and a model that calls tools for ever would never learn to stop.
     """
 
     task: Task
     """The task of this episode; set by `reset`."""
+    _answered = False
+    """Whether an answer was given in this episode."""
 
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
         """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
@@ -221,12 +226,16 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
 
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):
+            self._answered = True
             return await self.answered(action.text)
         results = await asyncio.gather(*(self._result(call) for call in action.calls), return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
                 raise result
         return Outcome(ToolResults(results=tuple(r for r in results if isinstance(r, ToolResult))))
+
+    async def finish(self, status: Status) -> Outcome | None:
+        return None if self._answered else await self.answered("")
 
     async def close(self) -> None:
         await asyncio.gather(*(source.close() for source in self._sources))

@@ -55,7 +55,7 @@ def test_a_misread_answer_is_a_thought_that_the_model_sees():
         ('{"name": "w_guess", "arguments": {"number": NaN}}', "NaN is no JSON number"),
         ('{"name": "w_guess", "arguments": {"number": 1e999}}', "beyond all numbers"),
         ('{"name": "w_guess", "arguments": {"number": ' + "9" * 5000 + "}}", "5000 digits"),
-        ('{"function": []}', "A call is a JSON object"),
+        ('<tool_call>{"function": []}</tool_call>', "A call is a JSON object"),
     ],
 )
 def test_json_that_nobody_could_record_is_misread_too(answer: str, says: str):
@@ -133,10 +133,11 @@ def test_tools_are_spelled_out_once_per_tape():
     [
         ("hello", "Answer with a call of one of: w_guess"),
         ('{"name": "w_guess", "arguments": {"number": "x"}}', "number: Input should be a valid integer"),
-        ('{"name": "other", "arguments": {}}', "There is no 'other'"),
+        ('{"name": "other", "arguments": {}}', "Answer with a call of one of: w_guess, as {"),
+        ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', "There is no 'other'"),
         ('{"name": "w_guess", ', "not valid JSON"),
         ("[1]", "Answer with a call"),
-        ('{"arguments": 3}', '"name" and "arguments"'),
+        ('<tool_call>{"arguments": 3}</tool_call>', '"name" and "arguments"'),
     ],
 )
 def test_what_was_wrong_is_told(answer, problem):

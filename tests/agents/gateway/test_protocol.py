@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tapereel.agents.gateway.openai_protocol import (
     ChatAnswer,
     Refused,
-    read_calls,
     read_request,
     token_logprobs,
 )
@@ -187,24 +186,6 @@ def test_a_stream_holds_what_the_whole_answer_holds():
     )
     assert chunks[-2]["prompt_token_ids"] == answer.body()["prompt_token_ids"] == [1]
     assert len(list(answer.chunks("", usage=False))) == len(chunks) - 1
-
-
-def test_calls_are_read_from_what_a_model_wrote():
-    said = 'I add. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    text, (call,) = read_calls((), said, "n")
-    assert text == "I add."
-    assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert read_calls((), said, "n")[1][0]["id"] == call["id"] != read_calls((), said, "m")[1][0]["id"]
-    assert read_calls((), '{"name": "add", "arguments": {}}', "n")[0] == ""
-    for plain in (
-        "no call",
-        "<tool_call>{broken</tool_call>",
-        '{"a": 1}',
-        "{",
-        "<tool_call>" + "[" * 3000 + "</tool_call>",
-        '{"name": "add", "arguments": {"a": NaN}}',
-    ):
-        assert read_calls((), plain, "n") == (plain, ())
 
 
 def test_an_unknown_log_prob_is_null():

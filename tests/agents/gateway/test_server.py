@@ -142,6 +142,37 @@ def test_tools_come_back_as_calls_and_go_on_in_the_same_row(tmp_path: Path):
     assert len(rows(tape)) == 1
 
 
+def test_calls_are_served_by_the_formats_of_models_and_never_out_of_a_thought(tmp_path: Path):
+    """Llama 3's `parameters` arrive; an answer in JSON stays an answer; a bad call is for the program to tell."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    said = {
+        '{"name": "add", "parameters": {"a": 2, "b": 3}}': (None, [("add", '{"a": 2, "b": 3}')]),
+        '{"name": "ada lovelace", "age": 36}': ('{"name": "ada lovelace", "age": 36}', None),
+        '<think>i might <tool_call>{"name": "add"}</tool_call></think>no': (
+            '<think>i might <tool_call>{"name": "add"}</tool_call></think>no',
+            None,
+        ),
+        'a <tool_call>{"name": "add", "arguments": {}}</tool_call> b': ("a\nb", [("add", "{}")]),
+        '<tool_call>{"name": "add"}</tool_call><tool_call>{"name": "add", "arguments": oh}</tool_call>': (
+            None,
+            [("add", "{}"), ("add", ', "arguments": oh}')],
+        ),
+    }
+    answers = iter(said)
+
+    async def scene() -> list[Any]:
+        async with served(tmp_path, Told(lambda messages: next(answers)), sampling=Sampling(max_tokens=400)) as there:
+            tape, client = await there.begin(task="t")
+            found = [await client.ask(f"{k}", tools=[tool]) for k in range(len(said))]
+            await there.end(tape)
+            return found
+
+    for (status, body), (content, calls) in zip(asyncio.run(scene()), said.values(), strict=True):
+        message = body["choices"][0]["message"]
+        made = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", ())]
+        assert (status, message["content"], made or None) == (200, content, calls)
+
+
 def test_requests_wait_while_weights_change_and_are_then_told_when_to_come_again(tmp_path: Path):
     engine = Told()
 

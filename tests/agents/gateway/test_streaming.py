@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from tapereel.agents.engines.engine import Completion
 from tapereel.agents.episode.llm import cut_at_stop
 from tapereel.agents.gateway.gateway_session import Live
-from tapereel.agents.gateway.openai_protocol import ChatRequest, read_calls, read_request
+from tapereel.agents.gateway.openai_protocol import ChatRequest, read_request
 from tapereel.agents.rendering.renderer import Renderer
+from tapereel.agents.rendering.tool_calls import read_tool_calls
 
 from ..families import FAMILIES, tokenizer
 from .lab import RENDERER
@@ -44,6 +45,9 @@ PARTS = st.sampled_from(
         "<tool_call>{broken",
         '{"name": "add", "arguments": {}}',
         "<think>",
+        "</think>",
+        "<|python_tag|>",
+        '{"name": "add", "parameters": {"a": "<think>"}}; ',
         "stop",
         "sto",
         ".\n",
@@ -83,7 +87,7 @@ def whole(name: str, ids: list[int], asked: ChatRequest) -> str:
     renderer = RENDERERS[name]
     made = Completion(text=renderer.decode(ids), ids=array("i", ids))
     text = (cut_at_stop(made, asked.stop, renderer.decode) if asked.stop else made).text or ""
-    return read_calls((), text, "n")[0] if asked.tools else text
+    return read_tool_calls(text, ["add"]).content if asked.tools else text
 
 
 SIZES = st.lists(st.integers(1, 5), max_size=30)

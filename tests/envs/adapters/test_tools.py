@@ -336,3 +336,24 @@ def test_the_environment_keeps_the_contract():
 def test_limits_of_the_rollout_hold_for_tools():
     tape = play(Sums(tool(forever, timeout=600.0)), called(("forever", {})), limits=Limits(environment_seconds=0.01))
     assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.ENVIRONMENT)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("said", "limits", "how"),
+    [
+        ('{"name": "add", "arguments": {"a": 1}}', Limits(turns=3), "turns"),
+        ('{"name": "add", "arguments": {"a": 1}}', Limits(calls=3), "turns"),
+        ('<tool_call>{"name": "add", </tool_call>', Limits(), "agent"),
+    ],
+)
+def test_an_episode_that_never_answers_is_scored_as_the_empty_answer(said: str, limits: Limits, how: str) -> None:
+    """Unscored it would leave its group, and calling tools for ever would never be punished."""
+    tape = asyncio.run(rollout(ChatAgent(), Sums, Task(private="3"), engine=ScriptedEngine([said] * 9), limits=limits))
+    assert tape.status in (Status.LIMIT, Status.ERROR)
+    assert tape.cause is not None
+    assert (tape.cause.type, tape.reward, tape.trains) == (how, 0.0, True)
+
+
+def test_an_answer_is_scored_once() -> None:
+    tape = asyncio.run(rollout(ChatAgent(), Sums, Task(private="3"), engine=ScriptedEngine(["3"])))
+    assert [(reward.step, reward.value) for reward in tape.rewards] == [(1, 1.0)]

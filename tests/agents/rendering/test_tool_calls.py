@@ -1,0 +1,193 @@
+"""Function calls in the text of an answer: by format, never inside a thought, and nothing of an argument lost."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tapereel.agents import read_tool_calls
+from tapereel.agents.rendering.tool_calls import free_prefix
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLS = [ADD, "mul"]
+CALL = '{"name": "add", "arguments": {"a": 2, "b": 3}}'
+LLAMA = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
+
+
+def plain(text: str, **more: bool) -> list[tuple[str, dict]]:
+    return [(call.name, call.arguments) for call in read_tool_calls(text, TOOLS, **more).calls]
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (f"<tool_call>{CALL}</tool_call>", ""),
+        (f"<tool_call>\n{CALL}\n</tool_call>", ""),
+        (f"a <tool_call>{CALL}</tool_call> b", "a\nb"),
+        (f"<tool_call>{CALL}", ""),  # the end tag was the end of the answer
+        (f"<tool_call>{LLAMA}</tool_call>", ""),
+        (CALL, ""),
+        (f"\n {LLAMA} \n", ""),
+        (f"{LLAMA}\nThat is all.", "That is all."),
+        ('{"type": "function", "name": "add", "parameters": {"a": 2, "b": 3}}', ""),
+        ('{"type": "function", "function": {"name": "add", "arguments": "{\\"a\\": 2, \\"b\\": 3}"}}', ""),
+        (f"<|python_tag|>{LLAMA}", ""),
+        (f"Well.\n<|python_tag|>{LLAMA};", "Well."),
+        (f"<think>Sums.</think>\n\n{LLAMA}", "<think>Sums.</think>"),
+        (f"<think>{{</think>\n<tool_call>{CALL}</tool_call>", "<think>{</think>"),
+        (f"Sums.</think>{LLAMA}", "Sums.</think>"),
+    ],
+)
+def test_a_call_of_every_format_is_read_with_its_arguments(text: str, content: str) -> None:
+    read = read_tool_calls(text, TOOLS)
+    assert [(call.name, call.arguments) for call in read.calls] == [("add", {"a": 2, "b": 3})]
+    assert (read.content, read.problem) == (content, "")
+
+
+@pytest.mark.parametrize("between", ["\n", "", " and "])
+def test_several_calls_of_an_answer_keep_their_order(between: str) -> None:
+    tags = between.join(f'<tool_call>{{"name": "add", "arguments": {{"a": {k}}}}}</tool_call>' for k in range(3))
+    assert plain(tags) == [("add", {"a": k}) for k in range(3)]
+    assert plain('{"name": "add", "parameters": {"a": 0}}; {"name": "mul", "parameters": {}}') == [
+        ("add", {"a": 0}),
+        ("mul", {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ada Lovelace", "age": 36}',
+        '{"name": "Ada Lovelace", "arguments": {}}',
+        '{"function": "add"}',
+        '{"names": ["add"]}',
+        '{"result": {"name": "add", "arguments": {}}}',
+        "{x | x > 3}",
+        "{",
+        '["add"]',
+        "I add them.",
+        f"Use it so: {CALL}",
+        "",
+    ],
+)
+def test_an_answer_that_names_no_offered_tool_is_no_call(text: str) -> None:
+    read = read_tool_calls(text, TOOLS)
+    assert (read.content, read.calls, read.problem, read.chat) == (text, (), "", ())
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking"),
+    [
+        (f"<think>I might write <tool_call>{CALL}</tool_call> but no.</think>No.", False),
+        (f"<think>I might write <tool_call>{CALL}</tool_call>", False),
+        (f"<think>{LLAMA}", False),
+        (f"I might write <tool_call>{CALL}</tool_call> but no.</think>No.", False),
+        (f"I might write <tool_call>{CALL}</tool_call> and so", True),
+        (f"{CALL}", True),
+        (f"<|python_tag|>{LLAMA}\n</think>\nNo.", True),
+        (f"<think>a</think>No. <think>{CALL} <tool_call>{CALL}</tool_call>", False),
+    ],
+)
+def test_nothing_inside_a_thought_is_a_call(text: str, thinking: bool) -> None:
+    read = read_tool_calls(text, TOOLS, thinking=thinking)
+    assert (read.content, read.calls, read.problem) == (text, (), "")
+
+
+@pytest.mark.parametrize("written", ["<think>", "</think>", "</tool_call>", "<tool_call>", "<|python_tag|>", "}"])
+def test_a_mark_in_an_argument_is_part_of_the_argument(written: str) -> None:
+    body = json.dumps({"name": "add", "arguments": {"text": f"a {written} b"}})
+    for text in (f"<tool_call>{body}</tool_call>", body, f"<|python_tag|>{body}"):
+        assert plain(text) == [("add", {"text": f"a {written} b"})]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<tool_call>{broken</tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}}</tool_call>', "not valid JSON"),
+        ('<tool_call>{"name": "add", "arguments": {"a": ', "not valid JSON"),
+        ('{"name": "add", "arguments": {"a": ', "not valid JSON"),
+        ("<tool_call>[1]</tool_call>", "A call is a JSON object"),
+        ("<tool_call></tool_call>", "not valid JSON"),
+        ("<tool_call>", "not valid JSON"),
+        ("<|python_tag|>add(2, 3)", "not valid JSON"),
+        ('<tool_call>{"name": "add", "a": 2, "b": 3}</tool_call>', "has 'a', 'b' beside its arguments"),
+        ('{"name": "add", "a": 2}', "has 'a' beside its arguments"),
+        ('{"name": "add", "arguments": {}, "parameters": {"a": 2}}', "write one of them"),
+        ('{"name": "add", "arguments": [2, 3]}', "A call is a JSON object"),
+        ('{"name": "add", "arguments": "2, 3"}', "arguments are not valid JSON"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no JSON number"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_told(text: str, says: str) -> None:
+    read = read_tool_calls(text, TOOLS)
+    assert read.calls == ()
+    assert says in read.problem
+
+
+def test_of_two_calls_the_good_one_is_read_and_the_bad_one_told() -> None:
+    bad = '<tool_call>{"name": "mul", "arguments": {"a": }}</tool_call>'
+    read = read_tool_calls(f"Two. <tool_call>{CALL}</tool_call>{bad}", TOOLS)
+    assert [call.name for call in read.calls] == ["add"]
+    assert read.problem.startswith("Call 2 of 2: The call is not valid JSON")
+    assert [call["function"]["name"] for call in read.chat] == ["add", "mul"]
+    assert (
+        read.chat[1]["function"]["arguments"] == ', "arguments": {"a": }}'
+    )  # as written, for a program that tells the model
+    cut = read_tool_calls('{"name": "add"', TOOLS)
+    assert (cut.chat, cut.content) == ((), '{"name": "add"')  # without arguments a program would call it with none
+    nameless = read_tool_calls(f"<tool_call>{CALL}</tool_call><tool_call>{{oops</tool_call>", TOOLS)
+    assert [call.name for call in nameless.calls] == ["add"]
+    assert nameless.content == "<tool_call>{oops</tool_call>"
+
+
+def test_calls_that_an_engine_has_parsed_are_read_alike() -> None:
+    native = {"id": "c7", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    read = read_tool_calls("Adding.", TOOLS, native=[native, {"name": "add", "parameters": {"a": 3}}])
+    assert [(call.id, call.arguments) for call in read.calls] == [("c7", {"a": 2}), ("call_1", {"a": 3})]
+    assert read.content == "Adding."
+    broken = read_tool_calls("", TOOLS, native=[{**native, "function": {"name": "add", "arguments": "{"}}])
+    assert "arguments are not valid JSON" in broken.problem
+
+
+@pytest.mark.parametrize(
+    "unit", ['<tool_call>{"a": "', "<tool_call>[", '{"name": "add"', "<think>", "[", "<|python_tag|>{"]
+)
+def test_endless_marks_take_no_time(unit: str) -> None:
+    read_tool_calls(unit * 20_000, TOOLS)
+
+
+PARTS = st.sampled_from(
+    [
+        "a",
+        " ",
+        "\n",
+        "{",
+        "}",
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<|python_tag|>",
+        "; ",
+        CALL,
+        LLAMA,
+    ]
+)
+
+
+@given(st.lists(PARTS | st.text(max_size=3), max_size=10).map("".join), st.lists(st.integers(1, 9), max_size=40))
+@settings(max_examples=500, deadline=None)
+def test_what_a_stream_sends_begins_the_content(text: str, sizes: list[int]) -> None:
+    for thinking in (False, True):
+        content = read_tool_calls(text, TOOLS, thinking=thinking).content
+        sent, held, at, state = "", "", 0, (True, False)
+        for size in [*sizes, len(text)]:
+            held, at = held + text[at : at + size], at + size
+            n, *after = free_prefix(held, *state)
+            state = (after[0], after[1])
+            sent, held = sent + held[:n], held[n:]
+            assert content.startswith(sent), (sent, content)
