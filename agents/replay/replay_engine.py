@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -194,6 +195,13 @@ class ReplayEngine:
 
     def forget(self, cache_key: str) -> None:
         """This engine keeps nothing by key."""
+
+    samplers = ()
+    """No copy of any weights."""
+
+    async def score(self, ids: Sequence[int]) -> array[float]:
+        """Raises EngineError: recorded answers have no weights."""
+        raise EngineError("A replay engine has recorded answers and no weights, so it can't score tokens")
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
         """Note the version alone: the answers, and the versions of their spans, are the recorded ones."""

@@ -36,6 +36,7 @@ from ..trainer.checkpoint import (
     weights_digest,
 )
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
+from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
 from .update_facts import computed_on, items, left_out
 
@@ -102,6 +103,7 @@ class History:
         """update -> held-out reward of its weights, where it was measured; the best checkpoint is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
+        self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
         """Records of epochs of the last update that `restore` made and the store lacks, because a crash cut them off.
         The caller must append them before the next update."""
@@ -165,6 +167,8 @@ class History:
         self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
         stats = together(steps)
         uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=computed_on(trainer))
+        if self.delivery.found:
+            uses[0].info["delivery"] = self.delivery.found
         if stats.mismatch is not None:
             uses[0].info["mismatch"] = known(stats.mismatch)
         self.taught.update(taught_by(uses))
@@ -274,6 +278,9 @@ class History:
             if on_update is not None:
                 on_update(k + 1, len(redo))
         self._check_published()
+        checked = [found for use in uses if (found := UpdateInfo.of(use).delivery)]
+        if checked:
+            self.delivery.recall(checked[-1], lambda tape: self.from_store(tape)[0])
         return len(redo)
 
     def _load_newest(self, usable: Sequence[Checkpoint]) -> bool:

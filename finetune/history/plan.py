@@ -175,6 +175,8 @@ class UpdateInfo(Plan):
     on: ComputedOn | None = None
     mismatch: float | None = None
     """Largest |log-prob in training - at sampling| of a token."""
+    delivery: dict[str, JsonValue] | None = None
+    """How the weights that the update began with arrived at the samplers (`delivery.py`)."""
 
 
 def by_update(uses: Iterable[Use]) -> list[list[Use]]:

@@ -285,6 +285,9 @@ class Loop:
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)
+        if self.history.delivery.found.get("version") != self.history.version:
+            # A process's first comparison comes before the weights change: with those that sampled this batch.
+            await self._check_delivery(plan.tapes)
         before = self.engine.stats.busy_seconds
         if self.config.sleep:
             await self._settled()
@@ -316,16 +319,26 @@ class Loop:
             self.publish_seconds += time.perf_counter() - started
             for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
                 await player.engine.sync_weights(theirs, name.version, self.config.publish)
+        await self._check_delivery(plan.tapes)
         self.rollouts.applied(plan.every)
+        found = self.history.delivery.found
         line = {
             **rollout_line(stats, uses, taken.tapes, seconds),
             **taken.line(),
             **self._perf(),
+            **{f"delivery/{name}": found.get(name) for name in ("verdict", "difference", "moved", "bound")},
             **reward_by_agent(stats.stream),
         }
         for player, (player_stats, *_) in zip(self.players, others, strict=True):
             line |= player.line(player_stats)
         return UpdateReport(self.history.updates, line["reward"], line)
+
+    async def _check_delivery(self, tapes: Sequence[str]) -> None:
+        """NotDelivered where a sampler of any policy lacks the policy's present weights."""
+        policies = [(self.history, self.engine), *((player.history, player.engine) for player in self.players)]
+        for history, engine in policies:
+            history.delivery.choose(tapes, lambda tape: self.rollouts.converted[tape][0])
+            await history.delivery.check(engine, history.version, self.config.sampler_tolerance)
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:

@@ -139,9 +139,14 @@ class Training:
 
     async def _sampling(self, version: str) -> tuple[TrainableEngine, list[Player]]:
         """The engine of the loop with the present weights, and the players."""
-        engine = await self.policy.sampler(version)
+        engine, tolerance = await self.policy.sampler(version), self.loop.sampler_tolerance
         try:
-            return await self.team.playing(engine)
+            team, players = await self.team.playing(engine)
+            await self.history.delivery.check(engine, version, tolerance)
+            engine = team
+            for player in players:
+                await player.history.delivery.check(player.engine, player.history.version, tolerance)
+            return team, players
         except BaseException:
             await engine.close()
             raise

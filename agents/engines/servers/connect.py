@@ -61,6 +61,11 @@ async def connect(
         if len(kinds) > 1:
             raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
         dialect, capabilities = found[0]
+        if weights and dialect.streams:
+            raise NotTrainable(
+                f"{list(servers)} answer by {dialect.route} alone, which scores no token ids, so the arrival of new "
+                "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
+            )
         if weights and not adapted and not all(capability.takes_weights for _, capability in found):
             raise NotTrainable(
                 f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "

@@ -17,14 +17,18 @@ import shutil
 import tempfile
 import time
 import uuid
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ..engine import Completion, EngineError, Listener, PromptTooLong, PublishMode, Request, one_temperature
+from ....tapes.arrays import ints
+from ....tapes.records import Sampling
+from ..engine import Completion, EngineError, Listener, PromptTooLong, PublishMode, Request, Sampler, one_temperature
 from ..transport.http_channel import AGAIN, NO_ROUTE, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, same_prompt
@@ -155,13 +159,32 @@ class RemoteEngine:
         """Whether a weight sync is in progress."""
         return self._publishing.locked()
 
-    async def complete(self, request: Request) -> Completion:
-        """Sample one completion. Raises `PromptTooLong` or `EngineError`.
+    @property
+    def samplers(self) -> tuple[Sampler, ...]:
+        """Each server; its name is its address."""
+        return tuple(
+            Sampler(server.url, partial(self.complete, server=server), partial(self.score, server=server))
+            for server in self._servers
+        )
+
+    async def score(self, ids: Sequence[int], *, server: Server | None = None) -> array[float]:
+        """As `ScoringEngine.score`. server: the one that computes; None: the one with the fewest requests."""
+        request = Request(messages=(), prompt=ints(ids), sampling=Sampling(max_tokens=1), seed=0)
+        self._check(request)
+        server = server or self._wellness.best(self._servers)
+        with self._sampling_with() as (model, _):
+            body = self._dialect.body(request, model=model, request_id=uuid.uuid4().hex, stops=())
+            answer = await server.post(self._dialect.route, self._dialect.scoring(body))
+        return self._dialect.scored(answer, ids)
+
+    async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
+        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples; None: the
+        conversation's.
 
         A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
         seconds, and then raises CancelledError."""
         self._check(request)
-        flight = Flight(self._home(request.cache_key), uuid.uuid4().hex, self.version)
+        flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version)
         with self._flying(flight):
             # A task of its own behind a shield: cancelling the caller must not close the connection, because the abort
             # answers with the sampled tokens on that connection.

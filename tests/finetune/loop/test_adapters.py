@@ -55,7 +55,7 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
             updates=3,
             max_lag=0,
             publish="drain",
-            sampler_tolerance=None,
+            sampler_tolerance=1e6,
             recipe="reinforce_plain",
             changes={"regulariser": [{"kind": "kl", "beta": 0.01}]},
         )

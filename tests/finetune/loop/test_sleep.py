@@ -43,7 +43,7 @@ def scene(folder: Path, url: str, **engine: Any) -> dict[str, Any]:
 
 def sleeping(**loop: Any) -> Any:
     # The made-up log-probs are nobody's, so they can't be compared with the trainer's.
-    return settings_of(updates=2, max_lag=0, sleep=True, sampler_tolerance=None, **loop)
+    return settings_of(updates=2, max_lag=0, sleep=True, sampler_tolerance=1e6, **loop)
 
 
 @pytest.fixture
@@ -69,9 +69,20 @@ def test_a_server_sleeps_for_each_update_and_no_longer(folder: Path, tmp_path: P
 
 
 def test_a_server_is_woken_where_an_update_failed(folder: Path, tmp_path: Path) -> None:
-    server = FaultyServer()
+    class Wrong(FaultyServer):
+        """Gives the episodes other log-probs than those of the weights that it serves."""
+
+        def answer(self, body: dict[str, Any], *args: Any) -> dict[str, Any]:
+            answer = super().answer(body, *args)
+            for token in (
+                answer["choices"][0]["logprobs"]["content"] if body["sampling_params"]["max_tokens"] > 1 else ()
+            ):
+                token["logprob"] = -90.0
+            return answer
+
+    server = Wrong()
     with in_thread(server.up) as url:
-        loop = sleeping().model_copy(update={"sampler_tolerance": 1e-4})
+        loop = sleeping().model_copy(update={"sampler_tolerance": 20.0})
         with pytest.raises(Exception, match="sampler_tolerance"):
             train(TrainConfig(**scene(folder, url), loop=loop), tmp_path / "run")
     assert [body.get("tags") for route, body in server.told if route in ("/sleep", "/wake_up")] == [
