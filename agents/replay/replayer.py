@@ -221,7 +221,7 @@ class _Engine(ReplayEngine):
             self.check(tape, call, request)
         except Diverged as error:
             known = any(call.by == request.path for call in script.tape.calls)
-            if error.divergence.cause is Likely.EXHAUSTED and known:
+            if error.divergence.cause is Likely.EXHAUSTED and (known or script.past_the_cut):
                 raise script.beyond(request.path, "calls the model", plain(list(request.messages)[-1:])) from error
             found = error.divergence
             if found.turn is None:

@@ -86,6 +86,11 @@ class Script:
         unknown_limit = self.tape.begin.limits is None and self.tape.status is Status.LIMIT
         return (self.tape.status, cause) in _FROM_OUTSIDE or unknown_limit or cause is CauseType.CONTEXT
 
+    @property
+    def past_the_cut(self) -> bool:
+        """Whether the agent is in the turn within which the episode was cut off, whose later records are missing."""
+        return self.cut_off and self.turn > self.last
+
     def numbers(self) -> Iterator[tuple[str, int]]:
         """(seed stream, number of calls before the first replayed one), found by comparing seeds."""
         most = len(self.tape.log.call_order) + 1024
@@ -110,7 +115,7 @@ class Script:
 
     def beyond(self, by: str, does: str, observed: object) -> Over:
         """The agent does something after its last recorded step or call. The caller raises the result."""
-        if self.cut_off and self.turn > self.last:
+        if self.past_the_cut:
             self.notes[f"turn {self.turn}, within which the episode was cut off"] = None
             return self.end()
         tape = self.tape
@@ -250,7 +255,7 @@ class Script:
 
     def _unexpected(self, record: StepRecord) -> Over:
         known = sorted({entry.by for entry in self.tape.entries} - {ENV})
-        if record.by in known or not known:
+        if record.by in known or not known or self.past_the_cut:
             return self.beyond(record.by, f"yields a {record.kind}", str(record.content))
         return self.end(
             self.divergence(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
+from tapereel.agents import LLM
 from tapereel.agents.replay.replayer import replay
-from tapereel.tapes import Tape
+from tapereel.tapes import Answer, Tape
 from tapereel.tapes.audit.verdict import Verdict
+from tapereel.tapes.records import Cause, CauseType, End, Status
 
+from . import worlds
 from .worlds import RENDERER, WORLDS, record, run_shuffled
 
 
@@ -28,6 +32,42 @@ def test_an_agent_does_again_what_its_tape_says(name: str, tokens: bool):
     cut = len(tape.calls) - len(answered)
     assert len(answered) <= verdict.checked["calls"] <= len(answered) + cut
     assert verdict.checked["steps"] == sum(entry.by != "env" for entry in tape.entries)
+
+
+CUTS: list[tuple[Status, CauseType | None] | None] = [
+    None,
+    (Status.CRASHED, None),
+    (Status.CANCELLED, None),
+    (Status.LIMIT, CauseType.SECONDS),
+    (Status.ERROR, CauseType.ENVIRONMENT),
+    (Status.ERROR, CauseType.OURS),
+]
+"""Ends that come from outside the agent; None: the tape is open."""
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_tape_that_was_cut_after_any_record_is_verified_up_to_there(name: str):
+    tape = record(name)
+    bodies = tape.log.bodies[:-1] if tape.end is not None else tape.log.bodies
+    # Every end before the first call; after it each record with one of the ends.
+    first = [(k, cut) for k in (1, 2) for cut in CUTS]
+    for k, cut in [*first, *((k, CUTS[k % len(CUTS)]) for k in range(3, len(bodies) + 1))]:
+        end = []
+        if cut is not None:
+            cause = None if cut[1] is None else Cause(type=cut[1], error="Gone", message="gone")
+            end = [End(tape=tape.id, status=cut[0], cause=cause, at=tape.begin.at).body()]
+        verdict = again(Tape.of([*bodies[:k], *end]), WORLDS[name][0]())
+        assert verdict.outcome == "verified", (k, verdict)
+
+
+def test_a_cut_hides_no_change_of_the_agent_before_it():
+    class Speaker(worlds.Speaker):
+        async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Answer]:
+            yield Answer(text=(await llm(tape, system="Speak." if tape.turns else "Shout.")).text)
+
+    tape = record("one speaker")
+    for k in range(3, len(tape.log.bodies)):  # from the first call on
+        assert again(Tape.of(tape.log.bodies[:k]), Speaker()).outcome == "diverged"
 
 
 @pytest.mark.parametrize("name", WORLDS)
