@@ -10,12 +10,20 @@ The class promises no more than POSIX does:
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import BinaryIO
+
+from ..errors import TapereelError
+
+
+class NotAFile(TapereelError, OSError):
+    """A folder, link, pipe, socket or device stands where a run has a file. Nothing was read from it."""
 
 
 class Disk:
@@ -45,7 +53,7 @@ class Disk:
 
     def edit(self, path: Path) -> int:
         """A handle on a file, to lock, sync, truncate or overwrite it; the file is created when it is missing."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        return open_regular(path, os.O_RDWR | os.O_CREAT)
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
         """Take the file's exclusive lock, held until `close`. False when another handle holds it.
@@ -100,8 +108,8 @@ class Disk:
         os.unlink(path)
 
     def open(self, path: Path) -> BinaryIO:
-        """The file, open for reading; FileNotFoundError when it is missing."""
-        return open(path, "rb")
+        """The file, open for reading; FileNotFoundError when it is missing, NotAFile where it is no regular file."""
+        return open(open_regular(path, os.O_RDONLY), "rb")
 
     def size(self, path: Path) -> int:
         """Bytes of the file."""
@@ -126,11 +134,35 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
         view = view[taken:]
 
 
+def open_regular(path: Path, flags: int) -> int:
+    """A handle on a regular file of a run. Whoever can write into a run's folder can put anything in a file's place: a
+    pipe would block for ever, a link could lead to /dev/zero or to another user's file.
+
+    NotAFile for anything else, without waiting and without following a link in the last place.
+    """
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        # A folder that is opened to write, a socket, a link or a loop of links.
+        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP):
+            raise NotAFile(f"{path} is not a regular file ({error.strerror}): restore it from a copy") from error
+        raise
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise NotAFile(f"{path} is not a regular file ({stat.filemode(mode)}): restore it from a copy")
+    return handle
+
+
+def read_file(path: Path, disk: Disk = REAL) -> bytes:
+    """The bytes of a run's file. FileNotFoundError; NotAFile where something else has its name."""
+    with disk.open(path) as file:
+        return file.read()
+
+
 def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes. OSError where it is missing or no regular file: a pipe would never end."""
-    if not path.is_file():
-        raise OSError(f"{path} is {'not a regular file' if path.exists() else 'gone'}")
-    with path.open("rb") as file:
+    """SHA-256 (hex) of a file's bytes. OSError where it is missing or no regular file."""
+    with REAL.open(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -138,8 +170,10 @@ def changed(path: Path, digest: str) -> str | None:
     """A sentence where the file hasn't the digest that a record has of it; None where it has."""
     try:
         found = file_digest(path)
+    except FileNotFoundError:
+        return f"{path} is gone, but a record has its digest"
     except OSError as error:
-        return f"{error}, but a record has its digest"
+        return f"{error}; a record has its digest"
     return None if found == digest else f"{path} was changed: it has the digest {found}, the record {digest}"
 
 

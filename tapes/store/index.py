@@ -1,12 +1,19 @@
-"""The index: where each tape's records stand, and a summary of each tape. A cache in SQLite: it may be deleted.
+"""The index: where each tape's records stand, and a summary of each tape. An SQLite database in memory.
 
 It holds nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
-record that can't be read is listed in `unread`, and the tape's other records are indexed all the same. Where the file
-can't be written or is busy, the index lives in memory.
+record that can't be read is listed in `unread`, and the tape's other records are indexed all the same.
+
+Between processes it is kept in a file, which may be deleted: the database, and behind it a code (HMAC-SHA256) that only
+this user can make. Numbers that users publish come from the index, so a file without the right code is not read: the
+index is made anew from the records. An error of the file costs the time to do so, and nothing else.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import os
+import secrets
 import sqlite3
 import sys
 import threading
@@ -17,13 +24,17 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from ..common.text import logger
 from ..records import IN_TAPE
-from .disk import REAL, Disk
+from .disk import REAL, Disk, put_file, read_file
 from .reader import Break, SegmentReader
 from .segment import BadLine, Line, parse_line, peek, segment_names
 from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin, read_facts
 
-_FORMAT = 5
+log = logger("index")
+
+_FORMAT = b"tapereel index 6\n"
+"""What the code of the file covers before the database. Another format has another code."""
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -94,55 +105,62 @@ class Index:
     """One folder's index. Thread-safe."""
 
     def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
-        """`path`: the cache file; None to keep it in memory."""
+        """`path`: the file that keeps the index for later processes; None to keep none."""
         self.folder, self.disk = folder, disk
-        self._db = _connect(path)
         self._path = path
+        self._db = self._load()
+        self._read_lines = 0
+        """Lines that this process read, and the file therefore lacks."""
         self._tapes: dict[str, TapeFold] = {}
         """Those with new records; `_flush` writes them."""
         self._versions: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
     def close(self) -> None:
+        """Keep the index for later processes, where much of it is new. Raises nothing: the file is a cache."""
         with self._lock:
+            path, self._path = self._path, None
+            if path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
+                try:
+                    data = self._db.serialize()
+                    put_file(self.disk, path, data + _code(data))
+                except (OSError, RuntimeError, sqlite3.Error) as error:
+                    log.warning("%s can't be written (%s): the next process reads all records", path, error)
             self._db.close()
+
+    def _load(self) -> sqlite3.Connection:
+        """The database in the file, or an empty one where the file is missing or not what this user's process wrote."""
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        try:
+            whole = b"" if self._path is None else read_file(self._path, self.disk)
+            data, code = whole[:-_CODE], whole[-_CODE:]
+            if data and hmac.compare_digest(code, _code(data)):
+                # Through a copy: a database that was read from bytes can't grow beyond 1 GiB.
+                with contextlib.closing(sqlite3.connect(":memory:")) as kept:
+                    kept.deserialize(data)
+                    kept.backup(db)
+        except FileNotFoundError:
+            pass
+        except (OSError, RuntimeError, sqlite3.Error) as error:
+            log.warning("%s can't be read (%s): the index is made anew from the records", self._path, error)
+        # Sorting in memory, too: no question fails for a temporary file.
+        db.executescript(f"pragma temp_store = memory; {_SCHEMA}")
+        return db
 
     def refresh(self) -> dict[str, Break]:
         """Read the new lines; returns the segments whose lines break before the file ends, live ones included."""
         with self._lock:
-            return self._refresh_at_once()
-
-    def _refresh_at_once(self) -> dict[str, Break]:
-        """Refresh in one transaction, so that no reader sees a segment's offset without its records.
-
-        `begin immediate` takes the write lock at the start: two processes that both read first and then write would
-        deadlock on the upgrade of their locks.
-        """
-        try:
-            self._db.execute("begin immediate")
-        except sqlite3.Error:
-            if self._path is None:
+            # One transaction: after an error no segment's offset stands without its records.
+            self._db.execute("begin")
+            try:
+                breaks = self._refresh()
+            except BaseException:
+                self._tapes.clear()
+                self._versions.clear()
+                self._db.rollback()
                 raise
-            self._to_memory()
-            self._db.execute("begin immediate")
-        try:
-            breaks = self._refresh()
-        except sqlite3.DatabaseError:
-            if self._path is None:
-                raise
-            self._to_memory()
-            return self._refresh_at_once()
-        except BaseException:
-            self._tapes.clear()
-            self._db.rollback()
-            raise
-        self._db.commit()
-        return breaks
-
-    def _to_memory(self) -> None:
-        """Continue with an empty index in memory, because the file is busy, read-only or damaged."""
-        self._db.close()
-        self._db, self._path = _connect(None), None
+            self._db.commit()
+            return breaks
 
     def _refresh(self) -> dict[str, Break]:
         known = {row.name: row for row in self.segments()}
@@ -184,6 +202,7 @@ class Index:
         places: list[tuple[Any, ...]] = []
         for at, line, length in reader:
             last = at
+            self._read_lines += 1
             places.append(self._note(name, line, at, length))
             if len(places) >= _BATCH:
                 self._flush(places)
@@ -361,21 +380,30 @@ def read_pins(opened: Mapping[str, object]) -> str:
     return to_json(opened.get("pins") or {}).decode()
 
 
-def _connect(path: Path | None) -> sqlite3.Connection:
-    for attempt in (path, path, None):
-        try:
-            db = sqlite3.connect(attempt or ":memory:", timeout=5, isolation_level=None, check_same_thread=False)
-        except sqlite3.OperationalError:
-            continue  # the file can't be created here
-        try:
-            if db.execute("pragma user_version").fetchone()[0] not in (0, _FORMAT):
-                raise sqlite3.DatabaseError("another format")
-            db.executescript(f"{_SCHEMA} pragma user_version = {_FORMAT};")
-            return db
-        except sqlite3.OperationalError:
-            db.close()  # read-only or busy: the last attempt is in memory
-        except sqlite3.DatabaseError:
-            db.close()
-            if attempt is not None:
-                attempt.unlink(missing_ok=True)
-    raise AssertionError("a database in memory can always be made")
+_CODE = 32
+"""Bytes of a code."""
+
+
+def _code(data: bytes) -> bytes:
+    """The code of an index with this content. OSError or RuntimeError where the user has no place for a secret."""
+    return hmac.digest(_secret(), _FORMAT + data, "sha256")
+
+
+def _secret() -> bytes:
+    """32 random bytes that only this user can read; made at the first use."""
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tapereel" / "index.key"
+    with contextlib.suppress(FileNotFoundError):
+        found = read_file(path)
+        if len(found) == _CODE:
+            return found
+        raise OSError(f"{path} is no key of {_CODE} bytes: delete it, and it is made anew")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(secrets.token_bytes(_CODE))
+    try:
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.link(part, path)
+    finally:
+        part.unlink()
+    return read_file(path)

@@ -31,7 +31,7 @@ from .reader import PINS, Break, SegmentReader
 from .recovery import Recovered, start_writer
 from .segment import peek, segment_names
 from .summary import Summary
-from .writer import SegmentWriter, WriterOptions
+from .writer import FolderLock, SegmentWriter, WriterOptions
 
 
 class Stored(NamedTuple):
@@ -126,7 +126,7 @@ class Store:
             raise NoRun(
                 f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to"
             ) from None
-        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache and disk is REAL else None)
+        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache and isinstance(disk, Disk) else None)
         if write:
             if "durability" in options:
                 options["durability"] = Durability(options["durability"])
@@ -148,17 +148,18 @@ class Store:
         """Seal the segment and write `pins.json`, all heads, beside the run's other files. StoreFailed if it fails."""
         try:
             if self._writer is not None:
-                self._writer.close()
-                self._write_pins()
+                self._writer.close(sealed=self._write_pins)
         finally:
             self._close_index()
 
     def _write_pins(self) -> None:
         """Write the heads of all sealed segments. Unsealed lines of a live writer may yet be lost: they get no pin."""
-        self.refresh()
-        heads = {segment.name: segment.head for segment in self.index.segments() if segment.sealed is not None}
         try:
-            put_file(self.disk, self.path / PINS, to_json(heads, indent=2) + b"\n")
+            # Of two processes that close at once, the later one must write the heads of both.
+            with FolderLock(self.disk, self.folder):
+                self.refresh()
+                heads = {segment.name: segment.head for segment in self.index.segments() if segment.sealed is not None}
+                put_file(self.disk, self.path / PINS, to_json(heads, indent=2) + b"\n")
         except OSError as error:
             raise StoreFailed(
                 f"{self.path / PINS} can't be written ({error}); every record is written and sealed all the same"

@@ -37,6 +37,8 @@ from .segment import MAX_LINE, ZERO, encode_line, next_name, segment_names
 
 Done = Callable[[StoreFailed | None], None]
 
+CLOSED = "closed"
+"""The seal's reason where a store was closed, and its head therefore stands in `pins.json`."""
 NAMED_EVERY = 256
 """Lines. A busy writer, which is never idle, states the frontier this often. A `commit` line also names its segment,
 which ties the lines around it to this file when other lines are damaged (`reader`)."""
@@ -382,8 +384,12 @@ class SegmentWriter:
 
     # Ending
 
-    def close(self, reason: str = "closed") -> None:
-        """Write the queued lines, seal the segment and give up its lock. Blocks. StoreFailed if any of it fails."""
+    def close(self, reason: str = CLOSED, *, sealed: Callable[[], object] = lambda: None) -> None:
+        """Write the queued lines, seal the segment and give up its lock. Blocks. StoreFailed if any of it fails.
+
+        `sealed` is called once, between the seal and the end of the lock. So a reader that finds a sealed segment
+        without a lock knows that it was called, or that its process died.
+        """
         with self._lock:
             if self._closed or self._pid != os.getpid():
                 return
@@ -397,8 +403,10 @@ class SegmentWriter:
         if self._failure is None:
             self._finish(reason)
         try:
-            self.disk.close(self._handle)
+            if self._failure is None:
+                sealed()
         finally:
+            self.disk.close(self._handle)
             self._raise_failure()
 
     def _finish(self, reason: str) -> None:
