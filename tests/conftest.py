@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+import tempfile
 from typing import Any
 
 from hypothesis import settings
@@ -15,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# The user's secret, which indexes are kept with, is made here and not in the home of whoever runs the tests.
+os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"tapereel-tests-{os.getuid()}")
 
 # A machine may be slow, or busy with something else.
 settings.register_profile("any machine", deadline=None)

@@ -12,7 +12,7 @@ from ..console import Exit, answer
 EXAMPLE = """
 tapereel verify runs/demo
 tapereel verify runs/demo --pin 000001-95550a:2c26b46b68ffc68ff99b453c1d30413413422d706483bfa0f98a5e886266e7ae
-tapereel verify runs/demo --pin elsewhere/pins.json --json
+tapereel verify runs/demo --exact elsewhere/pins.json --json
 """
 
 
@@ -26,12 +26,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PIN",
         help="a head of the hash chain, kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
     )
+    parser.add_argument(
+        "--exact",
+        action="append",
+        default=[],
+        metavar="PIN",
+        help="as --pin, and nothing may come after it: a later line, file or checkpoint is broken",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Verify, and print the report."""
     try:
-        report = verify(args.run, pins=args.pin)
+        report = verify(args.run, pins=args.pin, exact=args.exact)
     except ValueError as error:
         raise UsageError(str(error)) from error
     answer(args, {"verdict": report.verdict, **report.model_dump()}, *map(safe, _report_lines(report)))
@@ -52,6 +59,7 @@ def _report_lines(report: Report) -> list[str]:
     lines += [f"broken: {text}" for text in report.broken]
     lines += [f"torn: {text}" for text in report.torn]
     lines += [f"missing: segment {name}, which no pin covers" for name in report.holes]
+    lines += [f"undecided: {text}; a crash explains that, and so does a deletion" for text in report.unsettled]
     lines += [f"set aside by a recovery: {name}" for name in report.set_aside]
     lines += [f"doesn't count: {text}" for text in report.books.refused]
     return [*lines, *(f"not checked: {text}" for text in report.not_checked)]

@@ -15,6 +15,7 @@ from pydantic_core import from_json
 from ...tapes.common.text import counted, number, safe
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
+from ...tapes.store.disk import read_file
 from ...tapes.tape import Tape
 from ...tapes.transcript import (
     CallLine,
@@ -115,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
 def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
     """Ids of tapes with a token that an update before the checkpoint trained on. UsageError for a wrong checkpoint."""
     try:
-        state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+        state = json.loads(read_file(checkpoint / "state.json"))
         return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
     except (OSError, ValueError, KeyError) as error:
         raise UsageError(f"{checkpoint} is not a checkpoint: its state.json can't be read: {error}") from error

@@ -32,6 +32,7 @@ from ..trainer.checkpoint import (
     checkpoints,
     copied_weights,
     prune,
+    read_checkpoint,
     save_checkpoint,
     weights_digest,
 )
@@ -256,16 +257,14 @@ class History:
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}
+
         # A newer checkpoint has updates that these records don't explain, and so has one whose lead's last update a
         # later lead made again. An older one is loaded then.
-        usable = [
-            c
-            for c in checkpoints(self.directory, damaged=False)
-            if c.state["lineage"] == self.lineage
-            and c.update <= last
-            and (c.state.get("lead") or 0) >= leads.get(c.update, 0)
-        ]
-        if self._load_newest(usable):
+        def fits(c: Checkpoint) -> bool:
+            lead = c.state.get("lead") or 0
+            return c.state["lineage"] == self.lineage and c.update <= last and lead >= leads.get(c.update, 0)
+
+        if self._load_newest(fits):
             self.taught = taught_by(use for use in uses if use.update < self.updates)
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
@@ -283,18 +282,25 @@ class History:
             self.delivery.recall(checked[-1], lambda tape: self.from_store(tape)[0])
         return len(redo)
 
-    def _load_newest(self, usable: Sequence[Checkpoint]) -> bool:
-        """Load the newest checkpoint that is whole; False where there is none. A damaged one costs only the time to
-        apply its updates again."""
-        digests = self.store.files
-        for one in reversed(usable):
+    def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
+        """Load the newest checkpoint that is whole and fits; False where there is none. A damaged one costs only the
+        time to apply its updates again."""
+        recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
+        for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
-                one.check(self.store.path, digests)
-                self._load(one)
+                one = read_checkpoint(path)
+                # Checked before its state is asked whether it fits: the state may be what was damaged.
+                broken = self.store.damage(path)
+                if broken is None and recorded:
+                    # A crash came before its digests, or another program put it here.
+                    broken = [f"no record has the digests of {path}"]
+                if broken:
+                    raise BadCheckpoint(broken[0])
+                if fits(one):
+                    self._load(one)
+                    return True
             except BadCheckpoint as error:
                 log.warning("%s; the checkpoint before it is used", error)
-            else:
-                return True
         return False
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -52,7 +52,7 @@ class Difference(Value):
     """Number of the update, from 0; it makes version `update + 1`. -1: the base weights."""
     field: str
     """`tape`, `recipe`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`, `weights`, `checkpoint`,
-    `trainer` or `taught`."""
+    `trainer`, `taught` or `files`."""
     recorded: JsonValue = None
     found: JsonValue = None
     sentence: str
@@ -304,6 +304,8 @@ class _Walk:
                 list(pinned.get(tape, ())),
                 list(taught.get(tape, ())),
             )
+        if broken := self.history.store.damage(file.path):  # files that no update reads, as the deployed `hf/`
+            raise _Other(file.update - 1, "files", broken[0], None, None)
 
     def _trainer(self, file: Checkpoint) -> None:
         """Compare the trainer's state. Random number states are left out: no update draws from them."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...tapes.errors import TapereelError, UsageError
-from ...tapes.store.disk import REAL, put_file
+from ...tapes.store.disk import REAL, put_file, read_file
 from ...tapes.store.run_directory import RECIPES
 from ..objective.recipe import Recipe, read
 
@@ -32,7 +32,7 @@ def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
     if not path.exists():
         return {}
     try:
-        recorded = json.loads(path.read_text(encoding="utf-8")).items()
+        recorded = json.loads(read_file(path)).items()
     except (ValueError, AttributeError) as error:
         raise BrokenRecipes(f"{path} holds no recipes: {error}") from error
     found: dict[str, Recipe | UsageError] = {}

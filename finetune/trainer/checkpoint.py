@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ...agents.engines.embedded.pretrained import quiet_transformers, weights_digest
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
-from ...tapes.store.disk import changed
+from ...tapes.store.disk import REAL, read_file
 
 log = logger("checkpoint")
 
@@ -73,7 +73,7 @@ class Checkpoint:
         if about is None:
             return {}
         try:
-            data = (self.path / TAUGHT).read_bytes()
+            data = read_file(self.path / TAUGHT)
         except OSError as error:
             raise BadCheckpoint(f"{self.path / TAUGHT} can't be read: {error}") from error
         found = hashlib.sha256(data).hexdigest()
@@ -84,17 +84,10 @@ class Checkpoint:
             )
         return {tape: tuple(pin) for tape, *pin in map(json.loads, data.splitlines())}
 
-    def check(self, run: Path, digests: Mapping[str, str | None]) -> None:
-        """BadCheckpoint where a file differs from its digest. digests: path below `run` -> digest (`Store.files`)."""
-        below = self.path.relative_to(run).as_posix() + "/" if self.path.is_relative_to(run) else None
-        for name, digest in digests.items():
-            sentence = changed(run / name, digest) if digest and below and name.startswith(below) else None
-            if sentence is not None:
-                raise BadCheckpoint(sentence)
-
     def _load(self, name: str) -> dict[str, Any]:
         try:
-            return torch.load(self.path / name, map_location="cpu", weights_only=True)
+            with REAL.open(self.path / name) as file:
+                return torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many types for a broken file
             raise BadCheckpoint(f"{self.path / name} can't be read: {type(error).__name__}: {error}") from error
 
@@ -212,9 +205,9 @@ def checkpoint_folders(run: Path) -> list[Path]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in that directory. BadCheckpoint where there is none."""
     try:
-        state = json.loads((path / STATE).read_text())
+        state = json.loads(read_file(path / STATE))
         return Checkpoint(path, int(state["update"]), state)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadCheckpoint(
             f"{path / STATE} can't be read ({error}); delete its folder to continue without this checkpoint"
         ) from error

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from ..store.disk import REAL, put_file
+from ..store.disk import REAL, put_file, read_file
 from ..value import Value
 from .verdict import Verdict, Verdicts
 
@@ -122,7 +122,7 @@ class Checks:
             size = path.stat().st_size
             if size > LARGEST:
                 raise ValueError(f"it has {size:,} bytes, more than the {LARGEST:,} that are read")
-            data = path.read_bytes()
+            data = read_file(path)
             if hashlib.sha256(data).hexdigest()[:16] != name.rpartition("-")[2].removesuffix(".jsonl"):
                 raise ValueError("its bytes are not those that were written")
             lines = data.splitlines()

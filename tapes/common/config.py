@@ -164,6 +164,8 @@ def config_keys(cls: type[BaseModel]) -> list[str]:
 
 
 def _add_file(layers: _Layers, path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"the configuration file {path} is not a regular file")
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

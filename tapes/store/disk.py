@@ -16,6 +16,7 @@ import itertools
 import os
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -160,10 +161,13 @@ def read_file(path: Path, disk: Disk = REAL) -> bytes:
         return file.read()
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes. OSError where it is missing or no regular file."""
-    with REAL.open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_digest(path: Path, disk: Disk = REAL) -> str:
+    """SHA-256 (hex) of a file, read in pieces. FileNotFoundError; NotAFile where it is no regular file."""
+    digest = hashlib.sha256()
+    with disk.open(path) as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def changed(path: Path, digest: str) -> str | None:
@@ -175,6 +179,14 @@ def changed(path: Path, digest: str) -> str | None:
     except OSError as error:
         return f"{error}; a record has its digest"
     return None if found == digest else f"{path} was changed: it has the digest {found}, the record {digest}"
+
+
+def damage(folder: Path, digests: Mapping[Path, str]) -> list[str]:
+    """A sentence for each file below `folder` that differs from its digest, is gone, or has none."""
+    folders = {above for path in digests for above in path.parents}
+    more = sorted(path for path in folder.rglob("*") if path not in digests and path not in folders)
+    found = [text for path, digest in sorted(digests.items()) if (text := changed(path, digest)) is not None]
+    return [*found, *(f"{path} was added: no record has its digest" for path in more)]
 
 
 def put_file(disk: Disk, path: Path, data: bytes) -> None:

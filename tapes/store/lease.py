@@ -23,7 +23,7 @@ from typing import Self
 from ..common.text import logger
 from ..errors import StoreFailed, UsageError
 from ..value import Value
-from .disk import REAL, Disk, write_all
+from .disk import REAL, Disk, read_file, write_all
 
 log = logger("lease")
 
@@ -75,7 +75,7 @@ def read_leads(run: Path) -> dict[int, Holder]:
 def _read(path: Path, epoch: int) -> Holder:
     for _ in range(3):
         try:
-            return Holder.model_validate_json(path.read_bytes())
+            return Holder.model_validate_json(read_file(path))
         except ValueError:
             time.sleep(0.01)  # the lead is just writing it
     return Holder(epoch=epoch, host="an unknown host", pid=0, began=0.0, seen=0.0)
@@ -204,10 +204,10 @@ def _alive(folder: Path, holder: Holder, beat: float, disk: Disk) -> bool:
         return False
     # No clock of another machine is compared: the file must change while this process looks at it. A lead that had just
     # created its file, and was not yet named in it, shows by its lock.
-    before, stop = path.read_bytes(), time.monotonic() + GRACE * beat
+    before, stop = read_file(path), time.monotonic() + GRACE * beat
     while time.monotonic() < stop:
         time.sleep(beat / 10)
-        if path.read_bytes() != before or not _lockable(path, disk):
+        if read_file(path) != before or not _lockable(path, disk):
             return True
     return False
 

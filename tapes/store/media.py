@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..errors import Corrupt, NotATape
-from .disk import REAL, Disk, put_file
+from .disk import REAL, Disk, file_digest, put_file, read_file
 
 _REFERENCE = re.compile(rb"media:([0-9a-f]{64}(?:\.[a-z0-9]{1,12})?)")
 
@@ -43,7 +43,7 @@ class Media:
 
     def _holds(self, name: str) -> bool:
         try:
-            return digest_of(self.disk, self.folder / name) == name[:64]
+            return file_digest(self.folder / name, self.disk) == name[:64]
         except FileNotFoundError:
             return False
 
@@ -54,8 +54,7 @@ class Media:
             raise ValueError(f"{reference[:90]!r} is not a media reference (media:<64 hex digits><.suffix>)")
         name = match[1].decode()
         try:
-            with self.disk.open(self.folder / name) as file:
-                data = file.read()
+            data = read_file(self.folder / name, self.disk)
         except FileNotFoundError:
             raise NotATape(f"{self.folder / name} is missing, but a record names it; restore it from a copy") from None
         if sha256(data).hexdigest() != name[:64]:
@@ -74,12 +73,3 @@ class Media:
 def references(body: bytes) -> set[str]:
     """Names of the media files that a record body refers to."""
     return {name.decode() for name in _REFERENCE.findall(body)} if b"media:" in body else set()
-
-
-def digest_of(disk: Disk, path: Path) -> str:
-    """SHA-256 (hex) of a file, read in pieces."""
-    digest = sha256()
-    with disk.open(path) as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()

@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal
 from pydantic_core import from_json
 
 from ..errors import Corrupt
-from .disk import REAL, Disk
+from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body
 
 PINS = "pins.json"
@@ -25,10 +25,8 @@ PINS = "pins.json"
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
     """The heads in a file like `pins.json`, by segment. ValueError where the file holds no pins."""
-    with disk.open(path) as file:
-        data = file.read()
     try:
-        heads = from_json(data)
+        heads = from_json(read_file(path, disk))
     except ValueError as error:
         raise ValueError(f"{path} does not hold pins: {error}") from error
     if not isinstance(heads, dict) or not all(isinstance(head, str) for head in heads.values()):

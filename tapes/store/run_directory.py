@@ -19,17 +19,20 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
 
 from ..common.config import ConfigError, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml
 from ..common.renamed import translate_config
-from ..errors import RunExists, UsageError
+from ..errors import Corrupt, NotATape, RunExists, UsageError
 from ..value import Value
 from .books import Books
+from .disk import REAL, open_regular, put_file, read_file
 from .lease import Lease
+from .reader import PINS, read_pin_file
 from .store import Store
 
+_Line = TypeAdapter(dict[str, JsonValue])
 CONFIG, RESULTS, METRICS, RECIPES = "config.yaml", "results.json", "metrics.jsonl", "recipes.json"
 
 
@@ -111,12 +114,16 @@ class Results(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
-        """The results of the run at `path`. OSError, or a ValueError where the file doesn't hold results."""
-        return cls.model_validate_json((Path(path) / RESULTS).read_bytes())
+        """The results of the run at `path`. OSError, or NotATape where the file doesn't hold results."""
+        try:
+            return cls.model_validate_json(read_file(Path(path) / RESULTS))
+        except ValueError as error:
+            raise NotATape(f"{Path(path) / RESULTS} holds no results: {str(error).splitlines()[0]}") from error
 
     def write(self, path: Path) -> None:
         """Write the results of the run at `path`, durable when this returns."""
-        _replace(path / RESULTS, json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n")
+        text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
+        put_file(REAL, path / RESULTS, text.encode())
 
 
 Change = Callable[["RunDir", Any, Any], str]
@@ -205,11 +212,13 @@ def open_run(
             # The results come first: a crash in between leaves no configuration, so the run is begun again. In the
             # other order it would leave a run that looks begun and has no results to resume from.
             results.write(path)
-            _replace(path / CONFIG, dump_config(config))
+            put_file(REAL, path / CONFIG, dump_config(config).encode())
         with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
             store.take_lead(lease)
             run = RunDir(path, results, store, resumed=found)
             if found:
+                if edited := store.edited():
+                    raise Corrupt(f"{edited[0]}. Restore the file from a copy: a resumed run would go on from the edit")
                 _change(run, config, changes)
             files = [path / name for name in (CONFIG, RESULTS, METRICS, RECIPES)]
             store.record_files(*files, open=True)
@@ -232,27 +241,44 @@ def recorded_settings(path: str | Path) -> Group:
 def recorded_config(path: str | Path) -> Group:
     """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem where
     it can't be read."""
-    text = (Path(path) / CONFIG).read_text(encoding="utf-8")
+    try:
+        text = read_file(Path(path) / CONFIG).decode()
+    except UnicodeDecodeError as error:
+        raise YamlProblem(f"it is not UTF-8 text: {error}") from None
     return translate_config(nested((keys, value) for keys, value, _ in read_yaml(text)))
 
 
 def pin_line(path: str | Path) -> str:
     """A sentence with the head of a closed run, for the user to keep outside the run."""
-    heads: dict[str, str] = json.loads((Path(path) / "pins.json").read_text(encoding="utf-8"))
+    heads = read_pin_file(REAL, Path(path) / PINS)
     segment, head = list(heads.items())[-1]
     return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
 
 
 def append_metrics(path: Path, line: Mapping[str, object]) -> None:
-    """Append one JSON line; NaN and infinities become null, which every JSON reader accepts."""
+    """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader
+    accepts."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(clean) + "\n")
+    with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+        file.write(json.dumps(clean).encode() + b"\n")
+        file.flush()
+        REAL.sync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
-    """The lines of a metrics.jsonl; empty where the file is missing."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    """The whole lines of a metrics.jsonl; empty where the file is missing. NotATape where a line is no JSON object."""
+    try:
+        lines = read_file(path).splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    found = list[dict[str, JsonValue]]()
+    # A last line without its end is being written, or a crash cut it.
+    for k, line in enumerate(line for line in lines if line.endswith(b"\n")):
+        try:
+            found.append(_Line.validate_json(line))
+        except ValueError:
+            raise NotATape(f"{path}: line {k + 1} is no JSON object: restore the file from a copy") from None
+    return found
 
 
 def drop_metrics(path: Path, where: Callable[[dict[str, JsonValue]], bool]) -> None:
@@ -260,7 +286,7 @@ def drop_metrics(path: Path, where: Callable[[dict[str, JsonValue]], bool]) -> N
     lines = read_metrics(path)
     kept = [line for line in lines if not where(line)]
     if len(kept) < len(lines):
-        _replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+        put_file(REAL, path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 def _check_config(path: Path, config: BaseModel, free: Collection[str]) -> None:
@@ -289,9 +315,10 @@ def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> No
     # The results come first, as when a run begins. A crash in between repeats the change on the next resume; results
     # that the change removed are then computed again.
     run.save()
-    text = (run.path / CONFIG).read_text(encoding="utf-8")
+    text = read_file(run.path / CONFIG).decode()
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
-    _replace(run.path / CONFIG, head + "".join(notes) + dump_config(type(config).model_validate(values)))
+    text = head + "".join(notes) + dump_config(type(config).model_validate(values))
+    put_file(REAL, run.path / CONFIG, text.encode())
 
 
 def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
@@ -316,18 +343,4 @@ def _differences(then: Any, now: Any, above: str = "") -> Iterator[str]:
 def _drop_torn_line(path: Path) -> None:
     """Cut off a last line without its newline, which a crash left: the next line would be appended to it."""
     if path.exists():
-        data = path.read_bytes()
-        os.truncate(path, data.rfind(b"\n") + 1)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Replace a small file so that a crash leaves either the old or the new content (as `disk.put_file`).
-
-    The folder isn't synced: after a power cut the old file is a valid state, too.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+        os.truncate(path, read_file(path).rfind(b"\n") + 1)

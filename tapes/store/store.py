@@ -17,12 +17,12 @@ from typing import Any, NamedTuple, Self, TypedDict, Unpack, cast
 
 from pydantic_core import to_json
 
-from ..errors import NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
+from ..errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from ..journal import Durability
 from ..records import IN_TAPE, AnyRecord, Begin, Files, Lead, Publish, Record, Status, Use, Void, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
-from .disk import REAL, Disk, file_digest, put_file
+from .disk import REAL, Disk, changed, damage, file_digest, put_file
 from .index import Index, Place
 from .lease import Lease, read_leads
 from .ledger import Ledger, Lineages
@@ -126,7 +126,8 @@ class Store:
             raise NoRun(
                 f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to"
             ) from None
-        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache and isinstance(disk, Disk) else None)
+        cached = cache and isinstance(disk, Disk)
+        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cached else None)
         if write:
             if "durability" in options:
                 options["durability"] = Durability(options["durability"])
@@ -215,6 +216,19 @@ class Store:
         for stored in self.run_records("files"):
             found |= cast(Files, stored.record).files
         return found
+
+    def damage(self, folder: Path) -> list[str] | None:
+        """A sentence for each file below `folder` that differs from its recorded digest, is gone or was added. None
+        where no record has digests of the folder."""
+        known = {self.path / name: digest for name, digest in self.files.items() if digest is not None}
+        mine = {path: digest for path, digest in known.items() if path.is_relative_to(folder)}
+        return damage(folder, mine) if mine else None
+
+    def edited(self) -> list[str]:
+        """A sentence for each of the run's configuration, results, metrics and recipes that was changed, or is gone,
+        since the run was closed. Empty while the run is open, and after a crash."""
+        mine = {name: digest for name, digest in self.files.items() if digest is not None and "/" not in name}
+        return [text for name, digest in mine.items() if (text := changed(self.path / name, digest)) is not None]
 
     def take_lead(self, lease: Lease) -> None:
         """Write under this lease from now on. Its record is durable when this returns."""
@@ -441,3 +455,13 @@ class Store:
     def media(self) -> Media:
         """The run's media files."""
         return Media(self.folder / "media", disk=self.disk)
+
+
+def check_folder(folder: str | Path) -> None:
+    """Corrupt where a file of a run's checkpoint is not the one that the run recorded. Any other folder passes."""
+    path = Path(folder).resolve()
+    run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
+    if run is not None and (run / "tapes").is_dir():
+        with Store.open(run) as store:
+            if broken := store.damage(path):
+                raise Corrupt(f"{broken[0]}. The model in {folder} is not the one that was trained: restore the file")

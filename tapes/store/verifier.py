@@ -8,6 +8,7 @@ segment that nothing pins. It runs no agent, environment or model, and it change
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,14 +17,15 @@ from typing import cast
 from pydantic import JsonValue
 
 from ..errors import NoRun
-from ..records import DIGEST_START, IN_TAPE, Begin, Files, Parent, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Files, Lead, Parent, fold, parse_record
 from ..value import Value
 from .books import Books, BooksFold
-from .disk import REAL, Disk, changed
-from .media import Media, digest_of, references
+from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
+from .lease import FOLDER, Holder, read_leads
+from .media import Media, references
 from .reader import PINS, SegmentReader, read_pin_file
 from .segment import Line, peek, segment_names
-from .writer import FolderLock
+from .writer import CLOSED, FolderLock
 
 _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 
@@ -41,8 +43,12 @@ class SegmentReport(Value):
     frontier: int
     """Lines that the segment itself says were durable."""
     sealed: bool
+    reason: str | None
+    """That of its seal (`closed`, `full`, `exit`); None without a seal."""
+    next: str | None
+    """The segment that a full one says it goes on in."""
     live: bool | None
-    """Whether a writer holds its lock; False for sealed segments, None where the lock can't be tested."""
+    """Whether a writer holds its lock; None where the lock can't be tested."""
     problem: str | None = None
 
 
@@ -62,6 +68,8 @@ class Report(Value):
     """Tails above the frontier that are not whole lines; exit code 2."""
     holes: tuple[str, ...]
     """Numbers of segments that are missing and that nothing pins; exit code 2."""
+    unsettled: tuple[str, ...]
+    """Sentences on what a crash at one moment explains, and what was cut off or deleted as well; exit code 2."""
     set_aside: tuple[str, ...]
     """Files with torn bytes that a recovery kept."""
     pins: int
@@ -93,6 +101,8 @@ class _Fold:
         self.forks: list[tuple[str, Parent]] = []
         self.media: set[str] = set()
         self.files: dict[str, str | None] = {}
+        self.leads: dict[int, str] = {}
+        """Epoch -> the segment with its record."""
         self.records = 0
 
     def add(self, segment: str, line: Line) -> None:
@@ -112,6 +122,8 @@ class _Fold:
                 self.ended.add(tape)
         if isinstance(record, Files):
             self.files |= record.files
+        if isinstance(record, Lead):
+            self.leads[record.epoch] = segment
         if isinstance(record, Begin):
             if record.parent is not None:
                 self.forks.append((record.tape, record.parent))
@@ -129,6 +141,10 @@ class _Pins:
         self.anywhere: set[str] = set()
         self.outside = 0
         """Pins that did not come from the segments themselves."""
+        self.opens: dict[str, list[tuple[str, str]]] = {}
+        """Segment -> the pins in its first line."""
+        self.met: dict[tuple[str, str], int] = {}
+        """Pin -> the lines up to it, its own included."""
         self.problems: list[str] = []
 
     def add_file(self, disk: Disk, path: Path) -> None:
@@ -154,6 +170,8 @@ class _Pins:
     def see(self, name: str, line: Line) -> None:
         """Count a sound line of segment `name`."""
         h = line.h.decode()
+        if h in self.anywhere or (name, h) in self.of_segment:
+            self.met[name, h] = line.n + 1
         self.anywhere.discard(h)
         self.of_segment.discard((name, h))
 
@@ -168,15 +186,19 @@ class _Pins:
         ]
 
 
-def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> Report:
-    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. NoRun, ValueError."""
+def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] = (), disk: Disk = REAL) -> Report:
+    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. NoRun, ValueError.
+
+    exact: pins that together end the run: a line or file that they don't cover is broken.
+    """
     path, folder = Path(path), Path(path) / "tapes"
     try:
         entries = disk.names(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise NoRun(f"{path} is no run: it has no folder `tapes`") from None
     names = segment_names(entries)
-    wanted = _gather_pins(path, names, pins, disk)
+    last = _gather_pins([*exact], disk)
+    wanted = _all_pins(path, names, [*pins, *exact], disk)
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
     reports = [_segment(folder, name, disk, found, wanted, torn) for name in names]
@@ -186,11 +208,18 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
     _check_forks(folder, names, disk, found)
     unnamed = _check_media(folder, disk, found)
     compared = _check_files(path, found)
+    unsettled = _unsettled(path, reports, found, wanted, disk)
+    open_files = tuple(_open_files(path, found))
+    if last.outside:
+        found.broken += [
+            *_after(folder, reports, last, wanted, disk),
+            *(f"after the pin: {text}" for text in open_files),
+        ]
     books = found.books.books()
     found.broken += [f"the books: {finding}" for finding in books.findings]
     return Report(
         run=str(path),
-        exit_code=1 if found.broken else 2 if torn or holes or not names else 0,
+        exit_code=1 if found.broken else 2 if torn or holes or unsettled or not names else 0,
         records=found.records,
         episodes=books.begun,
         head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
@@ -198,6 +227,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
         broken=tuple(found.broken),
         torn=tuple(torn),
         holes=holes,
+        unsettled=tuple(unsettled),
         set_aside=tuple(sorted(name for name in entries if ".torn-" in name)),
         pins=pinned,
         files=compared,
@@ -205,37 +235,51 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), disk: Disk = REAL) -> 
         unnamed_media=unnamed,
         open=books.open,
         books=books,
-        not_checked=(*_not_checked(reports, wanted), *_open_files(path, found)),
+        not_checked=(*_not_checked(reports, wanted), *open_files),
     )
 
 
-def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
-    """The caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
+def _gather_pins(pins: Iterable[str], disk: Disk) -> _Pins:
+    """The caller's pins."""
     wanted = _Pins()
     for pin in pins:
         wanted.add(disk, pin)
+    return wanted
+
+
+def _all_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
+    """The caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
+    wanted = _gather_pins(pins, disk)
     with contextlib.suppress(FileNotFoundError):  # `not_checked` says what its absence leaves open
         try:
             wanted.add_file(disk, path / PINS)
-        except ValueError as error:
+        except (ValueError, NotAFile) as error:
             wanted.problems.append(str(error))
     for name in names:
         reader = SegmentReader(path / "tapes", name, disk=disk)
-        for _ in reader:
-            pinned = cast("dict[str, JsonValue]", reader.chain.opened["pins"])
-            wanted.of_segment |= {(of, str(head)) for of, head in pinned.items()}
-            break
+        with contextlib.suppress(OSError):  # `_segment` reports it
+            for _ in reader:
+                pinned = cast("dict[str, JsonValue]", reader.chain.opened["pins"])
+                wanted.opens[name] = [(of, str(head)) for of, head in pinned.items()]
+                wanted.of_segment |= set(wanted.opens[name])
+                break
     return wanted
 
 
 def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, torn: list[str]) -> SegmentReport:
-    reader = SegmentReader(folder, name, disk=disk)
-    for _, line, _ in reader:
-        found.add(name, line)
-        wanted.see(name, line)
-    broken, chain = reader.broken(), reader.chain
-    live = _is_live(folder, name, disk) if chain.sealed is None else False
-    problem = None
+    reader, problem = SegmentReader(folder, name, disk=disk), None
+    try:
+        for _, line, _ in reader:
+            found.add(name, line)
+            wanted.see(name, line)
+        broken = reader.broken()
+    except OSError as error:
+        found.broken.append(problem := f"segment {name} can't be read: {error}")
+        broken = None
+    chain, seal = reader.chain, reader.chain.sealed or {}
+    # A writer holds its lock until the head of its seal stands in `pins.json`.
+    settled = chain.sealed is not None and seal.get("reason") != CLOSED
+    live = False if settled or problem is not None else _is_live(folder, name, disk)
     if broken is not None and broken.verdict == "corrupt":
         found.broken.append(problem := str(broken))
     elif broken is not None and not live:
@@ -247,6 +291,8 @@ def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, t
         head=chain.head.decode(),
         frontier=chain.frontier,
         sealed=chain.sealed is not None,
+        reason=cast("str | None", seal.get("reason")),
+        next=cast("str | None", seal.get("next")),
         live=live,
         problem=problem,
     )
@@ -304,32 +350,87 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
     media = Media(folder / "media", disk=disk)
     for name in sorted(found.media):
         try:
-            if digest_of(disk, media.folder / name) != name[:64]:
+            if file_digest(media.folder / name, disk) != name[:64]:
                 found.broken.append(f"media file {name} does not hold what its name says")
         except FileNotFoundError:
             found.broken.append(f"media file {name} is gone, but a record names it")
+        except OSError as error:
+            found.broken.append(f"media file {name} can't be read: {error}")
     return len(set(media.names()) - found.media)
 
 
 def _check_files(path: Path, found: _Fold) -> int:
     """Compare the files that records have digests of; returns how many. A checkpoint may be gone as a whole: old ones
     are deleted."""
-    compared = 0
+    compared, whole = 0, dict[Path, dict[Path, str]]()
     for name, digest in sorted(found.files.items()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             found.broken.append(f"a record has the digest of {name}, which is outside the run")
             continue
         checkpoint = next((one for one in Path(name).parents if one.name.startswith("update-")), None)
-        if digest is None or (checkpoint is not None and not (path / checkpoint).exists()):
+        if digest is None or (checkpoint is not None and not os.path.lexists(path / checkpoint)):
             continue
         compared += 1
-        sentence = changed(path / name, digest)
-        if sentence is not None:
+        if checkpoint is not None:
+            whole.setdefault(path / checkpoint, {})[path / name] = digest
+        elif (sentence := changed(path / name, digest)) is not None:
             found.broken.append(sentence)
+    found.broken += [text for checkpoint, digests in whole.items() for text in damage(checkpoint, digests)]
     return compared
 
 
+def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _Pins, disk: Disk) -> list[str]:
+    """What a crash at one moment leaves, and what a cut or a deletion would leave too."""
+    kept = dict[str, str]()
+    with contextlib.suppress(OSError, ValueError):  # read after the locks were tested: a writer may just have closed
+        kept = read_pin_file(disk, path / PINS)
+    settled = {pin for pins in wanted.opens.values() for pin in pins}
+    by_name = {report.name: report for report in reports}
+    sentences = list[str]()
+    for report in reports:
+        if report.next is not None and report.next not in by_name:
+            found.broken.append(f"segment {report.next} is gone, but segment {report.name} says that it follows")
+        if report.reason == CLOSED and report.live is False and report.name not in kept:
+            sentences.append(f"segment {report.name} was closed, but {PINS} doesn't have its head")
+    if reports and not reports[-1].lines and reports[-1].live is False and reports[-1].problem is None:
+        sentences.append(f"segment {reports[-1].name}, the last one, has no line")
+    leads = dict[int, Holder]()
+    try:
+        leads = read_leads(path)
+    except OSError as error:
+        found.broken.append(str(error))
+    for epoch, name in found.leads.items():
+        last = by_name[name]
+        while last.next in by_name:
+            last = by_name[last.next]
+        if epoch not in leads:
+            sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
+        elif leads[epoch].ended and not last.sealed and (last.name, last.head) not in settled:
+            sentences.append(f"lead {epoch} ended, but its segment {last.name} has no seal")
+    return sentences
+
+
+def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pins, disk: Disk) -> Iterator[str]:
+    """A sentence for each segment with bytes that the last pins, and the pins in the lines before them, don't cover."""
+    covered: dict[str, int] = {}
+    todo = [pin for pin in wanted.met if pin in last.of_segment or pin[1] in last.anywhere]
+    while todo:
+        name, head = todo.pop()
+        lines = wanted.met.get((name, head), 0)
+        if lines > covered.get(name, 0):
+            covered[name] = lines
+            todo += wanted.opens.get(name, [])
+    for report in reports:
+        after = report.lines - covered.get(report.name, 0)
+        if after or disk.size(folder / f"{report.name}.jsonl") > report.size:
+            yield f"segment {report.name} goes on after the pin, by {after} lines"
+
+
 def _open_files(path: Path, found: _Fold) -> Iterator[str]:
+    folders = [one for depth in ("", "*/") for one in sorted(path.glob(f"checkpoints/{depth}update-*"))]
+    for folder in folders:
+        if not any((path / name).is_relative_to(folder) for name in found.files):
+            yield f"no record has the digests of {folder}: it was added, or a crash came before they were recorded"
     names = sorted(name for name, digest in found.files.items() if digest is None and (path / name).exists())
     if names:
         yield f"{', '.join(names)}: the run is open, or was never closed, so no record has their digests"

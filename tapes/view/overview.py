@@ -18,6 +18,7 @@ from ..errors import TapereelError
 from ..records import End as EndRecord
 from ..records import Status, parse_record
 from ..store.books import Books
+from ..store.disk import read_file
 from ..store.run_directory import CONFIG, METRICS, RESULTS, Results, read_metrics, recorded_settings
 from ..store.store import Store
 from ..store.summary import Summary
@@ -115,11 +116,12 @@ def overview_of(
     path = store.path
     metrics = path / METRICS
     books = _books(store)
-    lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
+    edited = store.edited()
+    lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"] if not edited else []
     settings = recorded_settings(path)
     loop = settings.get("loop") or {}
     if results is None:
-        results = Results.read(path) if (path / RESULTS).exists() else Results()
+        results = Results.read(path) if (path / RESULTS).exists() and not edited else Results()
     if seconds is None:
         seconds = parts_of_time(results)
     if recipe is None:
@@ -129,7 +131,7 @@ def overview_of(
     return Overview(
         title=path.resolve().name if title is None else title,
         subtitle=f"{recipe}, lineage {results.lineage}, in {path}" if results.lineage else str(path),
-        notes=(*notes, *_accounting(books)),
+        notes=(*notes, *(f"{text}. No number of such files is shown." for text in edited), *_accounting(books)),
         facts=_facts(results, lines, books, seconds, loop.get("updates")),
         plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
         scores=held_out_scores(results),
@@ -143,7 +145,7 @@ def overview_of(
         tapes=_tapes(store),
         checks=checks(str(path), trained=trained),
         next=next_commands(str(path)),
-        config=config.read_text(encoding="utf-8") if config.exists() else "",
+        config=read_file(config).decode(errors="replace") if config.exists() else "",
         versions=_versions(store),
     )
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ....tapes.errors import MissingExtra, UsageError
+from ....tapes.store.store import check_folder
 
 if TYPE_CHECKING:
     import torch
@@ -57,7 +58,8 @@ def load_pretrained(
     """Load the model and tokenizer in `folder` to `device` (as for `device_of`), with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
-    folder or device is missing, BadModel if the folder has no usable model."""
+    folder or device is missing, BadModel if the folder has no usable model, Corrupt as `check_folder`."""
+    check_folder(folder)
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
@@ -158,6 +160,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
             f"there is no model folder {str(folder)!r}; save one with model.save_pretrained and "
             "tokenizer.save_pretrained"
         )
+    odd = next((path for path in sorted(Path(folder).iterdir()) if not (path.is_file() or path.is_dir())), None)
+    if odd is not None:
+        raise BadModel(f"{odd} is no file that can be read: a pipe, a device, a socket, or a link to nothing")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -24,6 +24,7 @@ from typing import IO
 from pydantic import JsonValue
 
 from ....tapes.errors import TapereelError
+from ....tapes.store.store import check_folder
 from ..transport.http_channel import Server, ServerFailed, free_port
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -118,6 +119,7 @@ class LocalServer:
             )
         if key_variable is not None and not os.environ.get(key_variable):
             raise ValueError(f"the environment variable {key_variable} with the API key is not set")
+        check_folder(model)
         self.model, self.host, self.port = Path(model), host, port or free_port(host)
         self._python, self._control, self._options = python, control, tuple(options)
         self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable

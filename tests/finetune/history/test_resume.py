@@ -187,6 +187,8 @@ def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, mo
                 demo(path)
         if n == 3:  # as if the disk had kept a line whose update it has lost
             append_metrics(path / METRICS, {"phase": "sft", "update": 5, "loss": 0.0})
+            with Store.open(path, write=True) as store:  # such a disk has no digest of the file either
+                store.record_files(path / METRICS, open=True)
     demo(path)
     lines = [line for line in read_metrics(path / METRICS) if line["phase"] != "evaluation"]
     assert [line["update"] for line in lines] == list(range(1, WARM + UPDATES + 1))

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from tapereel.tapes.store import verify_tape
+from tapereel.tapes.store.reader import PINS
 from tapereel.tapes.store.verifier import verify
 
 from .crash import RUN
@@ -64,11 +65,16 @@ def test_a_cut_tail_shows_with_a_pin_and_only_then() -> None:
     lines = image[last].splitlines(keepends=True)
     head = verify(RUN, disk=SimDisk(image)).head
     assert head is not None
-    cut = {**without_pins(image), last: b"".join(lines[:-1])}
+    pins = f"{RUN}/{PINS}"
+    cut = {**image, last: b"".join(lines[:-1])}
+    assert check(SimDisk(without_pins(cut))) == 2  # the first segment was closed, so pins.json was there
+    kept = {name: h for name, h in from_json(image[pins]).items() if name not in last}
+    cut[pins] = to_json(kept)
     assert check(SimDisk(cut)) == 0  # documented: nobody can know that there was more
-    assert any("no pin was given" in text for text in verify(RUN, disk=SimDisk(cut)).not_checked)
+    assert any("no pin was given" in text for text in verify(RUN, disk=SimDisk(without_pins(cut))).not_checked)
     assert verify(RUN, disk=SimDisk(cut), pins=[head]).exit_code == 1
     assert verify(RUN, disk=SimDisk(cut), pins=[head.split(":")[1]]).exit_code == 1
+    assert verify(RUN, disk=SimDisk(cut), exact=[head]).exit_code == 1
     assert check(SimDisk({**image, last: cut[last]})) == 1
 
 
@@ -101,7 +107,8 @@ def test_a_rewritten_chain_shows_with_a_pin_and_only_then() -> None:
     head = verify(RUN, disk=SimDisk(image)).head
     assert head is not None
     other = rewritten(Lab())
-    assert check(SimDisk(without_pins(other))) == 0
+    assert check(SimDisk(without_pins(other))) == 2
+    assert check(SimDisk(other)) == 0
     assert verify(RUN, disk=SimDisk(without_pins(other)), pins=[head]).exit_code == 1
 
 
