@@ -143,7 +143,7 @@ def shares_prefixes(model: nn.Module) -> bool:
     base = _base(model)
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
     plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
-    return plain and not (base.training and base.is_gradient_checkpointing)
+    return plain and not (base.training and getattr(base, f"is_{_checkpointing(base)}"))
 
 
 def packs(model: nn.Module) -> bool:
@@ -173,7 +173,13 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
                 f"{module.p:.0%} of its inputs at random: set its dropout to 0"
             )
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    name = _checkpointing(model)
+    getattr(model, f"{name}_enable")(**{f"{name}_kwargs": {"use_reentrant": False}})
+
+
+def _checkpointing(model: nn.Module) -> str:
+    """What transformers calls it: activation checkpointing since 5.22, where the older name warns."""
+    return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
 
 
 @contextmanager
