@@ -24,7 +24,7 @@ def load_named(name: str, *, execute: bool = True) -> object:
     """The object called `name`. Modules in the working directory are found too. UsageError if it doesn't exist.
 
     Without `execute` it is found only in a module that this process has imported. What merely reads a run loads names
-    so: the files of somebody's run must not decide which code runs here.
+    so: a run's files must not decide which code runs here.
     """
     home, _, path = name.rpartition(":")
     if not home or not path:

@@ -20,6 +20,7 @@ from .records import Call, Cause, CauseType, Message, Sampling, Status, Task
 from .steps import (
     Action,
     Answer,
+    MediaReference,
     Observation,
     ParseError,
     Reasoning,
@@ -42,6 +43,7 @@ __all__ = [
     "CauseType",
     "Corrupt",
     "HiddenFromAgent",
+    "MediaReference",
     "Message",
     "MissingExtra",
     "ParseError",

@@ -14,11 +14,20 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, SerializeAsAny, TypeAdapter, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    SerializeAsAny,
+    StringConstraints,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
-from .steps import Role, Step, Unknown, read_step, unwritable
+from .steps import MEDIA_NAME, Role, Step, Unknown, media_of, read_step, unwritable
 from .value import Value
 
 SCHEMA = "tapereel/1"
@@ -228,15 +237,25 @@ class StepRecord(Record):
     calls: tuple[tuple[str, int, int], ...] = ()
     """(call id, start, end): the completion tokens that this step was parsed from."""
     content: SerializeAsAny[Step]
+    media: tuple[Annotated[str, StringConstraints(pattern=f"^{MEDIA_NAME}$")], ...] = Field(
+        default=(), exclude_if=operator.not_
+    )
+    """Names of the media files that the content refers to: its fields of type `MediaReference`."""
     at: float
 
     @model_validator(mode="before")
     @classmethod
     def _read(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or not isinstance(data.get("content"), dict):
+        if not isinstance(data, dict):
+            return data
+        content = data.get("content")
+        if isinstance(content, Step):
+            media = tuple(media_of(content))
+            return {**data, "media": media} if media else data
+        if not isinstance(content, dict):
             return data
         if data.get("role") in get_args(Role) and isinstance(data.get("kind"), str):
-            data = {**data, "content": read_step(data["role"], data["kind"], data["content"])}
+            data = {**data, "content": read_step(data["role"], data["kind"], content)}
         return data
 
     def body(self) -> bytes:

@@ -8,16 +8,75 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, JsonValue
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, JsonValue
+from pydantic_core import CoreSchema, PydanticSerializationError, core_schema, to_json
 
 from .errors import Unwritable
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
+MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
+"""A media file's name: the SHA-256 of its bytes, and a suffix."""
+
+
+RECORDED = {"recorded": True}
+"""Validation context of content that stands on a tape."""
+
+
+class MediaReference(str):
+    """Text that names a media file, `media:<SHA-256><suffix>`, as `Media.put` returns it.
+
+    A step refers to a file by a field of this type; the same characters in any other field are only text. Text becomes
+    a reference only in `Media.put` and when a tape is read: neither a model nor a page can make a run name files.
+    """
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.removeprefix("media:")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(
+            value: object, as_text: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
+        ) -> MediaReference:
+            if not isinstance(value, cls) and info.context is not RECORDED:
+                raise ValueError("a media reference is what Media.put returned, and not a text of the same characters")
+            return cls(as_text(value))
+
+        text = core_schema.str_schema(pattern=f"^media:{MEDIA_NAME}$")
+        return core_schema.with_info_wrap_validator_function(check, text, serialization=text)
+
+
+def media_of(value: object) -> Iterator[str]:
+    """Names of the media files that a step refers to, in the order of its fields."""
+    if isinstance(value, MediaReference):
+        yield value.name
+    elif isinstance(value, BaseModel):
+        for part in value.__dict__.values() if _may_refer(type(value)) else ():
+            yield from media_of(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from media_of(part)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in value:
+            yield from media_of(part)
+
+
+@cache  # runs for every step, and nearly none refers to a file
+def _may_refer(cls: type[BaseModel]) -> bool:
+    found: list[object] = [field.annotation for field in cls.model_fields.values()]
+    while found:
+        one = found.pop()
+        if one is MediaReference or (isinstance(one, type) and issubclass(one, BaseModel) and _may_refer(one)):
+            return True
+        found += get_args(one)
+    return False
+
 
 _registry: dict[str, type[Step]] = {}
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
@@ -225,7 +284,7 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
     cls = _registry.get(kind)
     if cls is None:
         return _unknown[role].model_validate({"original": kind, "content": content})
-    step = cls.model_validate(content)
+    step = cls.model_validate(content, context=RECORDED)
     if role_of(step) != role:
         raise ValueError(f"the tape says that {kind!r} is a {role}, but {cls.__qualname__} is a {role_of(step)}")
     return step

@@ -11,9 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..errors import Corrupt, NotATape
+from ..records import StepRecord, parse_record
+from ..steps import MEDIA_NAME, MediaReference
 from .disk import REAL, Disk, file_digest, put_file, read_file
 
-_REFERENCE = re.compile(rb"media:([0-9a-f]{64}(?:\.[a-z0-9]{1,12})?)")
+_NAME = re.compile(MEDIA_NAME)
 
 
 class Media:
@@ -23,13 +25,13 @@ class Media:
         self.folder, self.disk = folder, disk
         self._durable: set[str] = set()
 
-    def put(self, data: bytes, suffix: str = "") -> str:
-        """Store `data`; returns the reference to write into a step: `media:<SHA-256><suffix>`, suffix as in `.png`.
+    def put(self, data: bytes, suffix: str = "") -> MediaReference:
+        """Store `data`; returns the reference for a step's field of type `MediaReference`. suffix: as in `.png`.
 
         Blocks until the file would survive a power cut: in an event loop use `asyncio.to_thread(media.put, …)`.
         """
         name = f"{sha256(data).hexdigest()}{suffix}"
-        if not _REFERENCE.fullmatch(f"media:{name}".encode()):
+        if not _NAME.fullmatch(name):
             raise ValueError(f"invalid suffix {suffix!r}: write a dot and up to 12 lower-case letters and digits")
         if name not in self._durable:
             self.disk.make_folder(self.folder)
@@ -39,7 +41,7 @@ class Media:
             else:
                 put_file(self.disk, self.folder / name, data)
             self._durable.add(name)
-        return f"media:{name}"
+        return MediaReference(f"media:{name}")
 
     def _holds(self, name: str) -> bool:
         try:
@@ -49,10 +51,9 @@ class Media:
 
     def get(self, reference: str) -> bytes:
         """The bytes of a reference. Corrupt when the file's bytes changed, NotATape when the file is missing."""
-        match = _REFERENCE.fullmatch(reference.encode())
-        if match is None:
+        kind, _, name = reference.partition(":")
+        if kind != "media" or not _NAME.fullmatch(name):
             raise ValueError(f"{reference[:90]!r} is not a media reference (media:<64 hex digits><.suffix>)")
-        name = match[1].decode()
         try:
             data = read_file(self.folder / name, self.disk)
         except FileNotFoundError:
@@ -67,9 +68,15 @@ class Media:
             found = self.disk.names(self.folder)
         except FileNotFoundError:
             return []
-        return sorted(name for name in found if _REFERENCE.fullmatch(f"media:{name}".encode()))
+        return sorted(name for name in found if _NAME.fullmatch(name))
 
 
 def references(body: bytes) -> set[str]:
-    """Names of the media files that a record body refers to."""
-    return {name.decode() for name in _REFERENCE.findall(body)} if b"media:" in body else set()
+    """Names of the media files that a record body refers to, by its column and never by its text."""
+    if b'"media":[' not in body:
+        return set()
+    try:
+        record = parse_record(body)
+    except ValueError:  # `verify` and the viewer's transcript name a record that can't be read
+        return set()
+    return set(record.media) if isinstance(record, StepRecord) else set()

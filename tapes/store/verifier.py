@@ -17,12 +17,12 @@ from typing import cast
 from pydantic import JsonValue
 
 from ..errors import NoRun
-from ..records import DIGEST_START, IN_TAPE, Begin, Files, Lead, Parent, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Files, Lead, Parent, StepRecord, fold, parse_record
 from ..value import Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
 from .lease import FOLDER, Holder, read_leads
-from .media import Media, references
+from .media import Media
 from .reader import PINS, SegmentReader, read_pin_file
 from .segment import Line, peek, segment_names
 from .writer import CLOSED, FolderLock
@@ -107,7 +107,6 @@ class _Fold:
 
     def add(self, segment: str, line: Line) -> None:
         self.records += 1
-        self.media |= references(line.body)
         try:
             t, tape = peek(line.body)
             record = parse_record(line.body)
@@ -120,6 +119,8 @@ class _Fold:
             self.digests[tape] = n + 1, fold(digest, line.body)
             if t == "end":
                 self.ended.add(tape)
+        if isinstance(record, StepRecord):
+            self.media |= set(record.media)
         if isinstance(record, Files):
             self.files |= record.files
         if isinstance(record, Lead):

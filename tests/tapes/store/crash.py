@@ -85,7 +85,7 @@ def two_writers(trace: Trace) -> Iterator[None]:
     two.writer.commit()
     reference = two.media.put(b"a picture " * 30, ".png")
     trace.media[reference] = b"a picture " * 30
-    trace.ask(two.writer, lab.step("b", f"look at {reference}", action=False))
+    trace.ask(two.writer, lab.look("b", reference))
     trace.ask(one.writer, lab.step("a", "done"), lab.reward("a"), lab.end("a"))
     two.writer.commit(sync=False)
     one.writer.commit()

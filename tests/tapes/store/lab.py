@@ -5,9 +5,17 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+
+@cache
+def picture_class(steps: ModuleType) -> Any:
+    """An observation with references to media files, of that package's steps."""
+    fields = {"__annotations__": {"pictures": tuple[steps.MediaReference, ...]}, "__module__": __name__}
+    return type("LabPictures", (steps.Observation,), fields)
 
 
 class Lab:
@@ -59,6 +67,13 @@ class Lab:
             seed=2,
             split=split,
             at=at,
+        ).body()
+
+    def look(self, tape: str, *pictures: str) -> bytes:
+        """A step that refers to media files."""
+        content = picture_class(self.steps)(pictures=pictures)
+        return self.records.StepRecord(
+            tape=tape, by="env", role="observation", kind=content.kind, content=content, at=1001.0
         ).body()
 
     def step(self, tape: str, text: str, *, action: bool = True) -> bytes:

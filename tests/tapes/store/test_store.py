@@ -245,7 +245,7 @@ def test_media_are_kept_by_content(tmp_path: Path) -> None:
         kept = store.media.put(b"kept", ".png")
         store.media.put(b"unnamed")
         assert store.media.put(b"kept", ".png") == kept
-        write(store, lab.begin("a"), lab.step("a", f"look at {kept}", action=False), lab.end("a"))
+        write(store, lab.begin("a"), lab.look("a", kept), lab.end("a"))
         with pytest.raises(ValueError, match="invalid suffix"):
             store.media.put(b"x", "../../evil")
     assert (verify(run).media, verify(run).unnamed_media) == (1, 1)

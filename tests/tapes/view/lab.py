@@ -23,11 +23,17 @@ from tapereel.tapes.records import (
     Tools,
     Use,
 )
-from tapereel.tapes.steps import Answer, ParseError, Reasoning, Text
+from tapereel.tapes.steps import Answer, MediaReference, Observation, ParseError, Reasoning, Text
 from tapereel.tapes.store.store import Store
 
 WEIRD = "\u202eright to left\u202c \x1b[31mred\x1b[0m \u200b\ufeff\U000e0041"
 HOSTILE = f'<script>window.pwned = 1</script><img src=x onerror="window.pwned = 1"> [a](javascript:pwned) {WEIRD}'
+
+
+class LabPhotos(Observation):
+    """An observation with references to media files."""
+
+    photos: tuple[MediaReference, ...]
 
 
 class Recording:
@@ -74,6 +80,10 @@ class Recording:
 
     def see(self, text: str) -> None:
         self._step("env", "observation", Text(text=text), ())
+
+    def look(self, *pictures: str) -> None:
+        """See media files."""
+        self._step("env", "observation", LabPhotos(photos=pictures), ())
 
     def think(self, text: str) -> None:
         self._step(self.agent, "thought", Reasoning(text=text), ())

@@ -111,7 +111,7 @@ def test_media_go_with_the_bundle_and_one_that_is_gone_is_told(tmp_path: Path, c
     with Store.create(tmp_path / "run") as store:
         kept, lost = store.media.put(b"\x89PNG", ".png"), store.media.put(b"gone", ".bin")
         made = Recording(store, "t")
-        made.see(f"{kept} {lost}")
+        made.look(kept, lost)
         made.end()
     (tmp_path / "run" / "tapes" / "media" / lost[6:]).unlink()
     with RunView(tmp_path / "run") as view:

@@ -166,7 +166,7 @@ def test_media_are_sent_as_images_or_as_files_to_keep(tmp_path: Path):
     with Store.create(tmp_path / "run") as store:
         png, svg = store.media.put(b"\x89PNG", ".png"), store.media.put(b"<svg onload='x'/>", ".svg")
         made = Recording(store, "t")
-        made.see(f"{png} {svg}")
+        made.look(png, svg)
         made.end()
     with served(tmp_path / "run") as server:
         ask(server, "/api/run")
