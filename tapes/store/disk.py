@@ -136,8 +136,8 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A handle on a regular file of a run. Anyone who can write into a run's folder can put anything in a file's place: a
-    pipe would block for ever, a link could lead to /dev/zero or to another user's file.
+    """A handle on a regular file of a run. Anyone who can write into a run's folder can put anything in a file's
+    place: a pipe would block for ever, a link could lead to /dev/zero or to another user's file.
 
     NotAFile for anything else, without waiting and without following a link in the last place.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.cli import main
@@ -26,7 +26,7 @@ TEXT = "media:" + "0" * 64 + ".png"
 
 class Looked(Observation):
     text: str
-    pictures: dict[str, list[MediaReference | None]] = {}
+    pictures: dict[str, list[MediaReference | None]] = Field(default={})
     """Nested, as an author may write it."""
     anything: Any = None
 
@@ -82,7 +82,7 @@ def test_a_text_becomes_no_reference_by_being_parsed(tmp_path: Path) -> None:
         lambda: Wanted(picture=TEXT),  # type: ignore[arg-type]
         lambda: Looked(text="", pictures={"a": [TEXT]}),  # type: ignore[list-item]
     ):
-        with pytest.raises(ValidationError, match="what Media.put returned"):
+        with pytest.raises(ValidationError, match=r"what Media\.put returned"):
             parse()
     calls = ToolCalls(calls=(ToolCall(id="1", name="look", arguments={"media": [TEXT], "picture": TEXT}),))
     assert recorded(calls).media == ()
