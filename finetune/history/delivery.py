@@ -29,8 +29,9 @@ from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
 
-TOKENS = 144
-"""Longest prefix: a prefix cache with blocks of up to 128 tokens holds a block of it."""
+SHARE, LEAST, MOST = 100, 32, 144
+"""Length of the prefix: the tokens of the batch / SHARE, within these bounds, so that the check costs little beside the
+update. A prefix of MOST tokens fills a block of 128 tokens, which is a large one for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
 """Difference in nats that always counts as rounding, by the dtype of the trainer's weights; NARROW for the others."""
 MARGIN = 3.0
@@ -85,18 +86,18 @@ class Delivery:
         self._sure: _Version | None = None
         """The last version that every sampler surely had."""
 
-    def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]]) -> None:
-        """Take the prefix from the first of `tapes` that has two ids, unless there is one already."""
-        for tape in tapes if self.ids is None else ():
-            longest = max((row.input_ids for row in source(tape)), key=len, default=())
-            if len(longest) > 1:
-                self._tape, self.ids = tape, ints(longest[:TOKENS])
-                return
+    def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]], tokens: int | None = None) -> None:
+        """Take the prefix, of `tokens`, from the longest row of these tapes, unless there is one already."""
+        if self.ids is None:
+            rows = [(row.input_ids, tape) for tape in tapes for row in source(tape)]
+            ids, self._tape = max(rows, key=lambda row: len(row[0]), default=((), ""))
+            tokens = tokens or min(max(sum(len(ids) for ids, _ in rows) // SHARE, LEAST), MOST)
+            self.ids = ints(ids[:tokens]) if len(ids) > 1 else None
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
         """Go on from a recorded check: with its prefix, and with its bound."""
         self._clean = float(str(found["clean"]))
-        self.choose([str(found["tape"])], source)
+        self.choose([str(found["tape"])], source, int(str(found["tokens"])))
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
         """NotDelivered unless every sampler has the model's present weights, named `version`. Does nothing before
@@ -108,7 +109,7 @@ class Delivery:
         samplers = lead.samplers if isinstance(lead, FleetEngine) else (one,)
         if not samplers:  # recorded answers
             return
-        ids = self.ids[: (lead.context or TOKENS + 1) - 1]
+        ids = self.ids[: (lead.context or MOST + 1) - 1]
         if not self._versions or self._versions[-1].name != version:
             self._versions.append(await asyncio.to_thread(self._score, ids, version))
         new = self._versions[-1]
@@ -128,7 +129,7 @@ class Delivery:
                 self._clean = max(self._clean or 0.0, difference)
         verdict = "delivered" if self._sure is new else "unmoved"
         self.found = {"version": version, "verdict": verdict, "difference": difference, "moved": moved, "bound": bound}
-        self.found |= {"clean": self._clean, "tape": self._tape}
+        self.found |= {"clean": self._clean, "tape": self._tape, "tokens": len(self.ids)}
 
     @torch.no_grad()
     def _score(self, ids: array[int], version: str) -> _Version:
@@ -137,7 +138,7 @@ class Delivery:
         return _Version(version, log_probs(logits, at).cpu(), logits[-1].float().log_softmax(-1).cpu())
 
     def _sentence(self, answer: _Answer, bound: float) -> str:
-        new, has = self._versions[-1], min(self._versions, key=answer.gap)
+        new, has = self._versions[-1], min(reversed(self._versions), key=answer.gap)
         if answer.gap(new, cached=False) <= bound:
             what = "it has these weights, but its cache still holds keys and values of older ones"
         elif answer.gap(has, cached=False) <= bound:

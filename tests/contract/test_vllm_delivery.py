@@ -1,0 +1,114 @@
+"""Weights that don't arrive at vLLM: whole ones by a reload, and adapters. Each fault is found in the update it hits.
+
+The faults are in what the servers are sent; vLLM, its prefix cache and its adapters are real.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tapereel.agents.engines.servers import lora_servers, server_engine
+from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.weights.weight_config import add_adapters
+from tapereel.agents.engines.weights.weight_sync import VLLMReload
+from tapereel.finetune.history.delivery import NotDelivered
+from tapereel.tapes import Text
+from tapereel.tapes.store.store import Store
+
+from ..agents.served import Test
+from ..attack.test_delivery import BEGIN, FAULTS
+from ..finetune.loop.lab import Letters, history_in, loop_in, settings_of
+from .lab import ADAPTERS, policy
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
+
+UPDATES = int(os.environ.get("ATTACK_TRIES", "8"))
+"""Clean updates by each way."""
+ADAPTED = tuple(kind for kind in FAULTS if kind != "a stale cache")
+"""vLLM's prefix cache knows an adapter's keys by the adapter's name, so there is none to go stale."""
+
+
+class Long(Letters):
+    """A first observation that fills a block of 128 tokens, the least that the CPU build's prefix cache holds."""
+
+    async def reset(self, task: str) -> Text:
+        await super().reset(task)
+        return Text(text=task[0] * 160)
+
+
+def loop_on(store: Store, path: Path, engine: RemoteEngine, way: str, **changes: Any) -> Any:
+    config = settings_of(
+        max_lag=1, publish="drain" if way == "lora" else "reprefill", sampler_tolerance=None, **changes
+    )
+    trained = add_adapters(policy(0), ADAPTERS, seed=0) if way == "lora" else policy(0)
+    history = history_in(store, path, config, policy=trained)
+    lines: list[dict[str, Any]] = []
+    loop = loop_in(store, history, config, engine=engine, env=Long, on_update=lambda one: lines.append(one.metrics))
+    return history, loop, lines
+
+
+@pytest.mark.parametrize(("way", "kind"), [*(("reload", k) for k in FAULTS), *(("lora", k) for k in ADAPTED)])
+def test_a_fault_is_found_in_the_update_that_it_hits(
+    with_engine: Callable[..., Any], way: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    past: list[dict[str, Tensor]] = []
+    module, name = (lora_servers, "write_adapter") if way == "lora" else (server_engine, "write_weights")
+    real = getattr(module, name)
+
+    def write(state: dict[str, Tensor], *rest: Any) -> None:
+        past.append({name: tensor.clone() for name, tensor in state.items()})
+        if len(past) - 2 >= BEGIN and kind != "a stale cache":
+            older = past[-3 if kind == "an older version" else -2]
+            state = FAULTS[kind](past[-1], older)
+        real(state, *rest)
+
+    async def no_reset(sync: VLLMReload, version: str, mode: str) -> None:
+        await sync._call_weights(version)
+
+    async def test(engine: RemoteEngine) -> None:
+        with Store.create(tmp_path / "run", durability="os") as store:
+            # The prefix is a hundredth of the batch: this one is enough for a block of 128.
+            size = {"groups": 8, "group_size": 12} if kind == "a stale cache" else {}
+            history, loop, _ = loop_on(store, tmp_path, engine, way, **size)
+            monkeypatch.setattr(module, name, write)
+            await engine.sync_weights(history.model.state_dict(), history.version, loop.config.publish)
+            if kind == "a stale cache":
+                real_pause = VLLMReload.pause
+                monkeypatch.setattr(VLLMReload, "finish", no_reset)
+                monkeypatch.setattr(VLLMReload, "pause", lambda sync, mode: real_pause(sync, "stale_kv"))
+            with pytest.raises(NotDelivered) as error:
+                await loop.run()
+        sentence = str(error.value)
+        updates = 1 if kind == "a stale cache" else BEGIN + 1
+        assert history.updates == updates, sentence
+        assert f"the weights run:{updates} did not arrive at http://" in sentence
+        if kind == "a stale cache":
+            assert "its cache still holds keys and values of older" in sentence
+        elif kind in ("nothing arrives", "an older version"):
+            assert f"it has run:{BEGIN - (kind == 'an older version')}, and no weights arrived since" in sentence
+        else:
+            assert f"the last that surely arrived: run:{BEGIN}. " in sentence
+
+    with_engine(test, way)
+
+
+@pytest.mark.parametrize("way", ["reload", "lora"])
+def test_clean_updates_raise_no_alarm(with_engine: Callable[[Test, Any], Any], way: str, tmp_path: Path) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        with Store.create(tmp_path / "run", durability="os") as store:
+            changes = {"updates": UPDATES, "checkpoint_every": 10**6, "optimiser": {"lr": 1e-3}, "groups": 2}
+            history, loop, lines = loop_on(store, tmp_path, engine, way, **changes)
+            await engine.sync_weights(history.model.state_dict(), history.version, loop.config.publish)
+            await loop.run()
+        assert history.updates == len(lines) == UPDATES
+        most, bound = (max(line[f"delivery/{name}"] for line in lines) for name in ("difference", "bound"))
+        unmoved = sum(line["delivery/verdict"] == "unmoved" for line in lines)
+        print(f"vLLM {way}: {UPDATES} updates, {unmoved} unmoved, largest difference {most:.3g}, bound {bound:.3g}")
+
+    with_engine(test, way)
