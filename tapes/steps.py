@@ -7,12 +7,13 @@ can't leak into a prompt. Steps are equal when their content is equal. A model r
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue
 from pydantic_core import CoreSchema, PydanticSerializationError, core_schema, to_json
 
 from .errors import Unwritable
@@ -190,6 +191,8 @@ class ToolOffer(Observation):
     text: str
     tools: tuple[dict[str, JsonValue], ...]
     """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
+    sources: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
+    """How the tools run, where their source says so (a sandbox: backend, isolation, memory bound). No model reads it."""
 
     def __str__(self) -> str:
         return self.text

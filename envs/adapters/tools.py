@@ -81,6 +81,17 @@ class ToolSource(Protocol):
         ...
 
 
+@runtime_checkable
+class Described(Protocol):
+    """A source that says how its tools run; `ToolOffer.sources` has it on the tape. Its values may differ between runs
+    of one task on two machines, so re-execution doesn't compare them."""
+
+    @property
+    def described(self) -> Mapping[str, JsonValue]:
+        """What holds for this episode; read after `open`."""
+        ...
+
+
 def worst(effects: Iterable[Effect]) -> Effect:
     """The most harmful of the effects; `pure` if there are none."""
     found = set(effects)
@@ -189,6 +200,8 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     Unscored it would not be trained on, and a model that calls tools for ever would never learn to stop.
     """
 
+    varies: Mapping[str, str | None] = {"tool_offer.sources": None}
+    """How a source ran its tools may differ between two machines."""
     task: Task
     """The task of this episode; set by `reset`."""
     _answered = False
@@ -222,7 +235,11 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         opened = await asyncio.gather(*(source.open() for source in self._sources))
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])
         self.effect = worst(t.effect for t in self.tools.values())
-        return ToolOffer(text=await self.prompt(self.task), tools=tuple(t.schema for t in self.tools.values()))
+        return ToolOffer(
+            text=await self.prompt(self.task),
+            tools=tuple(t.schema for t in self.tools.values()),
+            sources=tuple(dict(source.described) for source in self._sources if isinstance(source, Described)),
+        )
 
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):

@@ -1,0 +1,354 @@
+"""The process that holds one sandbox: a script, started as `python -I -S sandbox_launcher.py` with a socket as stdin.
+
+    runner ── launcher (holds the box) ── keeper, one for each request ── bwrap or podman ── the snippet
+
+The box is a file system of bounded size in memory, with the folders that a snippet may write to. It lives in the mount
+namespace of the launcher, so nothing of it is left when the last process of the sandbox ends, however that happens.
+Each message on stdin carries a socket with one request; the first request sets the box up. The launcher forks a keeper
+for every later one. The keeper ends a snippet when its time is up or the runner closes the request's socket. It enters
+folders that snippets wrote as their user, and follows no link there. Only the standard library is imported, and before
+privileges are dropped, because the interpreter's files may be closed to the snippets' user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import platform
+import resource
+import select
+import signal
+import socket
+import stat
+import time
+from typing import Any, NoReturn
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_NOSUID_NODEV, MS_REC_PRIVATE = 2 | 4, 16384 | 1 << 18
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+KEYCTL, JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219}, 1
+SNIPPET_UID = 65534
+"""The user of a snippet, as it sees itself."""
+START_SECONDS = 30.0
+"""Time limit for the start of a snippet's namespaces, in seconds; its own time limit begins after it."""
+KILL_SECONDS = 20.0
+"""Time limit for ending all processes of a snippet; generous, for a loaded machine."""
+POLL_SECONDS = 0.02
+Order = dict[str, Any]
+"""What `LocalBackend` asks for. `user`: the id to become at once, or None. `owner`: the snippets' id in the box."""
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def check(result: int, what: str) -> None:
+    """Raise OSError if a call of libc failed."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+# The box
+
+
+def set_up(order: Order) -> None:
+    """Leave the runner's privileges and keys behind, and make the box. Raises OSError."""
+    with contextlib.suppress(OSError, KeyError):
+        # The runner's session keyring may hold Kerberos tickets and keys of encrypted folders: join an empty one. It
+        # fails in a kernel without keys, and where a user's quota is used up; the filter refuses keyctl in any case.
+        check(libc.syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None), "keyctl")
+    box: str = order["box"]
+    if order["backend"] == "bubblewrap":
+        become(order["user"])
+        check(libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0), "prctl")  # else /proc/self belongs to root after `become`
+        new_user(os.getuid(), os.getgid())
+    if order["backend"] != "none":
+        check(libc.unshare(CLONE_NEWNS), "unshare")
+        check(libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC_PRIVATE), None), "mount /")
+        options = f"size={order['disk']},nr_inodes={order['entries']},mode=755".encode()
+        flags = ctypes.c_ulong(MS_NOSUID_NODEV)
+        check(libc.mount(b"tapereel", box.encode(), b"tmpfs", flags, options), f"mount {box}")
+    for name in ("work", "tmp", "shm"):  # what a snippet sees as its working directory, /tmp and /dev/shm
+        os.mkdir(f"{box}/{name}", 0o700)
+        os.chown(f"{box}/{name}", order["owner"], order["owner"])
+    for name, text in order["given"].items():  # files that the backend reads
+        with open(f"{box}/{name}", "wb") as file:
+            file.write(text.encode("latin-1"))
+    for name, link in order["root"].items():  # podman's root directory, whose owner is the container's root
+        os.makedirs(f"{box}/root", exist_ok=True)
+        os.symlink(link, f"{box}/root/{name}") if link else os.mkdir(f"{box}/root/{name}")
+        for path in (f"{box}/root", f"{box}/root/{name}"):
+            os.chown(path, order["owner"] - SNIPPET_UID, order["owner"] - SNIPPET_UID, follow_symlinks=False)
+    if order["backend"] == "none":
+        become(order["user"])
+
+
+def become(user: int | None) -> None:
+    """Give up root for another user; None keeps the present one."""
+    if user is not None:
+        os.setgroups([])
+        os.setresgid(user, user, user)
+        os.setresuid(user, user, user)
+
+
+def new_user(uid: int, gid: int) -> None:
+    """Enter a new user namespace, in which `uid` and `gid` of the present one are SNIPPET_UID.
+
+    The kernel counts processes by user and namespace: RLIMIT_NPROC that is set afterwards counts no process outside.
+    """
+    check(libc.unshare(CLONE_NEWUSER), "this system allows no user namespaces: unshare")
+    # `setgroups` comes first: the kernel refuses an unprivileged `gid_map` until setgroups(2) is denied.
+    for name, line in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{SNIPPET_UID} {uid} 1"),
+        ("gid_map", f"{SNIPPET_UID} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w", encoding="utf-8") as file:
+            file.write(line)
+
+
+# Files
+
+
+def open_below(order: Order, path: str, flags: int, *, make: bool) -> int:
+    """Open a file below `work`. A link anywhere in `path` raises OSError. make: replace it, and make its folders."""
+    os.chmod(f"{order['box']}/work", 0o700)  # a snippet may have locked it
+    here = os.open(f"{order['box']}/work", os.O_RDONLY | os.O_DIRECTORY)
+    *parts, name = path.split("/")
+    for part in parts:
+        if make:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(part, 0o700, dir_fd=here)
+        here = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=here)
+    if make:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=here)  # a link, pipe or socket is removed, never opened
+    # O_NONBLOCK: the opening of a pipe doesn't wait.
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o600, dir_fd=here)
+
+
+def write(order: Order, path: str, content: bytes) -> None:
+    """Make or replace the file. Raises OSError."""
+    with open(open_below(order, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True), "wb") as file:
+        file.write(content)
+
+
+def read(order: Order, path: str, limit: int) -> bytes:
+    """At most `limit` bytes of the file. Raises OSError, also for what is no plain file."""
+    opened = open_below(order, path, os.O_RDONLY, make=False)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        raise OSError(errno.EINVAL, "Not a plain file")
+    with open(opened, "rb") as file:
+        return file.read(limit)
+
+
+# Snippets
+
+
+def bound(order: Order) -> None:
+    """Set the resource limits (soft and hard) of this process and its children; a lower hard limit stays."""
+    # In its namespace, bubblewrap and its first process are counted too; without one, all processes of the user are.
+    beside = processes_of(os.getuid()) - 1 if order["backend"] == "none" else 2
+    for what, value in (
+        # 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
+        (resource.RLIMIT_CPU, int(order["seconds"]) + 2),
+        (resource.RLIMIT_AS, order["memory"]),
+        (resource.RLIMIT_FSIZE, order["disk"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NPROC, order["processes"] + beside),
+    ):
+        hard = resource.getrlimit(what)[1]
+        least = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(what, (least, least))
+
+
+def execute(order: Order, words: list[str], output: int, status: int, cgroup: int | None) -> NoReturn:
+    """Replace this process by the command `words`, with its descriptors, limits and cgroup. Never returns."""
+    bubblewrap = order["backend"] == "bubblewrap"
+    try:
+        os.setsid()
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program inherits that
+        if cgroup is not None:
+            os.write(cgroup, b"0")
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
+            file.write("1000")  # where the machine's memory runs out, a snippet ends first, never the training run
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        rules = os.open(f"{order['box']}/filter" if bubblewrap else os.devnull, os.O_RDONLY)
+        # The sources move above the targets first: a copy onto 0 to 4 would close a source that lies there.
+        sources = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (nothing, output, output, rules, status)]
+        for target, source in enumerate(sources):
+            os.dup2(source, target, inheritable=target < 3 or bubblewrap)
+        status = sources[-1]
+        os.closerange(len(sources), 10)
+        os.closerange(max(sources) + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        if bubblewrap:
+            new_user(SNIPPET_UID, SNIPPET_UID)
+        if order["backend"] == "none":
+            os.chmod(f"{order['box']}/work", 0o700)
+            os.chdir(f"{order['box']}/work")
+        if order["backend"] != "podman":  # podman needs more than it grants: a container's limits are its arguments
+            bound(order)
+        os.execve(words[0], words, order["environment"])
+    except BaseException as error:
+        os.write(status, json.dumps({"failed": f"{words[0]}: {error}"}).encode() + b"\n")
+    os._exit(127)
+
+
+def run(order: Order, connection: socket.socket, request: Order, cgroup: int | None) -> tuple[Order, bytes]:
+    """Run one command to its end, its time limit or the end of the connection; (how it ended, its output)."""
+    backend, pidfile = order["backend"], f"{order['box']}/pid-{os.getpid()}"
+    words = [word.replace("{pidfile}", pidfile) for word in order["command"]] + request["command"]
+    if backend != "podman":  # orphans become children of this process, which so learns when the last one has ended
+        check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+    (output, output_end), (status, status_end) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        execute(order, words, output_end, status_end, cgroup)
+    for pipe in (output_end, status_end):
+        os.close(pipe)
+    for pipe in (output, status):
+        os.set_blocking(pipe, False)
+    ended = os.pidfd_open(child)
+    kept, printed, said = bytearray(), 0, b""
+    stopped, began, until = "", False, time.monotonic() + START_SECONDS
+    while not stopped:
+        if not began:
+            said += available(status)
+            began = {"bubblewrap": b"\n" in said, "podman": os.path.exists(pidfile), "none": True}[backend]
+            until = time.monotonic() + order["seconds"] if began else until
+        left = max(0.0, until - time.monotonic())
+        # Nothing more is sent on the connection: it becomes readable when the runner closes it.
+        ready = select.select([output, connection, ended], [], [], left if began else min(left, POLL_SECONDS))[0]
+        if output in ready:
+            chunk = available(output)
+            if not chunk:
+                time.sleep(POLL_SECONDS)  # the command closed its output and goes on
+            kept += chunk[: request["limit"] - len(kept)]
+            printed += len(chunk)
+        if ended in ready or connection in ready:
+            break
+        stopped = "" if left else "time" if began else "start"
+    code = end(order, child, ended, pidfile)
+    while chunk := available(output):
+        kept += chunk[: request["limit"] - len(kept)]
+        printed += len(chunk)
+    facts: Order = {}
+    for line in (said + available(status)).splitlines():
+        facts |= json.loads(line)
+    begun = os.path.exists(pidfile)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(pidfile)
+    # bwrap that a signal ended: only the kernel for want of memory, or an administrator, can have sent it.
+    done = {"bubblewrap": "exit-code" in facts or code > 128, "podman": begun, "none": True}[backend]
+    if "failed" in facts or stopped == "start" or not (done or stopped):
+        what = "it did not start in time" if stopped else f"exit code {code}"
+        return {"failed": facts.get("failed", f"{what}: {kept[-500:].decode(errors='replace')}")}, b""
+    return {"more": printed - len(kept), "code": None if stopped else facts.get("exit-code", code)}, bytes(kept)
+
+
+def available(pipe: int) -> bytes:
+    """What can be read from a pipe now; nothing at its end too."""
+    try:
+        return os.read(pipe, 1 << 16)
+    except BlockingIOError:
+        return b""
+
+
+def end(order: Order, child: int, ended: int, pidfile: str) -> int:
+    """End the command, if it runs, with all its processes. Returns its exit code, 128 + n for signal n."""
+    until = time.monotonic() + KILL_SECONDS
+    # podman's client ends after the first process of its container, and with that the kernel ends all others.
+    while order["backend"] == "podman" and time.monotonic() < until and not select.select([ended], [], [], 0)[0]:
+        with contextlib.suppress(OSError, ValueError):
+            with open(pidfile, encoding="utf-8") as file:
+                first = int(file.read())
+            if os.stat(f"/proc/{first}").st_uid == order["owner"]:  # else the number is another process's by now
+                os.kill(first, signal.SIGKILL)
+        select.select([ended], [], [], POLL_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    while order["backend"] != "podman" and time.monotonic() < until:
+        # Namespaces end with their first process. Without them, the children of a killed process are found next time.
+        for pid in children() if order["backend"] == "none" else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            if os.waitpid(-1, os.WNOHANG)[0] == 0:
+                time.sleep(POLL_SECONDS / 10)
+        except ChildProcessError:
+            break
+    return 128 - code if code < 0 else code
+
+
+def children() -> list[int]:
+    """The ids of this process's children."""
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def processes_of(uid: int) -> int:
+    """How many processes and threads the user has now: outside of a namespace, RLIMIT_NPROC counts them too."""
+    total = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                total += len(os.listdir(f"/proc/{name}/task"))
+    return total
+
+
+# Requests
+
+
+def keep(order: Order | None, connection: socket.socket, cgroup: int | None) -> Order | None:
+    """Answer the request of a connection: a line of JSON, then `size` bytes. Returns the order that made a box."""
+    stream = connection.makefile("rb")
+    request: Order = json.loads(stream.readline())
+    content, data, reply = stream.read(request["size"]), b"", {}
+    try:
+        if order is None:
+            set_up(request)
+        elif request["op"] == "run":
+            reply, data = run(order, connection, request, cgroup)
+        else:
+            become(order["owner"] if order["backend"] == "podman" else None)
+            if request["op"] == "write":
+                write(order, request["path"], content)
+            else:
+                data = read(order, request["path"], request["limit"])
+    except OSError as error:
+        reply = {"refused": error.strerror or str(error)}
+    except Exception as error:
+        reply = {"failed": f"{type(error).__name__}: {error}"}
+    with contextlib.suppress(OSError):  # a runner that closed the connection reads no answer
+        connection.sendall(json.dumps(reply | {"size": len(data)}).encode() + b"\n" + data)
+    return request if order is None and not reply else None
+
+
+def main() -> None:
+    """Serve requests until the runner closes its end of stdin, or is gone; then wait for the keepers."""
+    control = socket.socket(fileno=0)
+    order: Order | None = None
+    while (received := socket.recv_fds(control, 1, 2))[0]:
+        descriptors = received[1]
+        with socket.socket(fileno=descriptors[0]) as connection:
+            if order is None:
+                order = keep(None, connection, None)
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects keepers that end
+            elif os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                control.close()
+                keep(order, connection, descriptors[1] if descriptors[1:] else None)
+                os._exit(0)
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-1, 0)  # where SIGCHLD is ignored, it returns when the last child has ended
+
+
+if __name__ == "__main__":
+    main()
