@@ -192,7 +192,7 @@ class ToolOffer(Observation):
     tools: tuple[dict[str, JsonValue], ...]
     """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
     sources: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
-    """How the tools run, where their source says so (a sandbox: backend, isolation, memory bound). No model reads it."""
+    """How the tools run, where their source says it (a sandbox: backend, isolation, memory). No model reads it."""
 
     def __str__(self) -> str:
         return self.text
