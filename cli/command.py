@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn, cast
 
 from ..tapes.common.extras import extra_of
-from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, TapereelError, UsageError
+from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, RunStopped, TapereelError, UsageError
 from .console import Exit, Verb, say
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -66,7 +66,8 @@ FORMER: dict[str, str] = {
 """Former verb -> how it is spelled now."""
 
 _EPILOG = """\
-exit codes: 0 it worked or holds, 1 it failed or diverged, 2 it can't be verified, 64 wrong usage
+exit codes: 0 it worked or holds, 1 it failed or diverged, 2 it can't be verified, 64 wrong usage; the model's server:
+69 is away, 75 the budget is spent, 77 rejects the API key, 78 has no such model
 `tapereel VERB --help` shows a verb's arguments and an example"""
 
 
@@ -216,6 +217,8 @@ def _run(name: str, words: list[str]) -> int:
         if traceback:
             raise
         say(f"{prog}: {_sentence(error)}")
+        if isinstance(error, RunStopped):
+            return Exit[error.reason.upper()]
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
 
 

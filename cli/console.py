@@ -38,6 +38,14 @@ class Exit(IntEnum):
     """The check can't be made with the data at hand; the answer says what is missing."""
     USAGE = 64
     """Wrong usage: an argument, a setting, or a file, folder or code that it names is invalid."""
+    AWAY = 69
+    """The model's server did not answer within `engine.patience`. What was done is on disk, and can be resumed."""
+    BUDGET = 75
+    """The budget or the provider's quota is spent. What was done is on disk, and can be resumed."""
+    KEY = 77
+    """The model's server or provider rejects the API key."""
+    MODEL = 78
+    """The model's server or provider has no such model, or other weights than the run's."""
 
 
 def check_port(port: int) -> None:

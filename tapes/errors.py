@@ -4,6 +4,7 @@ TapereelError
 ├── NotATape (ValueError)           records that don't make a tape
 │   └── Corrupt                     durable bytes differ from those that were written
 ├── HiddenFromAgent (AttributeError)  an agent asked its view of a tape for hidden data
+├── RunStopped                  no model can answer: the run ended before its work was done
 ├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
 ├── Unwritable (TypeError)          a step holds a value that JSON can't
 ├── NoRun (FileNotFoundError)       the path is not a run
@@ -14,6 +15,12 @@ TapereelError
 """
 
 from __future__ import annotations
+
+from typing import Literal
+
+StopReason = Literal["away", "key", "model", "budget"]
+"""Why a run stopped. `away`: no server answered. `key`: the API key was rejected. `model`: the server has no such
+model, or other weights. `budget`: the money or the quota is spent."""
 
 
 class TapereelError(Exception):
@@ -34,6 +41,12 @@ class Corrupt(NotATape):
 
 class HiddenFromAgent(TapereelError, AttributeError):
     """An agent asked its view of a tape for rewards, labels or the private part of the task."""
+
+
+class RunStopped(TapereelError):
+    """A run ended before its work was done, since no later request to the model can succeed. It can be resumed."""
+
+    reason: StopReason
 
 
 class StoreFailed(TapereelError, OSError):

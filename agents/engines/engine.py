@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from ...tapes.common.redact import without_secrets
-from ...tapes.errors import TapereelError
+from ...tapes.errors import RunStopped, StopReason, TapereelError
 from ...tapes.records import Attempt, Message, Sampling, Usage
 
 if TYPE_CHECKING:
@@ -128,6 +128,29 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release all resources; requests in flight end as `abort` or raise EngineError. A second call does nothing."""
+        ...
+
+
+@runtime_checkable
+class WaitingEngine(Protocol):
+    """An engine that waits for its servers where they don't answer."""
+
+    @property
+    def absence(self) -> EngineAbsence:
+        """The clock of that wait."""
+        ...
+
+
+class EngineAbsence(Protocol):
+    """How long an engine waits for its servers."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds, since the engine was made, in which no request was answered; it grows while none is."""
+        ...
+
+    async def over(self) -> None:
+        """Return when requests are answered again, or when none waits for an answer."""
         ...
 
 
@@ -260,6 +283,19 @@ class EngineError(TapereelError, RuntimeError):
         """True where the same request may succeed a moment later."""
         self.attempts: tuple[Attempt, ...] = ()
         """All attempts of an engine that retries; empty: one attempt."""
+
+
+class EngineStopped(EngineError, RunStopped):
+    """No later request can succeed: no server answers, or the key, the model or the budget is refused. The episode ends
+    with the cause `model`, whatever its agent does, and so does the run."""
+
+    def __init__(self, message: str, reason: StopReason) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+    def at(self, progress: str) -> EngineStopped:
+        """The same error, which also says how far the run came."""
+        return EngineStopped(f"{self}. {progress}", self.reason)
 
 
 class PromptTooLong(EngineError, ValueError):

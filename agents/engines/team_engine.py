@@ -17,11 +17,13 @@ from .engine import (
     ChangingEngine,
     Completion,
     Engine,
+    EngineAbsence,
     EngineError,
     MeasuredEngine,
     Request,
     SyncMode,
     TrainableEngine,
+    WaitingEngine,
 )
 
 if TYPE_CHECKING:
@@ -40,6 +42,23 @@ class TeamStats:
 
     busy_seconds: float
     """Busy time of all engines that measure it; can exceed the wall time, since engines work at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeamAbsence:
+    """The waits of a team's engines for their servers."""
+
+    parts: Sequence[EngineAbsence]
+
+    @property
+    def seconds(self) -> float:
+        """Their sum, which exceeds the wall time where several wait at once."""
+        return sum(part.seconds for part in self.parts)
+
+    async def over(self) -> None:
+        """Wait for all engines."""
+        for part in self.parts:
+            await part.over()
 
 
 class TeamEngine:
@@ -90,6 +109,11 @@ class TeamEngine:
     def changing(self) -> bool:
         """Whether a weight sync of any engine is in progress."""
         return any(engine.changing for engine in self._distinct if isinstance(engine, ChangingEngine))
+
+    @property
+    def absence(self) -> TeamAbsence:
+        """The waits of the engines for their servers."""
+        return TeamAbsence([engine.absence for engine in self._distinct if isinstance(engine, WaitingEngine)])
 
     def of(self, path: str) -> Engine:
         """The engine that answers for the agent at `path`. EngineError where there is none."""

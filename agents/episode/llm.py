@@ -27,6 +27,7 @@ from ..engines.engine import (
     Completion,
     Engine,
     EngineError,
+    EngineStopped,
     Finish,
     Listener,
     PromptTooLong,
@@ -119,6 +120,8 @@ class LLM:
         """Questions put to the engine in this episode."""
         self.latched: LimitReached | None = None
         """The limit that was reached; every later call raises it again."""
+        self.stopped: EngineStopped | None = None
+        """The error after which no engine answers any more; the episode and the run end with it."""
 
     @property
     def sampled(self) -> int:
@@ -192,6 +195,8 @@ class LLM:
             raise
         except _Failed as failure:
             self._write(pending, Completion(text=None), failure.attempts, "error")
+            if isinstance(failure.error, EngineStopped):
+                self.stopped = failure.error
             if isinstance(failure.error, PromptTooLong):
                 raise self._latch(CauseType.CONTEXT, str(failure.error)) from failure.error
             raise ModelFailed(error_text(failure.error)) from failure.error
@@ -303,6 +308,9 @@ class LLM:
     # Inside
 
     async def _check_limits(self) -> None:
+        if self.stopped is not None:
+            await asyncio.sleep(0)
+            raise ModelFailed(error_text(self.stopped)) from self.stopped
         if self._limits.calls is not None and self.asked >= self._limits.calls and self.latched is None:
             self._latch(CauseType.TURNS, f"{self.asked} questions asked, the limit is {self._limits.calls}")
         if self.latched is not None:

@@ -1,8 +1,8 @@
 """Rollout: one episode from `reset` to `end`.
 
 Errors of the agent, the environment and the model don't raise: each becomes a typed end on the tape, because a failed
-episode is data. Two things do raise: a failing store, because an episode that can't be recorded must stop; and
-cancellation by the caller, after the tape was closed as `cancelled`.
+episode is data. Three things do raise: a failing store, because an episode that can't be recorded must stop; and, after
+the tape was closed, cancellation by the caller, and an engine that can answer no episode (`EngineStopped`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ...tapes.journal import Journal
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending, new_tape_id, step_record
-from ..engines.engine import Engine
+from ..engines.engine import Engine, WaitingEngine
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
@@ -86,9 +86,12 @@ async def rollout(
     Where the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
     reason to continue, which is recorded.
     With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
-    is durable before it is carried out. `recorder` may write other records. Raises StoreFailed and CancelledError;
-    nothing else comes out of an episode.
+    is durable before it is carried out. `recorder` may write other records. Where the engine waits for its servers, the
+    episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError; nothing else comes out of an
+    episode.
     """
+    if isinstance(engine, WaitingEngine):
+        await engine.absence.over()
     env = env if isinstance(env, Environment) else new_environment(env)
     task, limits = Task.of(task), limits or Limits()
     begin = Begin(
@@ -200,6 +203,8 @@ class Episode:
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
             self.llm.close()
+        if self.llm.stopped is not None and cancelled is None:  # also where the agent went on without an answer
+            status, cause = Status.ERROR, _cause(CauseType.MODEL, self.llm.stopped)
         try:
             status, cause = await self._score_all(status, cause)
         except asyncio.CancelledError as error:
@@ -214,6 +219,8 @@ class Episode:
         if cancelled is not None:
             raise cancelled
         await self.recorder.durable()
+        if self.llm.stopped is not None:
+            raise self.llm.stopped
         return Tape(self.log)
 
     def _warn(self, cause: Cause) -> None:

@@ -22,13 +22,13 @@ from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
-from ...tapes.records import Status
+from ...tapes.records import CauseType, Status
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import RunDir, open_run
 from ...tapes.store.store import Store
 from ...tapes.store.summary import attempts_of
 from ...tapes.value import Value
-from ..engines.engine import Engine
+from ..engines.engine import Engine, EngineStopped
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
@@ -162,7 +162,11 @@ class _Attempts:
         self.recorded = 0
         """Episodes of this process."""
         for summary in directory.store.summaries(split=config.split, closed=True):
-            if summary.group is not None and summary.status not in (Status.CANCELLED, Status.CRASHED):
+            # An episode that the model failed counts in this process, as a retry; a later process repeats it, with the
+            # same seed: the server may answer now.
+            cut = (Status.CANCELLED, Status.CRASHED)
+            failed = summary.status is Status.ERROR and summary.cause == CauseType.MODEL
+            if summary.group is not None and summary.status not in cut and not failed:
                 self.usable.setdefault((summary.group, summary.attempt), []).append(summary.trainable)
 
     def group(self, task: Task) -> str:
@@ -194,7 +198,12 @@ class _Attempts:
             mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "nothing scored yet"
             progress("rolling out", done, total, mean)
 
-        await run_all(todo, attempt, concurrency=self.config.concurrency)
+        try:
+            await run_all(todo, attempt, concurrency=self.config.concurrency)
+        except EngineStopped as stopped:
+            raise stopped.at(
+                f"{done:,} of {total:,} attempts have ended; repeat the command with --resume for the others"
+            ) from stopped
 
     async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
         """The attempt's further episodes: one, and retries where it can't be trained on."""

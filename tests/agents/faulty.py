@@ -196,11 +196,11 @@ def streams(change: Callable[[list[Any]], object]) -> Fault:
     return fault
 
 
-def status(code: int, **headers: str) -> Fault:
+def status(code: int, text: str = "not now", **headers: str) -> Fault:
     """Answers with that status."""
 
     async def fault(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.Response(status=code, text="not now", headers=headers)
+        return web.Response(status=code, text=text, headers=headers)
 
     return fault
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..transport.http_channel import Server
+from ..transport.absence import Absence
+from ..transport.http_channel import Server, ServerFailed
 from ..weights.weight_config import AdapterConfig
 from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync
 from ..weights.weight_transfer import NCCLTransfer, VLLMTransfer, ports
 from .lora_servers import AdapterEngine
 from .server_config import NCCLConfig, ServerSettings
-from .server_engine import RemoteEngine, weight_version
+from .server_engine import HEALTH_SECONDS, RemoteEngine, is_away, weight_version
 from .server_probe import NotTrainable, kind_of, probe
 from .sglang import SGLangWeights
 
@@ -42,62 +43,83 @@ async def connect(
 
     `weights` allows weight syncs. A server that was left paused is then resumed, and servers with different weights
     are accepted: the first weight sync makes their weights equal. `adapters` has the settings for `publish: lora`.
+    Waits, for at most `config.patience` seconds, until all servers answer.
 
     Raises NotTrainable, CannotSend, or EngineError when a server is unreachable; the servers are then closed."""
     servers = servers or [Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in config.urls]
     if not servers:
         raise ValueError("no server addresses")
-    adapted = weights and config.publish == "lora"
     try:
-        syncs = await _syncs(config, servers, weights)
-        if weights:
-            # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
-            # paused, and a paused server can't answer the probe.
-            for sync in syncs:
-                await sync.free()
-        found = [await probe(server, renderer) for server in servers]
-        # Servers of one engine must agree in everything that a tape records or a check reads, as the log-prob mode.
-        kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
-        if len(kinds) > 1:
-            raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
-        dialect, capabilities = found[0]
-        if weights and dialect.streams:
-            raise NotTrainable(
-                f"{list(servers)} answer by {dialect.route} alone, which scores no token ids, so the arrival of new "
-                "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
-            )
-        if weights and not adapted and not all(capability.takes_weights for _, capability in found):
-            raise NotTrainable(
-                f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
-                "or a private network only, since those routes know no API key"
-            )
-        labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
-        if len(labels) > 1:
-            if not weights or adapted:
-                raise NotTrainable(
-                    f"the servers have different weights, {sorted(map(str, labels))}: start them anew "
-                    "with the same ones"
-                )
-            # The next weight sync writes the same weights to all servers, so a difference now is no error.
-            labels = {DIFFERENT}
-        version = labels.pop() or "default"
-        if not adapted:
-            if weights:
-                for sync in syncs:
-                    await sync.init()
-            return RemoteEngine(
-                servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=weights
-            )
-        # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
-        if version.startswith(UNKNOWN):
-            raise NotTrainable(f"the weights under the adapters would be {version!r}: start {list(servers)} anew")
-        return AdapterEngine(
-            servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
-        )
+        with Absence(config.patience).request() as tries:
+            while True:
+                try:
+                    return await _connected(config, renderer, weights, adapters, servers)
+                except ServerFailed as error:
+                    away = [
+                        await is_away(server, error, HEALTH_SECONDS) for server in servers if server.url in str(error)
+                    ]
+                    if not any(away):
+                        raise
+                    await tries.failed(error)
     except BaseException:
         for server in servers:
             await server.close()
         raise
+
+
+async def _connected(
+    config: ServerSettings,
+    renderer: Renderer,
+    weights: bool,
+    adapters: AdapterConfig | None,
+    servers: Sequence[Server],
+) -> RemoteEngine:
+    """As `connect`, without the wait for servers that don't answer."""
+    adapted = weights and config.publish == "lora"
+    syncs = await _syncs(config, servers, weights)
+    if weights:
+        # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
+        # paused, and a paused server can't answer the probe.
+        for sync in syncs:
+            await sync.free()
+    found = [await probe(server, renderer) for server in servers]
+    # Servers of one engine must agree in everything that a tape records or a check reads, as the log-prob mode.
+    kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
+    if len(kinds) > 1:
+        raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
+    dialect, capabilities = found[0]
+    if weights and dialect.streams:
+        raise NotTrainable(
+            f"{list(servers)} answer by {dialect.route} alone, which scores no token ids, so the arrival of new "
+            "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
+        )
+    if weights and not adapted and not all(capability.takes_weights for _, capability in found):
+        raise NotTrainable(
+            f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
+            "or a private network only, since those routes know no API key"
+        )
+    labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
+    if len(labels) > 1:
+        if not weights or adapted:
+            raise NotTrainable(
+                f"the servers have different weights, {sorted(map(str, labels))}: start them anew with the same ones"
+            )
+        # The next weight sync writes the same weights to all servers, so a difference now is no error.
+        labels = {DIFFERENT}
+    version = labels.pop() or "default"
+    if not adapted:
+        if weights:
+            for sync in syncs:
+                await sync.init()
+        return RemoteEngine(
+            servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=weights
+        )
+    # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
+    if version.startswith(UNKNOWN):
+        raise NotTrainable(f"the weights under the adapters would be {version!r}: start {list(servers)} anew")
+    return AdapterEngine(
+        servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
+    )
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:

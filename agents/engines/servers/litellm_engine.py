@@ -1,9 +1,9 @@
 """Hosted models of any provider that litellm supports: messages in, text and function calls out.
 
 Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars as far as they are
-known, or raises `EngineError`. No request outlives its timeout. Every attempt is recorded with its error: rate limit,
-timeout, invalid answer, spent budget. A `Retry-After` of the provider delays all requests of the engine. No error
-message contains the API key.
+known, or raises `EngineError`. No request outlives its timeout. While the provider answers no request, all wait
+(`transport/absence.py`). Every attempt is recorded with its error: rate limit, timeout, invalid answer. A `Retry-After`
+of the provider delays all requests of the engine. No error message contains the API key.
 
 The texts are no RL data, because providers don't return the sampled ids and their log-probs. They can be replayed,
 audited, scored and used for imitation learning. This engine owns all retries, and litellm's own retries are off:
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
 import re
 import time
 from collections.abc import Mapping
@@ -25,12 +24,15 @@ from typing import Any
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Attempt, Usage
-from ..engine import Completion, EngineError, Finish, PromptTooLong, Request, error_text, one_temperature
+from ..engine import Completion, EngineError, EngineStopped, Finish, PromptTooLong, Request, error_text, one_temperature
+from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.proxies import ask_directly
 from ..transport.wire import Json, openai_messages, retry_after
 
-TRIED_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-"""HTTP statuses after which the same request may succeed."""
+TRIED_AGAIN = (409, 425, 500)
+"""HTTP statuses after which the same request may succeed; a fault in the request itself can have them too."""
+AWAY = (429, 502, 503, 504, 529)
+"""HTTP statuses of a provider that answers no request at the moment."""
 SLOWEST = 30.0
 """Limit of the exponential backoff in seconds, before jitter. A provider's `Retry-After` may be longer."""
 SETTLING = 5.0
@@ -55,22 +57,24 @@ OURS = frozenset(
     }
 )
 """Arguments of litellm that callers must not set: the engine sets them, or they would change what is recorded."""
-_LASTS = re.compile(r"quota|missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
-"""Matches messages of permanent errors to which litellm gives a status in `TRIED_AGAIN`: a retry can't succeed."""
+_NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
+"""Matches messages about an API key that isn't set, to which litellm gives the status 500."""
+_NO_PROVIDER = "LLM Provider NOT provided"
+"""litellm's message for a model name that it can't read, with the status 400."""
 
 
 class HostedFailed(EngineError):
     """The provider is unreachable, closed the connection, exceeded the timeout or returned an error. `complete` raises
     it after the last attempt."""
 
-    def __init__(self, message: str, *, retry: bool = False, after: float | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry: bool = False, after: float | None = None, away: bool | None = False
+    ) -> None:
         super().__init__(message, retry=retry)
         self.after = after
         """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
-
-
-class BudgetSpent(EngineError):
-    """The engine's budget is spent; it sends no more requests."""
+        self.away = away
+        """Whether the provider answers no request at the moment. None: that, or this request takes too long."""
 
 
 @dataclass(slots=True)
@@ -105,9 +109,9 @@ class LiteLLMEngine:
         options: Mapping[str, object] | None = None,
     ) -> None:
         """`key_variable` names the environment variable with the API key (default: the provider's own variable, which
-        litellm reads). `seconds` is the timeout of one request. One completion has at most `retries` retries, which
-        start within `patience` seconds. `backoff` is the first wait between two attempts in seconds; the wait
-        doubles each time.
+        litellm reads). `seconds` is the timeout of one request. One completion has at most `retries` retries, except
+        while the provider answers no request: then all are repeated for `patience` seconds. `backoff` is the first
+        wait between two attempts in seconds; the wait doubles each time.
 
         `budget` is in US dollars. `prices` are US dollars per million prompt and completion tokens, for a model whose
         prices litellm doesn't know. `options` are passed to litellm with each request. ValueError for an option that
@@ -129,7 +133,8 @@ class LiteLLMEngine:
         if base_url is not None:
             ask_directly(base_url)
         self._model, self._base_url, self._key_variable = model, base_url, key_variable
-        self._seconds, self._retries, self._patience, self._backoff = seconds, retries, patience, backoff
+        self._seconds, self._retries = seconds, retries
+        self.absence = Absence(patience, backoff=backoff, longest=SLOWEST)
         self._budget, self._prices, self._options = budget, prices, dict(options or {})
         if budget is not None and prices is None and not self._priced():
             raise ValueError(
@@ -158,24 +163,26 @@ class LiteLLMEngine:
 
     async def complete(self, request: Request) -> Completion:
         """Request one completion, with retries after errors that a retry may cure. Raises `PromptTooLong`,
-        `BudgetSpent` or `HostedFailed`; their `attempts` has every attempt."""
+        `EngineStopped` or `HostedFailed`; their `attempts` has every attempt."""
         body = self._body(request)
         attempts: list[Attempt] = []
-        deadline = time.monotonic() + self._patience
-        while True:
-            started = time.perf_counter()
-            found = await self._try(body, deadline)
-            seconds = time.perf_counter() - started
-            if isinstance(found, Completion):
-                return replace(found, attempts=(*attempts, Attempt(seconds=seconds)))
-            attempts.append(Attempt(seconds=seconds, error=error_text(found)))
-            wait = self._wait(found, len(attempts))
-            if not found.retry or len(attempts) > self._retries or time.monotonic() + wait > deadline:
-                # `retry` becomes False: the engine's retries are used up, and the agent's model interface must not
-                # multiply them by its own.
-                found.attempts, found.retry = tuple(attempts), False
-                raise found
-            await asyncio.sleep(wait)
+        retries = 0
+        with self.absence.request() as tries:
+            while True:
+                started = time.perf_counter()
+                found = await self._try(body)
+                seconds = time.perf_counter() - started
+                if isinstance(found, Completion):
+                    tries.answered()
+                    return replace(found, attempts=(*attempts, Attempt(seconds=seconds)))
+                attempts.append(Attempt(seconds=seconds, error=error_text(found)))
+                try:
+                    retries = await self._wait(found, tries, retries)
+                except EngineError as error:
+                    # `retry` becomes False: the engine's retries are used up, and the agent's model interface must not
+                    # multiply them by its own.
+                    error.attempts, error.retry = tuple(attempts), False
+                    raise
 
     def forget(self, cache_key: str) -> None:
         """Does nothing: the engine keeps no cache."""
@@ -196,7 +203,9 @@ class LiteLLMEngine:
         body = parameters(request, seed="seed" in supported)
         key = os.environ.get(self._key_variable) if self._key_variable is not None else None
         if self._key_variable is not None and not key:
-            raise HostedFailed(f"{self.name}: the environment variable {self._key_variable} (API key) is not set")
+            raise EngineStopped(
+                f"{self.name}: the environment variable {self._key_variable} (API key) is not set", "key"
+            )
         if key is not None:
             body["api_key"] = key
         if self._base_url is not None:
@@ -211,17 +220,21 @@ class LiteLLMEngine:
             "drop_params": False,
         }
 
-    async def _try(self, body: dict[str, Any], deadline: float) -> Completion | EngineError:
+    async def _try(self, body: dict[str, Any]) -> Completion | EngineError:
         """Send one request. Errors are returned, not raised: a traceback through this frame would hold `body`, which
         has the API key."""
         if self._budget is not None and self.stats.spent >= self._budget:
-            return BudgetSpent(f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget}")
+            return EngineStopped(
+                f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget} (engine.budget)",
+                "budget",
+            )
         # A loop: while this request slept, another request may have moved `_held` further.
         while (left := self._held - time.monotonic()) > 0:
-            if self._held > deadline:
-                return HostedFailed(
+            if left > self.absence.patience:
+                return EngineStopped(
                     f"{self.name}: its rate limit holds for {left:.1f} s more, which is beyond the "
-                    f"engine's patience of {self._patience:g} s"
+                    f"engine's patience of {self.absence.patience:g} s (engine.patience)",
+                    "away",
                 )
             await asyncio.sleep(left)
         self._begin()
@@ -230,7 +243,8 @@ class LiteLLMEngine:
                 answer = await self._litellm.acompletion(**body)
             return self._read(answer)
         except TimeoutError:
-            return HostedFailed(f"{self.name}: no answer within {self._seconds:g} s", retry=True)
+            message = f"{self.name}: no answer within {self._seconds:g} s (engine.seconds)"
+            return HostedFailed(message, retry=True, away=None)
         except EngineError as error:
             return error
         except Exception as error:  # litellm passes on any exception of the provider's library
@@ -246,17 +260,31 @@ class LiteLLMEngine:
         if isinstance(error, self._litellm.ContextWindowExceededError):
             return PromptTooLong(message)
         self.stats.limited += status == 429
-        lasts = _LASTS.search(text) is not None
-        return HostedFailed(message, retry=status in TRIED_AGAIN and not lasts, after=_asked_for(error))
+        status = 401 if _NO_KEY.search(text) else 404 if _NO_PROVIDER in text else status
+        reason = stop_reason(status, text)
+        if reason is not None:
+            return EngineStopped(message, reason)
+        away = None if status == 408 else status in AWAY or _connection_lost(error)
+        retry = away is not False or status in TRIED_AGAIN
+        return HostedFailed(message, retry=retry, after=_asked_for(error), away=away)
 
-    def _wait(self, error: EngineError, tries: int) -> float:
-        """Return the seconds to wait before the next attempt. A `Retry-After` also moves `_held`, for all requests.
-        Otherwise the wait is an exponential backoff. Its jitter (0.5 to 1.5) spreads requests that failed together."""
+    async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
+        """Wait before the next attempt, and return the number of retries. Raises the error when none is left.
+
+        A `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
+        away = error.away if isinstance(error, HostedFailed) else False
         after = error.after if isinstance(error, HostedFailed) else None
+        if not error.retry:
+            tries.answered()
+            raise error
         if after is not None:
             self._held = max(self._held, time.monotonic() + after)
-            return after
-        return min(self._backoff * 2 ** (tries - 1), SLOWEST) * random.uniform(0.5, 1.5)
+        if away is False or (away is None and tries.alone):
+            retries += 1
+            if retries > self._retries:
+                raise error
+        await tries.failed(error, after=after)
+        return retries
 
     def _read(self, answer: Any) -> Completion:
         """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed when the
@@ -380,6 +408,16 @@ _FINISH: dict[Any, Finish] = {
     "tool_calls": "tool_calls",
     "function_call": "tool_calls",
 }
+
+
+def _connection_lost(error: BaseException | None) -> bool:
+    """Whether a failed connection is the cause of an exception of litellm, which gives it the status 500."""
+    while error is not None:
+        # By name: litellm's providers use httpx or aiohttp.
+        if any(kind.__name__ in ("TransportError", "ClientError", "OSError") for kind in type(error).__mro__):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _asked_for(error: Exception) -> float | None:

@@ -1,8 +1,8 @@
 """Samples from servers: token ids in, token ids and log-probs out, with weights that may change during a completion.
 
 Contract. `complete` returns what a server sampled after exactly the request's prompt ids, with the log-prob and the
-weight version of each token, or raises `EngineError`. No request outlives its timeout. The engine repeats a request to
-a paused or full server for `patience` seconds; the agent's model interface (`LLM`) owns all other retries.
+weight version of each token, or raises `EngineError`. No request outlives its timeout. While no server answers, all
+requests wait and are repeated (`transport/absence.py`); the agent's model interface (`LLM`) owns all other retries.
 
 A conversation stays with one server, whose prefix cache holds its prefix, until a request there fails. A new
 conversation goes to the server with the fewest requests in flight. The engine aborts a cancelled request at the server
@@ -12,7 +12,6 @@ and passes the tokens sampled so far to `request.on_partial`. After a failed wei
 from __future__ import annotations
 
 import asyncio
-import random
 import shutil
 import tempfile
 import time
@@ -27,8 +26,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ....tapes.arrays import ints
+from ....tapes.common.text import logger
 from ....tapes.records import Sampling
-from ..engine import Completion, EngineError, Listener, PromptTooLong, PublishMode, Request, Sampler, one_temperature
+from ..engine import (
+    Completion,
+    EngineError,
+    EngineStopped,
+    Listener,
+    PromptTooLong,
+    PublishMode,
+    Request,
+    Sampler,
+    one_temperature,
+)
+from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.http_channel import AGAIN, NO_ROUTE, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, same_prompt
@@ -45,6 +56,8 @@ if TYPE_CHECKING:
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 """Fields of a request body that ask for a streamed answer."""
+HEALTH_SECONDS = 5.0
+"""Time limit in seconds of the question whether a server is there at all."""
 KEPT = 2
 """Number of published versions whose folders stay."""
 REMEMBERED = 100_000
@@ -72,6 +85,9 @@ class Capabilities:
     """Route of completions: a route that takes token ids, or a chat route that takes messages and returns ids."""
 
 
+log = logger("engine")
+
+
 class ForeignWeights(EngineError):
     """A server sampled with weights older than those current when the request was sent, or with weights that this
     engine never published. A restarted server has such weights until the next weight sync."""
@@ -85,6 +101,8 @@ class Flight:
     id: str
     version: str
     """Weight version that was current when the request was sent."""
+    pinned: bool = False
+    """Whether no other server may answer."""
     moment: int = 0
     """Value of `RemoteEngine._moment` when the request was sent."""
     stream: ChunkStream | None = None
@@ -113,6 +131,7 @@ class RemoteEngine:
         self.version = version
         self.stats = RemoteStats()
         self.capabilities = capabilities
+        self.absence = Absence(config.patience)
         self.sleeper = Sleeper(syncs)
         self._servers = tuple(servers)
         self._dialect = dialect
@@ -174,8 +193,14 @@ class RemoteEngine:
         server = server or self._wellness.best(self._servers)
         with self._sampling_with() as (model, _):
             body = self._dialect.body(request, model=model, request_id=uuid.uuid4().hex, stops=())
-            answer = await server.post(self._dialect.route, self._dialect.scoring(body))
-        return self._dialect.scored(answer, ids)
+            with self.absence.request() as tries:
+                while True:
+                    try:
+                        answer = await server.post(self._dialect.route, self._dialect.scoring(body))
+                        tries.answered()
+                        return self._dialect.scored(answer, ids)
+                    except ServerFailed as error:
+                        await self._wait(server, error, tries)
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
         """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples; None: the
@@ -184,7 +209,7 @@ class RemoteEngine:
         A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
         seconds, and then raises CancelledError."""
         self._check(request)
-        flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version)
+        flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
             # A task of its own behind a shield: cancelling the caller must not close the connection, because the abort
             # answers with the sampled tokens on that connection.
@@ -323,37 +348,72 @@ class RemoteEngine:
             )
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
-        """Send the request, and repeat it while the server is busy (429, 503), until `patience` is over. All other
-        errors are raised at once: their retries belong to the agent's model interface, which records each attempt."""
-        deadline = time.monotonic() + self._config.patience
-        pause = 0.05
-        while True:
-            try:
-                # Read again for each attempt, before sending: `_versioned` compares the answer with this state.
-                flight.moment = self._moment
-                with self._sampling_with() as (model, flight.version):
-                    found = self._dialect.parse(await self._answer(flight, request, model))
-            except BadAnswer:
-                self.stats.bad_answers += 1
-                raise
-            except ServerFailed as error:
-                self._stop_if_broken(error)
-                if not error.busy or time.monotonic() > deadline:
+        """Send the request, and repeat it while no server answers, until `patience` is over. All other errors are
+        raised at once: their retries belong to the agent's model interface, which records each attempt."""
+        restored = False
+        with self.absence.request() as tries:
+            while True:
+                try:
+                    # Read again for each attempt, before sending: `_versioned` compares the answer with this state.
+                    flight.moment = self._moment
+                    with self._sampling_with() as (model, flight.version):
+                        found = self._dialect.parse(await self._answer(flight, request, model))
+                    # An answer that arrives after a failed sync is rejected, although it looks complete.
+                    self._stop_if_broken(None)
+                    tries.answered()
+                    assert request.prompt is not None
+                    same_prompt(request.prompt, found.prompt)
+                    return self._versioned(found, flight)
+                except BadAnswer:
+                    self.stats.bad_answers += 1
                     raise
-                self.stats.refused += 1
-                # Jitter (0.5 to 1.5) spreads requests that were refused together, so that they don't return together.
-                wait = error.after if error.after is not None else pause * random.uniform(0.5, 1.5)
-                pause = min(pause * 2, 5.0)
-                await asyncio.sleep(min(wait, 30.0))
+                except ForeignWeights as error:
+                    if restored:
+                        raise
+                    restored = True
+                    await self._restore(flight.server, error)
+                except ServerFailed as error:
+                    self._stop_if_broken(error)
+                    if error.status != 429 and not flight.pinned:  # a full server has the conversation's prefix
+                        self._homes.pop(request.cache_key, None)
+                    await self._wait(flight.server, error, tries)
+                    flight.server = flight.server if flight.pinned else self._home(request.cache_key)
                 if request.listener is not None:
                     # The stream may have broken off after some tokens; the next attempt samples from the beginning.
                     request.listener.again()
-                continue
-            # An answer that arrives after a failed sync is rejected, although it looks complete.
-            self._stop_if_broken(None)
-            assert request.prompt is not None
-            same_prompt(request.prompt, found.prompt)
-            return self._versioned(found, flight)
+
+    async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
+        """Wait before the next try, after a request that failed since `server` is away. Raises `error` where it isn't,
+        and EngineStopped."""
+        if not await is_away(server, error, min(HEALTH_SECONDS, self._config.seconds)):
+            tries.answered()
+            raise error
+        self.stats.refused += error.busy
+        if error.busy and self._moment % 2:
+            tries.answered()  # paused by a weight sync of this engine, which has time limits of its own
+        elif error.status != 429:
+            self._wellness.lost(server)
+        await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
+
+    async def _restore(self, server: Server, error: ForeignWeights) -> None:
+        """Bring the newest weights to a server that was started anew, and so has those that it was started with.
+
+        Raises EngineStopped where this engine published none: what the server samples is not the run's model."""
+        if not self._written:
+            raise EngineStopped(str(error), "model") from error
+        async with self._publishing:
+            if await weight_version(server) == self.version:
+                return  # another request has restored it, or a weight sync has reached it
+            log.warning("%s has other weights than the run, and gets those of %s again", server, self.version)
+            syncs = [self._syncs[self._servers.index(server)]]
+            self._moment += 1
+            try:
+                await syncs[0].init()
+                await sync_servers(syncs, self._written[-1], self.version, "abort")
+            except BaseException as failed:
+                self._broken = failed if isinstance(failed, Exception) else RuntimeError(repr(failed))
+                raise
+            self._moment += 1
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
@@ -457,6 +517,18 @@ class RemoteEngine:
             stats.add("request", now - began)
             if not self._flights:
                 stats.busy_seconds += now - self._since
+
+
+async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
+    """Whether the server, which failed so, is away; `seconds` bounds the question. Raises EngineStopped for an error
+    that every request meets."""
+    reason = stop_reason(error.status, str(error))
+    if reason is not None:
+        raise EngineStopped(str(error), reason) from error
+    ended = server.ended()
+    if ended is not None:
+        raise EngineStopped(ended, "away") from error
+    return error.away if error.away is not None else not await server.healthy(seconds)
 
 
 async def answered(

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 
 from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import holds_secret, without_secrets
-from ..engine import EngineError
+from ..engine import EngineError, EngineStopped
 from .wire import retry_after
 
 try:
@@ -42,11 +42,21 @@ class ServerFailed(EngineError):
         """The HTTP status; None when no status came, as after a failed connection or a timeout."""
         self.after = after
         """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
+        self.slow = False
+        """True for a timeout: the server may be away, or at work on this request."""
 
     @property
     def busy(self) -> bool:
         """True when the server is healthy but accepts no request now: it is paused or full (429, 503)."""
         return self.status in (429, 503)
+
+    @property
+    def away(self) -> bool | None:
+        """Whether the server is away: it can't be reached, or accepts no request now. None: away, or at fault in this
+        request alone (a timeout, 408, 500)."""
+        if self.slow or self.status in (408, 500):
+            return None
+        return self.retry
 
 
 class Server:
@@ -107,6 +117,18 @@ class Server:
                     raise ServerFailed(f"{where}: the answer is longer than {LARGEST >> 20} MiB", retry=False)
                 yield part
 
+    async def healthy(self, seconds: float) -> bool:
+        """Whether the server answers on `/health` within `seconds`; an answer of any status below 500 counts."""
+        try:
+            await self.get("/health", seconds=seconds)
+        except ServerFailed as error:
+            return error.status is not None and error.status < 500
+        return True
+
+    def ended(self) -> str | None:
+        """Why the server will never answer again; None where it may."""
+        return None
+
     async def close(self) -> None:
         """Close all connections; requests in flight fail."""
         while self._sessions:
@@ -141,9 +163,7 @@ class Server:
             return None
         key = os.environ.get(self._key_variable)
         if not key:
-            raise ServerFailed(
-                f"{where}: the environment variable {self._key_variable} (API key) is not set", retry=False
-            )
+            raise EngineStopped(f"{where}: the environment variable {self._key_variable} (API key) is not set", "key")
         return key
 
     @asynccontextmanager
@@ -174,11 +194,13 @@ class Server:
                     raise _refused(where, answer.status, content, answer.headers.get("Retry-After"), key)
                 yield answer, bound
         except TimeoutError as error:
-            raise ServerFailed(
+            slow = ServerFailed(
                 f"{where}: no answer within {seconds:g} s; is it overloaded, paused or stuck? The bound "
                 "is the engine's timeout",
                 retry=False,
-            ) from error
+            )
+            slow.slow = True
+            raise slow from error
         except aiohttp.ClientConnectorError as error:
             raise ServerFailed(
                 f"{where}: no server answers ({error}); start one at that address (`tapereel serve model`)",

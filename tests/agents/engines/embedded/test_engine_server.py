@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents.engines.embedded.embedded_server import EngineServer
-from tapereel.agents.engines.engine import Completion, EngineError
+from tapereel.agents.engines.engine import Completion, EngineStopped
 from tapereel.agents.engines.servers.connect import connect, probe
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.vllm import Generate
@@ -281,7 +281,7 @@ def serving(*words: str, **environment: str) -> Iterator[Any]:
 
 def test_the_serve_verb_serves_it_and_takes_it_down(folder: Path) -> None:
     async def complete(url: str) -> Any:
-        engine = await connect(servers(url, model=folder), RENDERER)
+        engine = await connect(servers(url, model=folder, patience=2.0), RENDERER)
         try:
             return await engine.complete(ask(max_tokens=4))
         finally:
@@ -290,5 +290,5 @@ def test_the_serve_verb_serves_it_and_takes_it_down(folder: Path) -> None:
     with serving(str(folder), "--engine", "embedded", "--port", "0") as told:
         found = asyncio.run(complete(told["url"]))
         assert worst(Served.policy(0), ask(max_tokens=4), found) < CLOSE
-    with pytest.raises(EngineError, match="Cannot connect"):
+    with pytest.raises(EngineStopped, match="Cannot connect"):
         asyncio.run(complete(told["url"]))

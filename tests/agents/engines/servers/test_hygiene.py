@@ -227,7 +227,7 @@ def test_no_secret_is_on_a_tape_in_a_log_or_in_an_error(
     for handler in logging.getLogger("LiteLLM").handlers:  # it writes to what stderr was when litellm was imported
         if isinstance(handler, logging.StreamHandler):
             monkeypatch.setattr(handler, "stream", sys.stderr)
-    echoed = refuses(401, f"Incorrect API key provided: {KEY}. You sent Authorization: Bearer {KEY}")
+    echoed = refuses(400, f"Incorrect API key provided: {KEY}. You sent Authorization: Bearer {KEY}")
     provider = Provider([echoed])
 
     async def episodes(url: str) -> list[Tape]:

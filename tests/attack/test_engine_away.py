@@ -1,0 +1,147 @@
+"""A model's server that goes away under `tapereel run`: a real server process behind a real port, killed and restarted.
+
+`ATTACK_TRIES=5 python -m pytest -m kill tests/attack/test_engine_away.py` makes the tries of docs/security.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.finetune.api.public import save_tiny_model
+from tapereel.tapes.store.store import Store
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
+SLOW = Path(__file__).with_name("slow_digits.py")
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+TRIES = range(int(os.environ.get("ATTACK_TRIES", "1")))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    save_tiny_model(folder, "0123456789")
+    return str(folder)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def serve(model: str, port: int) -> subprocess.Popen[bytes]:
+    """A server of the model, which listens when this returns."""
+    words = [sys.executable, "-m", "tapereel", "serve", "model", model, "--engine", "embedded", "--port", str(port)]
+    server = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=ENVIRONMENT)
+    while server.poll() is None:
+        with socket.socket() as probe:
+            if not probe.connect_ex(("127.0.0.1", port)):
+                return server
+        time.sleep(0.1)
+    raise AssertionError("the server ended")
+
+
+def run(out: Path, *more: str, attempts: int = 3) -> subprocess.Popen[str]:
+    words = ["run", "--agent", f"{EXAMPLE}:player", "--env", f"{SLOW}:Slow", "--tasks", f"{EXAMPLE}:tasks"]
+    words += ["--out", str(out), "--json", "--set", f"attempts={attempts}", "--set", "concurrency=8", *more]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tapereel", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+
+
+def at(port: int, model: str, patience: float) -> list[str]:
+    settings = (
+        "engine.kind=vllm",
+        f"engine.model={model}",
+        f'engine.urls=["http://127.0.0.1:{port}"]',
+        f"engine.patience={patience}",
+    )
+    return [word for setting in settings for word in ("--set", setting)]
+
+
+def statuses(out: Path) -> Counter[str]:
+    with Store.open(out) as store:
+        return Counter(f"{s.status}:{s.cause}" if s.cause else str(s.status) for s in store.summaries())
+
+
+def wait_for_episodes(out: Path, n: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if out.exists() and sum(file.read_bytes().count(b'"t":"end"') for file in out.glob("tapes/*.jsonl")) >= n:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the run recorded nothing")
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, dict[str, Any], str]:
+    out, err = process.communicate(timeout=240)
+    return process.returncode, json.loads(out) if out.strip() else {}, err
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("attempt", TRIES)
+def test_a_server_that_is_killed_and_started_again_costs_no_episode(attempt: int, model: str, tmp_path: Path) -> None:
+    port, out = free_port(), tmp_path / "run"
+    server = serve(model, port)
+    rolling = run(out, *at(port, model, 120))
+    try:
+        wait_for_episodes(out, 11)
+        time.sleep(random.Random(attempt).random())
+        server.kill()
+        server.wait()
+        time.sleep(4)
+        server = serve(model, port)
+        code, summary, err = ended(rolling)
+    finally:
+        rolling.kill()
+        server.kill()
+        server.wait()
+    assert code == 0, err
+    assert statuses(out) == {"finished": 300}
+    assert (summary["episodes"], summary["scored"], summary["recorded"]) == (300, 300, 300)
+    assert f"http://127.0.0.1:{port}" in err
+    assert "engine.patience" in err
+    assert "answers again" in err
+
+
+@pytest.mark.kill
+def test_a_server_that_stays_away_stops_the_run_and_resume_finishes_it(model: str, tmp_path: Path) -> None:
+    port, out = free_port(), tmp_path / "run"
+    server = serve(model, port)
+    rolling = run(out, *at(port, model, 3))
+    try:
+        wait_for_episodes(out, 11)
+        server.kill()
+        server.wait()
+        code, _, err = ended(rolling)
+        assert code == 69, err
+        assert "of 300 attempts have ended" in err
+        before = statuses(out)
+        assert before["error:model"] <= 8
+        assert sum(before.values()) - before["finished"] <= 8, "no episode began while no server answered"
+        server = serve(model, port)
+        code, summary, err = ended(run(out, *at(port, model, 3), "--resume"))
+    finally:
+        rolling.kill()
+        server.kill()
+        server.wait()
+    assert code == 0, err
+    after = statuses(out)
+    assert after["finished"] == 300
+    assert summary["scored"] == 300
+    assert summary["recorded"] == 300 - before["finished"]
