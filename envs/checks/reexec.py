@@ -36,6 +36,7 @@ from ...tapes.audit.verdict import (
 )
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.renamed import current_path
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity, trains
 from ...tapes.steps import Unknown
@@ -412,6 +413,6 @@ def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, stor
                 tape.id,
                 f"no environment is named; the tape was recorded in {tape.begin.env.cls}: give --env module:name",
             )
-        return asyncio.run(reexec(tape, make, normalise=masks, times=times, seconds=seconds))
+        return run_async(reexec(tape, make, normalise=masks, times=times, seconds=seconds))
 
     return check

@@ -7,7 +7,6 @@ tape (`pure=False`) can't be verified.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import defaultdict
@@ -30,6 +29,7 @@ from ...tapes.audit.verdict import (
     verified,
 )
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.records import Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
@@ -337,7 +337,7 @@ def add_reward_layer(
         names = chosen_tapes(store, tapes, split)
         for k, name in enumerate(names):
             tape = store.tape(name, refresh=False)
-            verdict, fresh = asyncio.run(rescore(tape, rewards, layer=layer, tolerance=tolerance))
+            verdict, fresh = run_async(rescore(tape, rewards, layer=layer, tolerance=tolerance))
             for record in fresh:
                 store.append_layer(record)
             records, changed = records + len(fresh), changed + bool(fresh)
@@ -365,7 +365,7 @@ def compare_rewards(
         return [await opinion(store.tape(name, refresh=False), ours, theirs) for name in names]
 
     with Store.open(run) as store:
-        found = asyncio.run(opinions(store))
+        found = run_async(opinions(store))
     return disagreement(found), failure_kinds((one.tape, one.failures) for one in found)
 
 
@@ -384,4 +384,4 @@ def failure_kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[Fai
 def _plan(reward: str, tolerance: float, store: Store) -> Callable[[Tape], Verdict]:
     """The check of one tape, made in each worker process."""
     rewards = load_reward(reward)
-    return lambda tape: asyncio.run(rescore(tape, rewards, tolerance=tolerance))[0]
+    return lambda tape: run_async(rescore(tape, rewards, tolerance=tolerance))[0]
