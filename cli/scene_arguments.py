@@ -6,6 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
+from ..tapes.common.access_token import check_token
 from ..tapes.errors import UsageError
 from ..tapes.store.lease import end_lease
 
@@ -64,11 +65,38 @@ def take_over(args: argparse.Namespace, out: str | Path) -> None:
         end_lease(out)
 
 
+def add_server_arguments(
+    parser: argparse.ArgumentParser, *, port: int = 0, key: str = "--key", made: str = "a new token"
+) -> None:
+    """Declare where a server listens, and the variable with its token. `made`: the token without that variable."""
+    parser.add_argument(
+        "--port", type=int, default=port, help="port to listen on; 0 takes a free one (default %(default)s)"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: this machine only)"
+    )
+    parser.add_argument(key, metavar="VARIABLE", help=f"environment variable with the clients' token (default: {made})")
+
+
 def variable_value(variable: str | None) -> str | None:
-    """The token in an environment variable; None without a variable. UsageError if the variable is not set."""
+    """The token in an environment variable; None without a variable. UsageError if the variable is not set,
+    or if the token is too short.
+
+    A command line can't hold the token itself: every user of the machine can read it there.
+    """
     if variable is None:
         return None
     token = os.environ.get(variable)
     if not token:
-        raise UsageError(f"the environment variable {variable} with the token is not set")
-    return token
+        raise UsageError(
+            f"the environment variable {variable[:40]!r} with the token is not set. The option takes the name of a "
+            "variable, since other users can read command lines"
+        )
+    return check_token(token)
+
+
+def token_line(file: str | None) -> str:
+    """What a command says about its server's token: where clients find it."""
+    if file is None:
+        return "clients send the token that you gave"
+    return f"your own clients on this machine find the token; for others it stands in {file}"

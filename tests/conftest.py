@@ -16,7 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
-# The user's secret, which indexes are kept with, is made here and not in the home of whoever runs the tests.
+# The user's secret, which indexes are kept with, and the tokens of servers are made here, not in the user's home.
 os.environ["XDG_STATE_HOME"] = os.path.join(tempfile.gettempdir(), f"tapereel-tests-{os.getuid()}")
 
 # A machine may be slow, or busy with something else.

@@ -26,9 +26,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, Valid
 
 from ...envs import Environment, Outcome
 from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
-from ...tapes.common.http_service import SHORTEST_TOKEN, Handler, web
+from ...tapes.common.http_service import BODY, Handler, web
 from ...tapes.common.text import logger
-from ...tapes.errors import TapereelError, UsageError
+from ...tapes.errors import TapereelError
 from ...tapes.journal import Journal
 from ...tapes.store.run_directory import open_run
 from ...tapes.tape import new_tape_id
@@ -193,7 +193,7 @@ class Control(Gateway):
 
     def __init__(
         self,
-        token: str,
+        token: str | None,
         engine: Engine,
         *,
         journal: Journal | None,
@@ -205,12 +205,10 @@ class Control(Gateway):
         host: str = "127.0.0.1",
         bounds: Bounds | None = None,
     ) -> None:
-        """token: the admin token, at least 16 characters; UsageError if it is shorter.
+        """token: the admin token, at least 16 characters; UsageError if it is shorter. None: a new one is made.
 
         idle: seconds without a request after which a tape ends. most: maximum number of open tapes.
         """
-        if len(token) < SHORTEST_TOKEN:
-            raise UsageError(f"the admin token has fewer than {SHORTEST_TOKEN} characters, so it can be guessed")
         super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
         self._limits, self._sampling = limits or Limits(), sampling or Sampling()
@@ -234,7 +232,7 @@ class Control(Gateway):
 
     def _route(self, route: _Route) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            if not self.has_token(request):
+            if not self.has_admin_token(request):
                 raise Refused(
                     401, "the admin token is needed here", kind="authentication_error", code="invalid_api_key"
                 )
@@ -242,9 +240,9 @@ class Control(Gateway):
 
         return handler
 
-    async def _body(self, request: web.Request, model: type[BodyT]) -> BodyT:
+    def _body(self, request: web.Request, model: type[BodyT]) -> BodyT:
         try:
-            body = model.model_validate_json(await self.read(request) or b"{}")
+            body = model.model_validate(request[BODY])
         except ValidationError as error:
             raise invalid(error) from None
         self.without_keys(body.model_dump())
@@ -262,7 +260,7 @@ class Control(Gateway):
 
         Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
         """
-        asked = await self._body(request, BeginTape)
+        asked = self._body(request, BeginTape)
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
         if len(self._open) >= self._most:
@@ -317,7 +315,7 @@ class Control(Gateway):
 
     async def _score(self, request: web.Request) -> object:
         """Set named rewards and metrics of an open tape."""
-        asked = await self._body(request, ScoreTape)
+        asked = self._body(request, ScoreTape)
         open_ = self._the(request.match_info["tape"])
         open_.scores.update(asked.rewards)
         open_.metrics.update(asked.metrics)
@@ -325,7 +323,7 @@ class Control(Gateway):
 
     async def _end(self, request: web.Request) -> object:
         """End a tape. Returns how it ended, after its last record is written. Raises Refused or StoreFailed."""
-        asked = await self._body(request, EndTape)
+        asked = self._body(request, EndTape)
         open_ = self._the(request.match_info["tape"])
         assert open_.task is not None
         if open_.end.done():
@@ -407,13 +405,13 @@ async def serve_gateway(
     config: GatewayConfig,
     out: str | Path,
     *,
-    token: str,
+    token: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     resume: bool = False,
 ) -> AsyncIterator[Control]:
-    """Serve inside the block, and record into the run directory `out`. token: the admin token of the control routes.
-
+    """Serve inside the block, and record into the run directory `out`.
+    token: the admin token of the control routes; None: a new one is made.
     port: 0 takes a free port. Leaving the block ends open tapes as cancelled, then seals the store and closes the
     engine. Raises RunExists if `out` holds a run and `resume` is false, and UsageError if `token` is too short.
     """

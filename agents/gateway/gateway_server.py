@@ -14,7 +14,6 @@ import asyncio
 import hashlib
 import re
 import secrets
-import socket
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
@@ -24,8 +23,9 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from ...tapes import StoreFailed
-from ...tapes.common.http_service import EVERYWHERE, Handler, HttpService, web
-from ...tapes.common.redact import bearer, without_secrets
+from ...tapes.common.http_service import BODY, EVERYWHERE, Handler, HttpService, web
+from ...tapes.common.redact import without_secrets
+from ...tapes.common.request_checks import bearer
 from ...tapes.common.text import logger
 from .gateway_session import Live, Session, ended
 from .linking import USES, Use
@@ -41,7 +41,6 @@ MODEL = "policy"
 """The name that /v1/models lists; requests may use any name."""
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
-_HOST = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9.-]{0,250}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\]):([0-9]{1,5})")
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
 _EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -70,11 +69,14 @@ class Gateway(HttpService):
     Single use. Call its methods in the event loop of `serving`: its counters and tables have no lock.
     """
 
+    no_token = "this is no key of a tape here, and not the admin token"
+
     def __init__(self, host: str = "127.0.0.1", *, token: str | None = None, bounds: Bounds = Bounds()) -> None:
-        """token: the admin token of the routes that a subclass adds."""
+        """token: the admin token of the routes that a subclass adds; None: a new one is made."""
         super().__init__(host, token)
         self.bounds = bounds
-        self.body_bytes, self.header_seconds = bounds.body, bounds.header_seconds
+        self.body_bytes, self.body_seconds = bounds.body, bounds.body_seconds
+        self.header_seconds = bounds.header_seconds
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         self._paused = 0
@@ -82,20 +84,14 @@ class Gateway(HttpService):
     @property
     def url(self) -> str:
         """The value of `OPENAI_BASE_URL` for programs on this machine."""
-        return f"{super().url}/v1"
+        return f"{self.address}/v1"
 
     def url_for(self, request: web.Request) -> str:
         """The base URL for the client of this request.
 
-        If the server listens on every address, this is the `Host` that the client used. A `Host` that isn't a plain
-        name or address with the server's port (as behind a proxy) is ignored, and the host name is used.
+        If the server listens on every address, this is the `Host` that the client used.
         """
-        if self.host not in EVERYWHERE:
-            return self.url
-        found = _HOST.fullmatch(request.headers.get("Host", ""))
-        if found is not None and found[2] == str(self.port):
-            return f"http://{found[0]}/v1"
-        return f"http://{socket.gethostname()}:{self.port}/v1"
+        return f"http://{request.host}/v1" if self.host in EVERYWHERE else self.url
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of OpenAI's protocol."""
@@ -105,8 +101,19 @@ class Gateway(HttpService):
             web.post("/v1/chat/completions", self._chat),
         ]
 
-    def admit(self, request: web.Request) -> None:
-        """Let every request pass: each route checks its own key."""
+    def has_token(self, request: web.Request) -> bool:
+        """Whether the request has the admin token or a tape's key. Each route checks which of them it needs."""
+        digest = _digest(bearer(request.headers.get("Authorization")))
+        return digest in self._sessions or digest in self._ended or self.has_admin_token(request)
+
+    def has_admin_token(self, request: web.Request) -> bool:
+        """Whether the request has the admin token."""
+        return super().has_token(request)
+
+    def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
+        """The answer to a refused request, as OpenAI's servers give it."""
+        kind = "authentication_error" if status == 401 else "invalid_request_error"
+        return self._refuse(request, Refused(status, why, kind=kind, code=_CODES.get(status)))
 
     # Keys
 
@@ -127,7 +134,7 @@ class Gateway(HttpService):
     def without_keys(self, *values: object) -> None:
         """Raise Refused if a text in these JSON values, which are recorded, holds a tape's key or the admin token."""
         text = to_json(values).decode()
-        if self.token is not None and to_json(self.token).decode()[1:-1] in text:
+        if to_json(self.token).decode()[1:-1] in text:
             raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
         digests = map(_digest, set(_KEY.findall(text)))
         if any(digest in self._sessions or digest in self._ended for digest in digests):
@@ -188,12 +195,12 @@ class Gateway(HttpService):
             return self._refuse(request, error)
         except web.HTTPException as error:
             why = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
-            return self._refuse(request, Refused(error.status, why, code=_CODES.get(error.status)))
+            return self.refusal(request, error.status, why)
         except StoreFailed as error:
             return self._refuse(request, _store_failed(error))
 
     def _log(self, request: web.Request, error: Refused) -> None:
-        known = [self.token] if self.token is not None else []
+        known = [self.token]
         log.info(
             "refused %s %r from %s: %d %s",
             request.method,
@@ -205,13 +212,9 @@ class Gateway(HttpService):
 
     def _refuse(self, request: web.Request, error: Refused) -> web.Response:
         self._log(request, error)
-        response = web.Response(
+        return web.Response(
             status=error.status, body=to_json(error.body), content_type="application/json", headers=error.headers
         )
-        if not request.content.is_eof():
-            # The rest of the body is not read: the connection is closed.
-            response.force_close()
-        return response
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
@@ -224,8 +227,7 @@ class Gateway(HttpService):
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
-        body = await self.read(request)
-        asked = read_request(body)
+        asked = read_request(request[BODY])
         # Before the call is recorded: a tape is never rewritten, so a recorded key would stay on it.
         self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
@@ -292,25 +294,8 @@ class Gateway(HttpService):
             log.info("%s has gone", request.remote)
         return False
 
-    async def read(self, request: web.Request) -> bytes:
-        """Read the request's body. Raises Refused if it is too large (413) or too slow (408)."""
-        if request.content_length is not None and request.content_length > self.bounds.body:
-            raise self._too_large()
-        try:
-            async with asyncio.timeout(self.bounds.body_seconds):
-                return await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            raise self._too_large() from None
-        except TimeoutError:
-            raise Refused(
-                408, f"the body had not come after {self.bounds.body_seconds:g} s", headers={"Connection": "close"}
-            ) from None
 
-    def _too_large(self) -> Refused:
-        return Refused(413, f"a request has at most {self.bounds.body} bytes here", code="request_too_large")
-
-
-_CODES = {404: "not_found", 405: "method_not_allowed"}
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 
 
 def _about(model: str) -> dict[str, JsonValue]:

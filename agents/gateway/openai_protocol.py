@@ -22,7 +22,6 @@ from pydantic import (
     ValidationError,
 )
 
-from ...tapes.common.plain_json import read_plain
 from ...tapes.errors import TapereelError
 from ...tapes.records import Message
 
@@ -161,14 +160,8 @@ class ChatRequest(BaseModel):
     """Whether the answer contains prompt and completion ids (an extension of vLLM)."""
 
 
-def read_request(body: bytes) -> ChatRequest:
-    """Parse a request body. Raises Refused with the name of the wrong field."""
-    try:
-        data = read_plain(body)
-    except ValueError as error:
-        raise _bad(f"the body is not JSON in UTF-8: {error}") from None
-    if not isinstance(data, dict):
-        raise _bad("the body is not a JSON object")
+def read_request(data: Mapping[str, JsonValue]) -> ChatRequest:
+    """Check the JSON object of a request. Raises Refused with the name of the wrong field."""
     left = {name: value for name, value in data.items() if value is not None and name not in _CHANGE_NOTHING}
     for name, allowed in _NEUTRAL.items():
         if name in left and left[name] not in allowed:

@@ -13,6 +13,7 @@ from ...tapes.errors import UsageError
 from ...tapes.view import RunView
 from ..console import Exit, answer, check_port, say
 from ..progress_bars import live_progress
+from ..scene_arguments import add_server_arguments, variable_value
 from ..signals import stop_event
 
 if TYPE_CHECKING:
@@ -30,14 +31,7 @@ tapereel view runs/demo --out runs/demo-view --last 500
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory; a growing run is shown live")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default: this machine only; any other asks for a token)",
-    )
-    parser.add_argument("--token", help="token to ask for, at least 16 letters and digits (default: a new one)")
+    add_server_arguments(parser, key="--token")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
     parser.add_argument(
         "--weights",
@@ -83,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         from ...tapes.view.view_server import Server
 
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve(args, Server(view, args.host, args.token)))
+            asyncio.run(_serve(args, Server(view, args.host, variable_value(args.token))))
     return Exit.HOLDS
 
 
@@ -99,6 +93,9 @@ async def _serve(args: argparse.Namespace, server: Server) -> None:
             ) from error
         answer(args, {"url": server.url, "run": str(args.run)}, server.url)
         say("press Ctrl-C to stop")
-        if not args.no_browser:
-            await asyncio.to_thread(webbrowser.open, server.url)
-        await stop.wait()
+        if args.no_browser:
+            await stop.wait()
+            return
+        with server.opening_file() as page:
+            await asyncio.to_thread(webbrowser.open, page.as_uri())
+            await stop.wait()

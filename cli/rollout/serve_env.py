@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...envs.load_named import listed_tasks, load_named
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
-from ..scene_arguments import variable_value
+from ..scene_arguments import add_server_arguments, token_line, variable_value
 from ..signals import stop_event
 
 if TYPE_CHECKING:
@@ -43,14 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "env", help="an Environment class, or a function with a return type that makes one: module:name, file.py:name"
     )
-    parser.add_argument("--port", type=int, default=0, help="port to listen on (default: a free one)")
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        metavar="ADDRESS",
-        help="address to listen on (default: this machine only; any other needs --key)",
-    )
-    parser.add_argument("--key", metavar="VARIABLE", help="environment variable with the token that clients must send")
+    add_server_arguments(parser)
     parser.add_argument("--sessions", type=int, default=1000, metavar="N", help="concurrent episodes (default 1000)")
     parser.add_argument(
         "--processes",
@@ -131,10 +124,11 @@ def _tasks(text: str | None) -> Sequence[Any] | None:
 async def _serve(args: argparse.Namespace, service: Service) -> None:
     stop = stop_event()
     async with service.serving(args.port):
+        name, places = service.declared.name, service.limits.sessions
         answer(
             args,
-            {"url": service.url, "environment": service.declared.name, "places": service.limits.sessions},
-            f"{service.declared.name} at {service.url}, {service.limits.sessions} concurrent episodes",
+            {"url": service.url, "environment": name, "places": places, "token_file": service.token_file},
+            f"{name} at {service.url}, {places} concurrent episodes\n{token_line(service.token_file)}",
         )
         say("press Ctrl-C to stop")
         await stop.wait()

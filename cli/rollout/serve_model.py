@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
-from ..scene_arguments import variable_value
+from ..scene_arguments import add_server_arguments, token_line, variable_value
 from ..signals import stop_event
 
 if TYPE_CHECKING:
@@ -53,12 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default="vllm",
         help="vLLM, or the embedded engine in this process (default vllm)",
     )
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; any but loopback needs --key")
-    parser.add_argument("--key", metavar="VARIABLE", help="environment variable with the API key")
-    parser.add_argument(
-        "--no-weights", action="store_true", help="leave out the routes that receive weights, which ask for no API key"
-    )
+    add_server_arguments(parser, port=8000)
+    parser.add_argument("--no-weights", action="store_true", help="leave out the routes that receive weights")
     parser.add_argument(
         "--transfer",
         action="store_true",
@@ -154,8 +150,8 @@ async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
     starting.result()
     answer(
         args,
-        {"url": server.url, "model": str(server.model), "command": server.command},
-        f"listening at {server.url}; output goes to {args.log}; Ctrl-C ends it",
+        {"url": server.url, "model": str(server.model), "command": server.command, "token_file": server.token_file},
+        f"listening at {server.url}; output goes to {args.log}; Ctrl-C ends it\n{token_line(server.token_file)}",
     )
     ended = asyncio.ensure_future(asyncio.to_thread(server.wait))
     await asyncio.wait([ended, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +184,11 @@ def _embedded(args: argparse.Namespace) -> int:
     async def serve() -> None:
         stop = stop_event()
         async with server.serving(args.port):
-            answer(args, {"url": server.url, "model": args.model}, f"listening at {server.url}; Ctrl-C ends it")
+            answer(
+                args,
+                {"url": server.url, "model": args.model, "token_file": server.token_file},
+                f"listening at {server.url}; Ctrl-C ends it\n{token_line(server.token_file)}",
+            )
             await stop.wait()
 
     asyncio.run(serve())

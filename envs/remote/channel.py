@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from ...tapes.common.access_token import HOW_FOUND, token_for
 from ...tapes.common.extras import raise_missing
 from .remote_errors import BadAnswer, Busy, Hung, Refused, RemoteError, SessionLost, Unreachable
 
@@ -175,12 +176,10 @@ class Line:
     ) -> Channel:
         """A new channel to the route. Refused if the variable with the server's token is not set."""
         sent = dict(headers or {})
-        if self._key_variable is not None:
-            token = os.environ.get(self._key_variable)
-            if not token:
-                raise Refused(
-                    f"{self.url}: the environment variable {self._key_variable} (the server's token) is not set"
-                )
+        token = token_for(self.url) if self._key_variable is None else os.environ.get(self._key_variable)
+        if self._key_variable is not None and not token:
+            raise Refused(f"{self.url}: the environment variable {self._key_variable} (the server's token) is not set")
+        if token:
             sent["Authorization"] = f"Bearer {token}"
         return await Channel.open(self.url + route, headers=sent, largest=self._largest, protocols=protocols)
 
@@ -245,8 +244,8 @@ def _refusal(url: str, error: aiohttp.WSServerHandshakeError) -> Exception:
             f"{url}: the server no longer has the episode: it was restarted, or the connection was lost for too long"
         )
     hint = {
-        401: "; is the token right?",
-        403: "; is the token right?",
+        401: f"; is the token right? {HOW_FOUND}",
+        403: "; is it the address that the server printed?",
         404: "; no environment is served there",
         426: "; it uses another version of the protocol",
     }.get(status, "")

@@ -1,13 +1,14 @@
 """Service: serves an environment on a port, one instance for each WebSocket session.
 
-By default it listens on loopback; any other address requires a token. Requests with an `Origin` header are refused, so
-a web page can't reach a server on its reader's machine. `ServiceLimits` bounds the resources of clients; a client over
-a limit is refused before it costs resources. Messages are JSON and become steps of declared kinds only.
+Every client needs the token, and `HttpService` checks each request, also one that opens a WebSocket. `ServiceLimits`
+bounds the resources of clients; a client over a limit is refused before it costs resources. Messages are JSON and
+become steps of declared kinds only.
 `openenv_service.py` adds OpenEnv's protocol.
 
 A session is one episode, with one environment. Its calls are numbered from 1. The next number is carried out. The last
 number again, with the same content, gets the same answer and is not carried out twice, also while it still runs. Other
-numbers are refused. A session without a connection waits for a new one, and is closed after `window_seconds`.
+numbers are refused. A session without a connection waits for a new one, and is closed after `window_seconds`, or
+earlier if a new client needs its place.
 """
 
 from __future__ import annotations
@@ -23,12 +24,10 @@ from contextlib import contextmanager
 from pydantic import Field
 
 from ...tapes.common.http_service import (
-    SHORTEST_TOKEN,
     Handler,
     HttpService,
     WSCloseCode,
     WSMsgType,
-    require_token,
     web,
 )
 from ...tapes.common.text import logger
@@ -41,6 +40,8 @@ from .host import Host
 from .remote_errors import BadAnswer
 
 log = logger("service")
+RECONNECT_SECONDS = 5.0
+"""How long a session that made a call surely keeps its place without a connection: clients try again within it."""
 _AT_ONCE = 4
 """Unanswered calls of one connection; a correct client has one, and one more to close."""
 
@@ -75,6 +76,8 @@ class Session:
         self.connection: object | None = None
         """The current connection; None between two connections."""
         self.expires: asyncio.TimerHandle | None = None
+        self.left_at = 0.0
+        """When its last connection ended, in the event loop's time."""
         self._host = host
         self._last = 0
         self._digest = b""
@@ -85,6 +88,10 @@ class Session:
     def busy(self) -> bool:
         """Whether a call is running."""
         return self.work is not None and not self.work.done()
+
+    def abandoned(self, now: float) -> bool:
+        """Whether a new client may take its place: it has no connection, and made no call or left a while ago."""
+        return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     @property
     def dead(self) -> bool:
@@ -141,6 +148,8 @@ class Session:
 class Service(HttpService):
     """`async with Service(GuessNumber).serving(8100) as service: ...`"""
 
+    token_in_file = True
+
     def __init__(
         self,
         make: EnvironmentFactory,
@@ -151,11 +160,9 @@ class Service(HttpService):
         limits: ServiceLimits | None = None,
     ) -> None:
         """`make` makes an instance for each session: a class, a function or a `Pool`. `declared`: the declaration, if
-        neither the class nor a return type has it. `token`: required from every client; needed beyond loopback."""
+        neither the class nor a return type has it. `token`: required from every client; without one, a new one is
+        made, and clients of this user on this machine find it."""
         super().__init__(host, token)
-        require_token(host, token)
-        if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable()):
-            raise ValueError(f"a token needs at least {SHORTEST_TOKEN} printable ASCII characters")
         self.declared = declared or Declared.of(make)
         self.limits = limits or ServiceLimits()
         most = getattr(make, "places", None)
@@ -198,9 +205,16 @@ class Service(HttpService):
         return len(self.sessions) + len(self._closing)
 
     def place(self) -> web.Response | None:
-        """The refusal of a client if no place is free; else None."""
+        """The refusal of a client if no place is free; else None.
+
+        If none is free, the session that was abandoned first is ended. Its place is free after that.
+        """
         if not self._ending and self.occupied < self.limits.sessions:
             return None
+        now = asyncio.get_running_loop().time()
+        left = [session for session in self.sessions.values() if session.abandoned(now)]
+        if left:
+            self.end(min(left, key=lambda session: session.left_at))
         why = "the service is shutting down" if self._ending else f"all {self.limits.sessions} places are taken"
         return web.Response(status=503, text=why, headers={"Retry-After": str(self.limits.retry_after)})
 
@@ -248,6 +262,7 @@ class Service(HttpService):
             if session.connection is connection and session.id in self.sessions:
                 session.connection = None
                 loop = asyncio.get_running_loop()
+                session.left_at = loop.time()
                 session.expires = loop.call_later(self.limits.window_seconds, self.end, session)
 
     # Connections
@@ -282,17 +297,6 @@ class Service(HttpService):
             if message.type is WSMsgType.BINARY:
                 await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"text only")
             return None
-
-    def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """Refuse web pages, and requests without the token. Clients may use any name of the server."""
-        if "Origin" in request.headers:
-            return self.refusal(403, "requests from web pages (with an Origin header) are refused")
-        return None if self.has_token(request) else self.refusal(401, "a valid token is required")
-
-    def refusal(self, status: int, why: str) -> web.Response:
-        """The answer to a refused request, as text."""
-        headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-        return web.Response(status=status, text=why, headers=headers)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(

@@ -2,19 +2,24 @@
 
 The viewer, the embedded engine's server, the environment service and the gateway are subclasses. They import `web` from
 here: without aiohttp, this module names the extra that installs it.
+
+A server always has a token, on loopback too: every user of a machine can connect to its loopback addresses. A request
+reaches its route only with the right Host, Origin and token (`request_checks.py`), and with a body of bounded size,
+depth and time, which is read and parsed before. So a route that is added later is protected as the others are.
 """
 
 from __future__ import annotations
 
-import hmac
-import ipaddress
-import socket
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Any, Self
 
+from .access_token import HOW_FOUND, check_token, drop_token, new_token, private_file, token_path
 from .extras import raise_missing
-from .redact import bearer, guard_log
+from .plain_json import read_plain
+from .redact import guard_log
+from .request_checks import PRIVATE, SAFE, bearer, refused_change, refused_origin, same_token
 
 try:
     from aiohttp import WSCloseCode as WSCloseCode
@@ -26,8 +31,12 @@ except ModuleNotFoundError as _error:
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Wildcard listen address -> the loopback address that reaches it from the same machine."""
-SHORTEST_TOKEN = 16
-"""Minimum number of characters of a token; a shorter token can be guessed."""
+BODY: web.RequestKey[Any] = web.RequestKey("body", object)
+"""`request[BODY]` is the JSON object in the body of a request that may change something; {} without a body."""
+MOST_VALUES = 500_000
+"""Largest number of values in a body. The parser holds the interpreter lock, so it must end soon also in a thread."""
+_IN_PLACE = 1 << 16
+"""Bytes of a body that the event loop parses itself, since a thread would take longer."""
 
 
 class HttpService:
@@ -36,20 +45,34 @@ class HttpService:
     A subclass defines `routes`, and may extend `admit`, `answer` and `stop`.
     """
 
-    body_bytes = 1 << 20
+    body_bytes = 8 << 20
     """Maximum size of a request body."""
-    header_seconds = 3630.0
-    """Time limit for a request's headers, counted from the connection or the previous answer.
+    body_seconds = 30.0
+    """Time limit for a request's body."""
+    header_seconds = 30.0
+    """Time limit for a request's headers, counted from the connection or the previous answer. Clients must keep idle
+    connections for a shorter time (aiohttp keeps them for 15 seconds)."""
+    no_token = f"a valid token is required. {HOW_FOUND}"
+    """The answer to a request without the token."""
+    token_in_file = False
+    """Whether clients of the same user find a token that the server made by a file (`access_token.py`)."""
 
-    The default is longer than the time for which clients keep idle connections."""
-
-    def __init__(self, host: str, token: str | None) -> None:
-        """token: every request must have it; None: the server needs none, or checks other credentials."""
-        self.host, self.port, self.token = host, 0, token
+    def __init__(self, host: str, token: str | None = None) -> None:
+        """token: every request must have it; None: a new one is made. UsageError if it is too short."""
+        self.host, self.port = host, 0
+        self.token = new_token() if token is None else check_token(token)
+        self.token_file: str | None = None
+        """The file with the token, while the server serves; None without such a file."""
+        self._made = token is None
 
     @property
     def url(self) -> str:
         """The base URL for clients on this machine."""
+        return self.address
+
+    @property
+    def address(self) -> str:
+        """Scheme, host and port for clients on this machine."""
         host = EVERYWHERE.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
@@ -59,6 +82,7 @@ class HttpService:
         guard_log("aiohttp.server")  # aiohttp logs headers that it can't parse, and they may hold a token
         app = web.Application(middlewares=[self._guard], client_max_size=self.body_bytes)
         app.add_routes(self.routes())
+        app.on_response_prepare.append(_make_private)
         runner = web.AppRunner(
             app,
             access_log=None,
@@ -72,8 +96,11 @@ class HttpService:
         try:
             await web.TCPSite(runner, self.host, port, backlog=1024).start()
             self.port = runner.addresses[0][1]
+            if self._made and self.token_in_file:
+                self.token_file = str(private_file(token_path(self.address), self.token))
             yield self
         finally:
+            drop_token(self.address, self.token)
             await self.stop()
             await runner.cleanup()
 
@@ -86,64 +113,70 @@ class HttpService:
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
         """The answer to a request that must not reach its route; None if it may."""
-        if not names_server(request.host, self.host, self.port):
-            # Otherwise a web page could reach the server by a name that resolves to this machine (DNS rebinding).
-            return self.refusal(
-                403, f"the Host header {request.host[:80]!r} doesn't name this server: use the address that it printed"
-            )
+        sent = request.headers
+        site = () if self.is_page(request) else sent.getall("Sec-Fetch-Site", ())
+        why = refused_origin(sent.getall("Host", ()), sent.getall("Origin", ()), site, self.host)
+        if why is not None:
+            return self.refusal(request, 403, why)
         if not self.has_token(request):
-            return self.refusal(401, "a valid token is required: the one that the server printed or was started with")
-        return None
+            return self.refusal(request, 401, self.no_token)
+        why = refused_change(request.method, sent.get("Content-Type", ""))
+        return self.refusal(request, 415, why) if why is not None else None
+
+    def is_page(self, request: web.Request) -> bool:
+        """Whether the request opens this server's own page, to which a link on any other page may lead."""
+        return False
 
     def has_token(self, request: web.Request) -> bool:
-        """Whether the request has the token, or needs none."""
-        return self.token is None or same_token(bearer(request.headers.get("Authorization")), self.token)
+        """Whether the request has the token."""
+        return same_token(bearer(request.headers.get("Authorization")), self.token)
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """The answer of the route's handler to an admitted request."""
-        return await handler(request)
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            return self.refusal(request, error.status, error.reason)
 
-    def refusal(self, status: int, why: str) -> web.Response:
+    def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
         """The answer to a refused request."""
         return web.json_response({"error": {"message": why, "code": status}}, status=status)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         refused = self.admit(request)
-        return refused if refused is not None else await self.answer(request, handler)
+        if refused is None and request.method not in SAFE:
+            refused = await self._take_body(request)
+        if refused is None:
+            return await self.answer(request, handler)
+        if refused.status == 401:
+            refused.headers["WWW-Authenticate"] = "Bearer"
+        if not request.content.is_eof():
+            refused.force_close()  # the rest of the body is not read
+        return refused
+
+    async def _take_body(self, request: web.Request) -> web.StreamResponse | None:
+        """Read and parse the body. Returns the refusal of a body that is too large or slow, or isn't plain JSON."""
+        too_large = f"a request has at most {self.body_bytes} bytes and {MOST_VALUES} values here"
+        if (request.content_length or 0) > self.body_bytes:
+            return self.refusal(request, 413, too_large)
+        try:
+            async with asyncio.timeout(self.body_seconds):
+                body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            return self.refusal(request, 413, too_large)
+        except TimeoutError:
+            return self.refusal(request, 408, f"the body had not come after {self.body_seconds:g} s")
+        if sum(map(body.count, (b",", b"[", b"{"))) > MOST_VALUES:
+            return self.refusal(request, 413, too_large)
+        try:
+            read = asyncio.to_thread(read_plain, body) if len(body) > _IN_PLACE else None
+            request[BODY] = (await read if read is not None else read_plain(body)) if body else {}
+        except ValueError as error:
+            return self.refusal(request, 400, f"the body is not JSON in UTF-8: {error}")
+        return None if isinstance(request[BODY], dict) else self.refusal(request, 400, "the body is not a JSON object")
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server at `host`."""
-    return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
-
-
-def names_server(header: str, host: str, port: int) -> bool:
-    """Whether the `Host` header names the server that listens on this host and port."""
-    name, _, named_port = header.rpartition(":") if not header.endswith("]") and ":" in header else (header, "", "80")
-    name = name.strip("[]").lower()
-    if named_port != str(port):
-        return False
-    if is_loopback(host):
-        return name in {"localhost", "127.0.0.1", "::1", host.lower()}
-    # No foreign name server resolves a bare address, so an address can't be used for DNS rebinding.
-    return name in {host.lower(), "localhost", socket.gethostname().lower()} or _is_address(name)
-
-
-def same_token(sent: str, token: str) -> bool:
-    """Whether the texts are equal. Constant time: the time of `==` would tell how many leading characters are right."""
-    return hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode())
-
-
-def require_token(host: str, token: str | None) -> None:
-    """Raise ValueError for a server beyond loopback without a token."""
-    if token is None and not is_loopback(host):
-        raise ValueError(f"other machines can reach a server at {host}: pass a token, which its clients send")
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+async def _make_private(request: web.Request, response: web.StreamResponse) -> None:
+    for name, value in PRIVATE.items():
+        response.headers.setdefault(name, value)

@@ -119,9 +119,3 @@ def _hidden(text: str, known: Iterable[str]) -> str:
         if any(sign in text for sign in signs):
             text = pattern.sub(instead, text)
     return text
-
-
-def bearer(header: str | None) -> str:
-    """The token of an Authorization header with the scheme Bearer (any case); empty without one."""
-    found = re.fullmatch(r"bearer ([\x21-\x7e]{1,1000})", header or "", re.IGNORECASE)
-    return found[1] if found else ""

@@ -1,47 +1,38 @@
 """The viewer's server: one run, read-only, over HTTP on this machine.
 
-The server refuses a request with another Host header: otherwise a page of another site could read tapes through a name
-that resolves to this machine (DNS rebinding). Off loopback every request needs the token. The set of static files is
-fixed, so no file path comes from a request. The policy lets the page load nothing but this server's files.
+Every request needs the token, as a bearer token or as the cookie that the printed link sets. The link leads on to a
+page with no token in its address, so that none stays in the history. The set of static files is fixed, so no file path
+comes from a request. The policy lets the page load nothing but this server's files.
+
+A browser sends a cookie to all ports of a host. So the page lies below a path that only its own browser knows, and the
+cookie is for that path: a server of another user on another port of this machine doesn't get it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import html
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 from pydantic_core import to_json
 
-from ..common.http_service import SHORTEST_TOKEN, Handler, HttpService, is_loopback, same_token, web
-from ..errors import NoSuchTape, TapereelError, UsageError
+from ..common.access_token import private_file, token_path
+from ..common.http_service import Handler, HttpService, same_token, web
+from ..errors import NoSuchTape, TapereelError
 from . import RunView
 from .bundle import IMAGES, POLICY, static_files
 from .live import Integrity
 
 COOKIE = "tapereel-token"
-_HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
+_HEADERS = {"Content-Security-Policy": POLICY, "Cross-Origin-Opener-Policy": "same-origin"}
 _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
 """(parts of the path, query) -> the answer."""
-
-
-def choose_token(host: str, token: str | None) -> str | None:
-    """The token that requests need: `token`, else None on loopback, else a new one."""
-    if token is not None and (len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isalnum()):
-        raise UsageError(
-            f"--token must be at least {SHORTEST_TOKEN} ASCII letters and digits; without --token a new one is made"
-        )
-    return token if token is not None or is_loopback(host) else secrets.token_hex(16)
 
 
 class Server(HttpService):
@@ -49,16 +40,19 @@ class Server(HttpService):
     answers, which open their own store, have a second thread."""
 
     def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
-        super().__init__(host, choose_token(host, token))
+        super().__init__(host, token)
         self.view = view
+        self.home = f"/{secrets.token_urlsafe(12)}/"
+        """The path of the page."""
+        self._cookie = secrets.token_urlsafe(24)
         self._thread = ThreadPoolExecutor(1, "tapereel-view")
         self._slow = ThreadPoolExecutor(1, "tapereel-view-explains")
         self._verifying: asyncio.Task[Integrity] | None = None
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token where requests need one."""
-        return f"{super().url}/" + (f"?token={self.token}" if self.token is not None else "")
+        """The link that opens the page, with the token."""
+        return f"{self.address}/?token={quote(self.token, safe='')}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Self]:
@@ -70,11 +64,21 @@ class Server(HttpService):
             for thread in (self._thread, self._slow):
                 await asyncio.to_thread(thread.shutdown, cancel_futures=True)
 
+    @contextmanager
+    def opening_file(self) -> Iterator[Path]:
+        """A page that leads to the link, for the browser: every user of the machine could read the link in the command
+        line of the browser that it opens. The file is removed after the block."""
+        page = f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(self.url)}">'
+        path = private_file(f"{token_path(self.address)}.html", page)
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
     def routes(self) -> Iterator[web.RouteDef]:
         """The static files, and the questions that the page asks."""
         for name, (kind, body) in static_files().items():
-            path = "/" if name == "index.html" else f"/{name}"
-            yield web.get(path, _constant(kind, body))
+            yield from self._at("/" if name == "index.html" else f"/{name}", _constant(kind, body))
         asked: dict[str, _Ask] = {
             "/api/run": lambda at, q: self.view.overview(),
             "/api/table/{shard:[0-9]{1,9}}": lambda at, q: self.view.table(int(at["shard"])),
@@ -95,40 +99,49 @@ class Server(HttpService):
             ),
         }
         for path, ask in asked.items():
-            yield web.get(path, self._answering(ask, self._thread))
+            yield from self._at(path, self._answering(ask, self._thread))
         explain = self._answering(lambda at, q: self.view.explain(at["tape"]), self._slow)
-        yield web.get("/api/tape/{tape}/explain", explain)
-        yield web.get("/api/report", self._answering(lambda at, q: self.view.report(), self._slow))
-        yield web.get("/api/verify", self._verify)
-        yield web.get("/media/{name}", self._media)
+        yield from self._at("/api/tape/{tape}/explain", explain)
+        yield from self._at("/api/report", self._answering(lambda at, q: self.view.report(), self._slow))
+        yield from self._at("/api/verify", self._verify)
+        yield from self._at("/media/{name}", self._media)
+
+    def _at(self, path: str, handler: Handler) -> Iterator[web.RouteDef]:
+        """The route for programs, and the same one for the page."""
+        yield web.get(path, handler)
+        yield web.get(self.home + path[1:], handler)
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """Also refuse pages of other sites. The address with the token sets a cookie, which all later requests have."""
-        if request.headers.get("Sec-Fetch-Site") in ("cross-site", "same-site") and request.path != "/":
-            return self.refusal(403, "a page of another site sent this request, and only the viewer's own page may")
+        """The link with the token sets the cookie, which all later requests have, and leads on to the page."""
         refused = super().admit(request)
-        if refused is None and self.token is not None and "token" in request.query and request.path == "/":
-            refused = web.Response(status=303, headers={"Location": "/", **_HEADERS})
-            refused.set_cookie(COOKIE, self.token, httponly=True, samesite="Strict")
+        if refused is None and request.path == "/" and "token" in request.query:
+            refused = web.Response(status=303, headers={"Location": self.home})
+            refused.set_cookie(COOKIE, self._cookie, path=self.home, httponly=True, samesite="Strict")
+        elif refused is not None and request.headers.get("Sec-Fetch-Site") != "same-origin" and self.is_page(request):
+            # After a link on another site, browsers hold the cookie back also at the redirect (SameSite=Strict). This
+            # answer is a page of this server, so the same request that it makes has the cookie.
+            refused.headers["Refresh"] = "0"
         return refused
 
+    def is_page(self, request: web.Request) -> bool:
+        """The link and the page. Other pages may lead to them, and may not frame or read them."""
+        how = request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest")
+        return request.path in ("/", self.home) and how == ("navigate", "document")
+
     def has_token(self, request: web.Request) -> bool:
-        """The printed address has the token in its query, and the page's requests have it in a cookie."""
-        sent = request.query.get("token") if request.path == "/" else None
-        if sent is None:
-            sent = request.cookies.get(COOKIE, "")
-        return super().has_token(request) or same_token(sent, self.token or "")
+        """The printed link has the token in its query, and the page's requests have the cookie."""
+        linked = request.query.get("token") if request.path == "/" else None
+        if linked is not None:
+            return same_token(linked, self.token)
+        return super().has_token(request) or same_token(request.cookies.get(COOKIE, ""), self._cookie)
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every answer gets the headers that protect the page."""
-        try:
-            response = await handler(request)
-        except web.HTTPException as error:
-            return self.refusal(error.status, error.reason)
+        response = await super().answer(request, handler)
         response.headers.update(_HEADERS)
         return response
 
-    def refusal(self, status: int, why: str) -> web.Response:
+    def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
         """The answer to a refused request, as JSON."""
         body = to_json({"error": why})
         return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
@@ -138,18 +151,18 @@ class Server(HttpService):
             def work() -> bytes:
                 return to_json(ask(request.match_info, request.query), inf_nan_mode="strings")
 
-            return await self._answer_or_error(asyncio.get_running_loop().run_in_executor(thread, work))
+            return await self._answer_or_error(request, asyncio.get_running_loop().run_in_executor(thread, work))
 
         return handler
 
-    async def _answer_or_error(self, work: Awaitable[bytes]) -> web.StreamResponse:
+    async def _answer_or_error(self, request: web.Request, work: Awaitable[bytes]) -> web.StreamResponse:
         """The answer as JSON, or the error's text with its HTTP status."""
         try:
             return web.Response(body=await work, content_type="application/json")
         except NoSuchTape as error:
-            return self.refusal(404, str(error))
+            return self.refusal(request, 404, str(error))
         except (TapereelError, OSError) as error:
-            return self.refusal(500, str(error))
+            return self.refusal(request, 500, str(error))
 
     async def _verify(self, request: web.Request) -> web.StreamResponse:
         if self._verifying is None or self._verifying.done():
@@ -160,14 +173,14 @@ class Server(HttpService):
         async def found() -> bytes:
             return to_json(await asyncio.shield(running))
 
-        return await self._answer_or_error(found())
+        return await self._answer_or_error(request, found())
 
     async def _media(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["name"]
         try:
             body = await asyncio.to_thread(self.view.store.media.get, f"media:{name}")
         except (ValueError, TapereelError) as error:
-            return self.refusal(404, str(error))
+            return self.refusal(request, 404, str(error))
         kind = IMAGES.get(name[64:])
         if kind is not None:
             return web.Response(body=body, content_type=kind)

@@ -6,15 +6,12 @@
 
 The server is for models that fit into one process, and for tests of vLLM clients without vLLM. It differs from vLLM:
 
-1. With a token, every route requires it. A server beyond loopback must have a token.
+1. Every route requires the token.
 2. The server rejects unsupported sampling parameters (penalties, unknown fields) and never ignores them.
 3. `/collective_rpc` reads and checks new weights. `/update_weight_version` then loads them and sets their version in
    one step, so no token has the wrong version. The server rejects `/resume` between the two.
 4. No KV outlives a version, so `/reset_prefix_cache` does nothing.
 5. A stream starts with the first token, so an earlier error has its own HTTP status. The last chunk has all log-probs.
-
-The server rejects requests with a foreign Host header. This prevents DNS rebinding: a web page whose host name resolves
-to this machine must not reach the server.
 """
 
 from __future__ import annotations
@@ -22,13 +19,14 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version as installed
+from inspect import isawaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ....tapes.common.http_service import Handler, HttpService, require_token, web
+from ....tapes.common.http_service import BODY, Handler, HttpService, web
 from ....tapes.errors import TapereelError
 from ....tapes.records import Sampling
 from ..engine import Completion, EngineError, PromptTooLong, PublishMode, Request
@@ -60,7 +58,7 @@ class BadRequest(TapereelError, ValueError):
 class EngineServer(HttpService):
     """Serves one model. `async with EngineServer(model, "name").serving() as server: server.url`"""
 
-    body_bytes = 64 << 20
+    token_in_file = True
 
     def __init__(
         self,
@@ -73,11 +71,10 @@ class EngineServer(HttpService):
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Takes ownership of `model`. Clients send `token` as their API key. `version` names the first weights.
-
-        Raises ValueError for a host beyond loopback without a token."""
+        """Takes ownership of `model`. Clients send `token` as their API key. Without one, a new one is made, and
+        clients of this user on this machine find it. `version` names the first weights. UsageError for a token that
+        is too short."""
         super().__init__(host, token)
-        require_token(host, token)
         self.name = name
         self.engine = EmbeddedEngine(
             model, None, version=version, slots=slots, capacity=capacity, end_ids=(), copy=False
@@ -97,16 +94,14 @@ class EngineServer(HttpService):
 
     def routes(self) -> Iterator[web.RouteDef]:
         """The routes of vLLM's server that `connect` uses."""
-        answers: dict[str, Callable[[], Any]] = {
-            "/health": dict,
-            "/version": lambda: {"version": f"tapereel {installed('tapereel')}"},
-            "/v1/models": lambda: {"data": [{"id": self.name, "max_model_len": self.engine.context}]},
-            "/weight_info": lambda: {"weight_version": self.engine.version},
-            "/is_paused": lambda: {"is_paused": bool(self._paused)},
+        answers: dict[str, Callable[[web.Request], Any]] = {
+            "/health": lambda _: {},
+            "/version": lambda _: {"version": f"tapereel {installed('tapereel')}"},
+            "/v1/models": lambda _: {"data": [{"id": self.name, "max_model_len": self.engine.context}]},
+            "/weight_info": lambda _: {"weight_version": self.engine.version},
+            "/is_paused": lambda _: {"is_paused": bool(self._paused)},
         }
-        for route, answer in answers.items():
-            yield web.get(route, _given(answer))
-        does: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
+        does: dict[str, Callable[[web.Request], Any]] = {
             "/inference/v1/generate": self._generate,
             "/inference/v1/abort_requests": self._abort,
             "/pause": self._pause,
@@ -115,15 +110,26 @@ class EngineServer(HttpService):
             "/update_weight_version": self._name_weights,
             "/resume": self._resume,
         }
-        for route, work in does.items():
-            yield web.post(route, _done(work))
+        yield from (web.get(route, _as_json(answer)) for route, answer in answers.items())
+        yield from (web.post(route, _as_json(work)) for route, work in does.items())
+
+    async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Status 400: the request can't succeed. Status 503: a retry by the client may succeed."""
+        try:
+            return await super().answer(request, handler)
+        except PromptTooLong as error:
+            return self.refusal(request, 400, f"maximum context length: {error}")
+        except EngineError as error:
+            return self.refusal(request, 503 if error.retry else 400, str(error))
+        except (TapereelError, ValueError, TypeError) as error:
+            return self.refusal(request, 400, str(error))
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> Any:
         if self._paused in ("wait", "abort"):
             raise web.HTTPServiceUnavailable(reason="Generation is paused")
-        body = await _body(request)
+        body = request[BODY]
         partial: list[Completion] = []
         asked = self._request(body, partial.append)
         name = f"generate-tokens-{body.get('request_id')}"
@@ -209,7 +215,7 @@ class EngineServer(HttpService):
         return [list(zip(at, value, strict=True)) for at, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
     async def _abort(self, request: web.Request) -> Any:
-        for name in (await _body(request)).get("request_ids") or list(self._under_way):
+        for name in request[BODY].get("request_ids") or list(self._under_way):
             if name in self._under_way:
                 self._under_way[name].cancel()
         return {}
@@ -236,7 +242,7 @@ class EngineServer(HttpService):
         return {}
 
     async def _reload(self, request: web.Request) -> Any:
-        body = await _body(request)
+        body = request[BODY]
         folder = body.get("kwargs", {}).get("weights_path")
         if body.get("method") != "reload_weights" or not isinstance(folder, str):
             raise BadRequest(f"method {body.get('method')!r}: only reload_weights with kwargs.weights_path is served")
@@ -251,7 +257,7 @@ class EngineServer(HttpService):
         return {}
 
     async def _name_weights(self, request: web.Request) -> Any:
-        version = (await _body(request)).get("new_version")
+        version = request[BODY].get("new_version")
         if not isinstance(version, str) or not version:
             raise BadRequest(f"new_version must be a text, not {version!r}")
         if self._weights is None:
@@ -348,43 +354,12 @@ def _answer(
     }
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
-    try:
-        body = await request.json()
-    except ValueError as error:
-        raise BadRequest(f"the request is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the request must be a JSON object")
-    return body
-
-
-def _given(answer: Callable[[], Any]) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return web.json_response(answer())
-
-    return handler
-
-
-def _done(work: Callable[[web.Request], Awaitable[Any]]) -> Handler:
-    """A handler that returns the result as JSON, or the error as an HTTP status.
-
-    Status 400: the request can't succeed. Status 503: a retry by the client may succeed."""
+def _as_json(work: Callable[[web.Request], Any]) -> Handler:
+    """A handler that answers with the value of `work` as JSON."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        try:
-            found = await work(request)
-            return found if isinstance(found, web.StreamResponse) else web.json_response(found)
-        except web.HTTPException as error:
-            return _refusal(error.status, error.reason)
-        except PromptTooLong as error:
-            return _refusal(400, f"maximum context length: {error}")
-        except EngineError as error:
-            return _refusal(503 if error.retry else 400, str(error))
-        except (TapereelError, ValueError, TypeError, json.JSONDecodeError) as error:
-            return _refusal(400, str(error))
+        found = work(request)
+        found = await found if isawaitable(found) else found
+        return found if isinstance(found, web.StreamResponse) else web.json_response(found)
 
     return handler
-
-
-def _refusal(status: int, why: str) -> web.Response:
-    return web.json_response({"error": {"message": why, "code": status}}, status=status)

@@ -1,7 +1,9 @@
 """Starts a local vLLM server with the flags that make its answers training data, and stops all of its processes.
 
-The server listens on loopback by default. Any other address requires an API key. vLLM's weight routes ignore the API
-key, so they are enabled (`control`) on loopback only.
+The server listens on loopback by default. Any other address requires an API key from the caller; on loopback a
+new key is made, since every user of a machine can connect to its loopback addresses. vLLM's own check of the key leaves
+routes open, among them those that receive weights. So vLLM loads our middleware (`request_checks.Guard`), which asks
+for the key on every route and refuses web pages. The weight routes are enabled (`control`) on loopback only.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import atexit
 import contextlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -23,6 +26,8 @@ from typing import IO
 
 from pydantic import JsonValue
 
+from ....tapes.common import request_checks
+from ....tapes.common.access_token import check_token, drop_token, new_token, private_file, token_path
 from ....tapes.errors import TapereelError
 from ....tapes.store.store import check_folder
 from ..transport.http_channel import Server, ServerFailed, free_port
@@ -30,6 +35,8 @@ from ..transport.http_channel import Server, ServerFailed, free_port
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
 """vLLM flags that `options` must not contain: they decide the model, and who reaches the server with which key."""
+GUARD = "tapereel_request_checks"
+"""The name of the module by which vLLM imports our checks of requests. Its interpreter may lack this package."""
 TRANSFER = [
     "--worker-extension-cls",
     "tapereel.agents.engines.weights.vllm_worker.Extension",
@@ -126,6 +133,10 @@ class LocalServer:
         self._ways = [*(TRANSFER if transfer else ()), *(lora_flags(lora_rank) if lora_rank is not None else ())]
         """Flags of the ways `transfer` and `lora` to receive weights. The way `reload` needs no flags."""
         self._lora = lora_rank is not None
+        self._key = new_token() if key_variable is None else check_token(os.environ[key_variable])
+        self.token_file: str | None = None
+        """The file by which clients of this user find the key, while the server runs; None for a key of the caller."""
+        self._guard: tempfile.TemporaryDirectory[str] | None = None
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
         self._log: IO[bytes] | None = None
@@ -153,6 +164,8 @@ class LocalServer:
             "vllm",
             "--logprobs-mode",
             "processed_logprobs",
+            "--middleware",
+            f"{GUARD}.Guard",
             *self._whole_prompts,
             *self._ways,
             *self._options,
@@ -202,9 +215,15 @@ class LocalServer:
             "VLLM_SERVER_DEV_MODE": "1" if self._control else "0",
             **({"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"} if self._lora else {}),
             **self._environment,
+            "VLLM_API_KEY": self._key,
+            "TAPEREEL_GUARDED": self.host,
         }
-        if self._key_variable is not None:
-            environment["VLLM_API_KEY"] = os.environ[self._key_variable]
+        # A folder of its own: vLLM must not import any other module of this package by its bare name.
+        self._guard = tempfile.TemporaryDirectory(prefix="tapereel-vllm-")
+        shutil.copy(request_checks.__file__, Path(self._guard.name) / f"{GUARD}.py")
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (self._guard.name, environment.get("PYTHONPATH"))))
+        if self._key_variable is None:
+            self.token_file = str(private_file(token_path(self.url), self._key))
         self._log = self._log_path.open("ab") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
             self.command,
@@ -220,7 +239,8 @@ class LocalServer:
     async def _up(self) -> None:
         """Wait until `/health` answers. Raises ServerStart when the process ends or `patience` is over."""
         assert self._process is not None
-        server, deadline = Server(self.url), time.monotonic() + self._patience
+        server = Server(self.url, key_variable=self._key_variable)
+        deadline = time.monotonic() + self._patience
         try:
             while True:
                 if self._process.poll() is not None:
@@ -274,6 +294,9 @@ class LocalServer:
                     os.killpg(self._process.pid, 9)  # engine processes can outlive their parent
             break
         self._process = None
+        drop_token(self.url, self._key)
+        if self._guard is not None:
+            self._guard.cleanup()
         atexit.unregister(self.stop)
         if self._log is not None:
             self._log.close()

@@ -15,6 +15,7 @@ import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 
+from ....tapes.common.access_token import HOW_FOUND, token_for
 from ....tapes.common.extras import raise_missing
 from ....tapes.common.redact import holds_secret, without_secrets
 from ..engine import EngineError, EngineStopped
@@ -160,7 +161,7 @@ class Server:
 
     def _key(self, where: str) -> str | None:
         if self._key_variable is None:
-            return None
+            return token_for(self.url)
         key = os.environ.get(self._key_variable)
         if not key:
             raise EngineStopped(f"{where}: the environment variable {self._key_variable} (API key) is not set", "key")
@@ -181,6 +182,8 @@ class Server:
         where = f"{method} {self.url}{route}"
         key = self._key(where)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
+        if method == "POST":
+            headers["Content-Type"] = "application/json"  # also without a body: Tapereel's servers ask for it
         self.in_flight += 1
         try:
             async with (
@@ -246,7 +249,7 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
 
 def _refused(where: str, status: int, content: bytes, after: str | None, key: str | None) -> ServerFailed:
     hint = {
-        401: "; is the API key right?",
+        401: f"; is the API key right? {HOW_FOUND}",
         403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
         404: "; the server has no such route or model",
     }.get(status, "")

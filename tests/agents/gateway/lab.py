@@ -111,7 +111,12 @@ class Client:
 
     async def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {self.key}", **{k.replace("_", "-"): v for k, v in headers.items()}}
+        typed = {"Content-Type": "application/json"} if method == "POST" else {}
+        headers = {
+            **typed,
+            "Authorization": f"Bearer {self.key}",
+            **{k.replace("_", "-"): v for k, v in headers.items()},
+        }
         async with self.http.request(method, self.root + path, data=data, headers=headers) as answer:
             text = await answer.text()
             return answer.status, json.loads(text) if answer.content_type == "application/json" else text

@@ -41,7 +41,7 @@ class Process:
         self.told = json.loads(self.process.stdout.readline())
 
     def post(self, url: str, body: Any, key: str | None = None) -> Any:
-        headers = {"Authorization": f"Bearer {key or self.told['token']}"}
+        headers = {"Authorization": f"Bearer {key or self.told['token']}", "Content-Type": "application/json"}
         request = urllib.request.Request(url, json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.loads(answer.read())

@@ -286,7 +286,8 @@ def test_a_client_that_reads_nothing_is_let_go_and_holds_nobody_up(tmp_path: Pat
                     {"model": "m" * 4000, "messages": [{"role": "user", "content": "hi"}], "stream": True}
                 ).encode()
                 head = (
-                    f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                    f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {client.key}\r\n"
+                    "Content-Type: application/json\r\n"
                     f"Content-Length: {len(body)}\r\n\r\n"
                 )
                 await asyncio.get_running_loop().sock_sendall(lazy, head.encode() + body)
@@ -322,7 +323,8 @@ def test_a_client_that_does_not_read_a_whole_answer_is_let_go_and_its_call_stays
                 await loop.sock_connect(lazy, ("127.0.0.1", there.gateway.port))
                 body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "long"}]}).encode()
                 head = (
-                    f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.key}\r\n"
+                    f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {client.key}\r\n"
+                    "Content-Type: application/json\r\n"
                     f"Content-Length: {len(body)}\r\n\r\n"
                 )
                 await loop.sock_sendall(lazy, head.encode() + body)

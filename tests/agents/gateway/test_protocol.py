@@ -16,13 +16,22 @@ from tapereel.agents.gateway.openai_protocol import (
     read_request,
     token_logprobs,
 )
+from tapereel.tapes.common.plain_json import read_plain
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
 def read(**fields: Any) -> Any:
-    return read_request(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+    return read_request({"model": "m", "messages": [USER], **fields})
+
+
+def an_object(body: bytes) -> Any:
+    """The body as the server reads it before the route. ValueError for another body."""
+    value = read_plain(body)
+    if not isinstance(value, dict):
+        raise ValueError("no object")
+    return value
 
 
 def test_what_clients_send_is_read():
@@ -135,8 +144,8 @@ def test_what_is_not_supported_is_refused_by_name(fields: dict[str, Any], param:
     )
 )
 def test_no_body_does_anything_but_be_read_or_refused(body: bytes):
-    with contextlib.suppress(Refused):
-        read_request(body)
+    with contextlib.suppress(ValueError):
+        read_request(an_object(body))
 
 
 @pytest.mark.parametrize(
@@ -150,19 +159,19 @@ def test_no_body_does_anything_but_be_read_or_refused(body: bytes):
     ],
 )
 def test_what_no_tape_could_hold_is_refused(body: bytes):
-    with pytest.raises(Refused):
-        read_request(body)
+    with pytest.raises(ValueError):  # noqa: PT011 - the parser's, or Refused
+        read_request(an_object(body))
 
 
 def test_a_pair_of_surrogates_is_a_character():
     body = b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
-    assert read_request(body).messages[0]["content"] == "\U0001f600"
+    assert read_request(an_object(body)).messages[0]["content"] == "\U0001f600"
 
 
 def test_a_body_nested_without_end_is_refused():
     for body in (b"[" * 100_000, json.dumps({"messages": [USER], "tools": [nested(400)]}).encode()):
-        with pytest.raises(Refused, match="inside each other"):
-            read_request(body)
+        with pytest.raises(ValueError, match="inside each other"):
+            read_request(an_object(body))
 
 
 def nested(depth: int) -> Any:

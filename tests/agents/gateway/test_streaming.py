@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from typing import Any
 
@@ -61,7 +60,7 @@ STOPS = st.lists(STOP, max_size=3)
 
 def request(stop: Any = (), tools: bool = False) -> ChatRequest:
     body = {"messages": [{"role": "user", "content": "x"}], "stop": list(stop), "tools": [TOOL] if tools else []}
-    return read_request(json.dumps(body).encode())
+    return read_request(body)
 
 
 def live(name: str, asked: ChatRequest | None = None) -> Live:

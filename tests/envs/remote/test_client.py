@@ -30,6 +30,7 @@ from tapereel.envs.remote.channel import Channel
 from tapereel.envs.remote.env_client import ROUTE
 from tapereel.envs.remote.env_protocol import PROTOCOL
 from tapereel.tapes import CauseType, Status, Tape
+from tapereel.tapes.common.access_token import token_for
 from tapereel.tapes.steps import Answer
 from tapereel.tapes.store.store import Store
 
@@ -349,7 +350,8 @@ def test_a_token_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch):
 
 def test_who_is_cancelled_while_closing_leaves_no_connection_open(tmp_path: Path, recwarn: pytest.WarningsRecorder):
     async def cut(url: str, moment: int) -> bool:
-        channel = await Channel.open(url + ROUTE, headers={}, largest=1 << 20, protocols=(PROTOCOL,))
+        headers = {"Authorization": f"Bearer {token_for(url)}"}
+        channel = await Channel.open(url + ROUTE, headers=headers, largest=1 << 20, protocols=(PROTOCOL,))
         closing = asyncio.create_task(channel.close())
         for _ in range(moment):
             await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -24,7 +25,7 @@ from tapereel.envs.remote import (
 from tapereel.envs.remote.openenv import _arguments
 from tapereel.tapes import Action, Observation, Status, Task
 
-from .worlds import Blurting, Guess, GuessNumber, Telling, Waiting, until
+from .worlds import Blurting, Guess, GuessNumber, Telling, Waiting, bearer, until
 
 
 class Number(Action, kind="openenv_number"):
@@ -80,7 +81,10 @@ def test_the_seed_makes_the_episode_and_draws_the_task():
 def test_one_connection_plays_one_episode_after_the_other():
     async def check(service: Service) -> None:
         closed = GuessNumber.closed
-        async with aiohttp.ClientSession() as http, http.ws_connect(service.url + "/ws") as socket:
+        async with (
+            aiohttp.ClientSession(headers=bearer(service)) as http,
+            http.ws_connect(service.url + "/ws") as socket,
+        ):
 
             async def ask(**message: Any) -> Any:
                 await socket.send_json(message)
@@ -103,6 +107,12 @@ def test_one_connection_plays_one_episode_after_the_other():
     serve(check)
 
 
+@asynccontextmanager
+async def opened(service: Service) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
+    async with aiohttp.ClientSession(headers=bearer(service)) as http, http.ws_connect(f"{service.url}/ws") as socket:
+        yield socket
+
+
 @pytest.mark.parametrize(
     ("message", "code", "told"),
     [
@@ -118,7 +128,10 @@ def test_one_connection_plays_one_episode_after_the_other():
 )
 def test_what_it_can_not_do_it_says_in_openenv_s_codes(message: str, code: str, told: str):
     async def check(service: Service) -> None:
-        async with aiohttp.ClientSession() as http, http.ws_connect(service.url + "/ws") as socket:
+        async with (
+            aiohttp.ClientSession(headers=bearer(service)) as http,
+            http.ws_connect(service.url + "/ws") as socket,
+        ):
             await socket.send_json({"type": "reset", "data": {"task": 7}})
             await socket.receive_json()
             await socket.send_str(message)
@@ -133,7 +146,10 @@ def test_a_full_service_says_so_in_the_protocol_and_has_place_later():
     async def check(service: Service) -> None:
         first = OpenEnvironment(service.url)
         await first.reset({"task": 7})
-        async with aiohttp.ClientSession() as http, http.ws_connect(service.url + "/ws") as socket:
+        async with (
+            aiohttp.ClientSession(headers=bearer(service)) as http,
+            http.ws_connect(service.url + "/ws") as socket,
+        ):
             assert (await socket.receive_json())["data"]["code"] == "CAPACITY_REACHED"
         second = OpenEnvironment(service.url)
         waiting = asyncio.create_task(second.reset({"task": 7}))
@@ -147,7 +163,7 @@ def test_a_full_service_says_so_in_the_protocol_and_has_place_later():
 
 def test_schemas_and_names_are_told():
     async def check(service: Service) -> None:
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(headers=bearer(service)) as http:
             async with http.get(service.url + "/schema") as answer:
                 schema = await answer.json()
             async with http.get(service.url + "/metadata") as answer:

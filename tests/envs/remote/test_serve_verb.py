@@ -26,7 +26,7 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
     monkeypatch.setenv("SERVED_TOKEN", token)
     options = ["--processes", "2", "--key", "SERVED_TOKEN", "--openenv", "--tasks", "[5]", "--call-seconds", "30"]
     with Served(SIMULATOR, tmp_path / "log", *options) as server:
-        assert server.told == {"url": server.url, "environment": "Simulator", "places": 2}
+        assert server.told == {"url": server.url, "environment": "Simulator", "places": 2, "token_file": None}
 
         async def check() -> None:
             def client(**more: Any) -> RemoteEnvironment:
@@ -55,8 +55,7 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--host", "0.0.0.0"], "other machines can reach"),
-        (["--key", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE with the token is not set"),
+        (["--key", "NOT_SET_ANYWHERE"], "'NOT_SET_ANYWHERE' with the token is not set"),
         (["--tasks", "[1]"], "add --openenv"),
         (["--openenv", "--tasks", "[]"], "at least one task"),
         (["--openenv", "--tasks", "nowhere"], "is not the name of an object"),

@@ -23,7 +23,7 @@ from tapereel.envs.remote.env_protocol import (
 from tapereel.tapes import Status
 from tapereel.tapes.records import Task
 
-from .worlds import Guess, GuessNumber, Waiting, Wire, play, until
+from .worlds import Guess, GuessNumber, Waiting, Wire, bearer, play, until
 
 GOOD = {
     "Sec-WebSocket-Protocol": PROTOCOL,
@@ -39,7 +39,8 @@ def serve(check: Any, make: Any = GuessNumber, **options: Any) -> None:
 
     async def main() -> None:
         limits = ServiceLimits(**options.pop("limits", {}))
-        async with Service(make, limits=limits, **options).serving() as service, aiohttp.ClientSession() as http:
+        service = Service(make, limits=limits, **options)
+        async with service.serving(), aiohttp.ClientSession(headers=bearer(service)) as http:
             await check(service, http)
 
     asyncio.run(main())
@@ -74,7 +75,11 @@ def test_who_may_not_come_in_is_told_before_anything_is_made(headers: dict[str, 
 def test_a_token_is_asked_for_everywhere():
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         for route in (ROUTE, "/health", "/other"):
-            for given in ({}, {"Authorization": "Bearer x"}, {"Authorization": "Bearer \N{SNOWMAN}"}):
+            for given in (
+                {"Authorization": ""},
+                {"Authorization": "Bearer x"},
+                {"Authorization": "Bearer \N{SNOWMAN}"},
+            ):
                 async with http.get(service.url + route, headers=given) as answer:
                     assert answer.status == 401
                     assert "right-token" not in await answer.text()
@@ -93,15 +98,11 @@ def test_a_token_is_asked_for_everywhere():
 @pytest.mark.parametrize(
     ("host", "token", "told"),
     [
-        ("0.0.0.0", None, "pass a token"),
-        ("192.0.2.1", None, "pass a token"),
-        ("::", None, "pass a token"),
-        ("example.org", None, "pass a token"),
         ("127.0.0.1", "short", "least 16"),
         ("127.0.0.1", "x" * 15 + "\n", "16"),
     ],
 )
-def test_beyond_loopback_there_is_no_service_without_a_token(host: str, token: str | None, told: str):
+def test_a_token_that_can_be_guessed_is_refused(host: str, token: str | None, told: str):
     with pytest.raises(ValueError, match=told):
         Service(GuessNumber, host=host, token=token)
 

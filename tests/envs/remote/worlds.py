@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from tapereel.agents import ScriptedEngine, agent, rollout
 from tapereel.envs import Environment, Outcome
+from tapereel.envs.remote import Service
 from tapereel.tapes import Action, Observation, Tape
+from tapereel.tapes.common.access_token import private_file, token_for, token_path
 from tapereel.tapes.records import Status
 
 SIMULATOR = f"{Path(__file__).with_name('simulator.py')}:Simulator"
@@ -143,6 +145,11 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.001)
 
 
+def bearer(service: Service) -> dict[str, str]:
+    """What a client that is none of ours sends."""
+    return {"Authorization": f"Bearer {service.token}"}
+
+
 class Wire:
     """A TCP relay in front of a service. `cuts` says, of each connection in turn, in which direction and at which
     chunk it breaks (and how many bytes of that chunk still pass); None: it holds."""
@@ -157,6 +164,10 @@ class Wire:
     async def laid(self) -> AsyncIterator[Wire]:
         server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        # The service's clients find its token by the address that they use, which is the relay's.
+        token = token_for(f"http://127.0.0.1:{self.port}")
+        if token is not None:
+            private_file(token_path(self.url), token)
         try:
             yield self
         finally:

@@ -41,8 +41,14 @@ def served(
         yield server
 
 
-def ask(server: Server, path: str, *, host: str | None = None, **headers: str) -> Answer:
-    """One GET whose path is sent as it is given, and whose Host is `host` where one is given."""
+def ask(
+    server: Server, path: str, *, host: str | None = None, authorization: str | None = None, **headers: str
+) -> Answer:
+    """One GET whose path is sent as it is given, and whose Host is `host` where one is given. It has the right token,
+    unless `authorization` is given; an empty one is not sent."""
+    bearer = f"Bearer {server.token}" if authorization is None else authorization
+    if bearer:
+        headers["Authorization"] = bearer
     connection = http.client.HTTPConnection("127.0.0.1", server.port)
     try:
         connection.putrequest("GET", path, skip_host=True)

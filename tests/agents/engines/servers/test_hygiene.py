@@ -36,7 +36,6 @@ from tapereel.tapes import Answer, Tape, Text
 from tapereel.tapes.common.config import Config
 from tapereel.tapes.common.redact import HIDDEN, hide, holds_secret, names_secret, without_secrets
 from tapereel.tapes.store.store import Store
-from tapereel.tapes.view.view_server import choose_token
 
 from ....cli.lab import SCENE, settings
 from ....cli.world import EXAMPLE
@@ -90,13 +89,13 @@ def started(
 
 
 def test_every_verb_that_serves_is_tested_here() -> None:
-    """A verb with `--host` listens somewhere."""
+    """A verb with these arguments listens somewhere."""
     from tapereel.cli.command import commands
 
     found = set()
     for name, (module, _) in commands().items():
         source = Path(__file__).parents[4] / (module.replace(".", "/") + ".py")
-        if '"--host"' in source.read_text("utf-8"):
+        if "add_server_arguments(" in source.read_text("utf-8"):
             found.add(name)
     assert found == {name.removesuffix(" --engine embedded") for name in VERBS}
 
@@ -140,22 +139,16 @@ def test_a_request_that_cannot_be_read_leaves_no_key_in_the_log(
 
 
 @pytest.mark.parametrize("verb", ["serve model --engine embedded", "serve env"])
-def test_beyond_loopback_a_token_is_needed(
+def test_a_token_that_is_named_must_be_there_and_long_enough(
     verb: str, scene: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = filled(VERBS[verb], scene)
-    assert main([*words, "--host", "0.0.0.0"]) == 64
-    assert "token" in capsys.readouterr().err
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
-    assert main([*words, "--host", "0.0.0.0", "--key", "NO_SUCH_TOKEN"]) == 64
+    assert main([*words, "--key", "NO_SUCH_TOKEN"]) == 64
     assert "NO_SUCH_TOKEN" in capsys.readouterr().err
-
-
-def test_the_viewer_makes_a_token_beyond_loopback() -> None:
-    assert choose_token("127.0.0.1", None) is None
-    made = choose_token("0.0.0.0", None)
-    assert made is not None
-    assert len(made) >= 32
+    monkeypatch.setenv("SHORT_TOKEN", "fifteen-letters")
+    assert main([*words, "--key", "SHORT_TOKEN"]) == 64
+    assert "at least 16" in capsys.readouterr().err
 
 
 KEY, TOKEN, PASSWORD = "sk-mellon4242mellon4242", "hf_opensesame0123456789", "speak-friend-42"

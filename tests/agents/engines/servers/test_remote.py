@@ -428,7 +428,7 @@ def test_keys_are_in_no_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 def test_servers_beyond_loopback_need_a_key_and_take_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="can be reached by others"):
         LocalServer("m", host="0.0.0.0", control=False)
-    monkeypatch.setenv("SOME_KEY", "sesame")
+    monkeypatch.setenv("SOME_KEY", "open-sesame-open-sesame")
     with pytest.raises(ValueError, match="take weights from any client"):
         LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY")
     assert "sesame" not in " ".join(LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY", control=False).command)

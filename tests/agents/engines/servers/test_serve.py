@@ -29,6 +29,8 @@ FLAGS = [
     "vllm",
     "--logprobs-mode",
     "processed_logprobs",
+    "--middleware",
+    "tapereel_request_checks.Guard",
 ]
 CUDA = {"VLLM_TARGET_DEVICE": "cuda"}
 

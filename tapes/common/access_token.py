@@ -1,0 +1,100 @@
+"""Access tokens of HTTP servers: their form, and the file by which a server hands its token to its own user.
+
+A server that is started without a token makes one. It writes the token to a file that only its user can read. Clients
+of that user on the same machine find the file by the address of the server. All other clients need the token itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import socket
+import stat
+import tempfile
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ..errors import UsageError
+
+SHORTEST_TOKEN = 16
+"""Minimum number of characters of a token; a shorter token can be guessed."""
+HOW_FOUND = (
+    "A client that runs as the server's user on its machine finds it by the address that the server printed; any other "
+    "names the environment variable that holds it (key_variable)"
+)
+"""What an error says to a client whose token was refused."""
+
+
+def new_token() -> str:
+    """A token of 192 random bits, which may stand in an address."""
+    return secrets.token_urlsafe(24)
+
+
+def check_token(token: str) -> str:
+    """The token, if it can be one. UsageError for one that is too short, or can't stand in a header."""
+    if not re.fullmatch(rf"[\x21-\x7e]{{{SHORTEST_TOKEN},1000}}", token):
+        raise UsageError(
+            f"a token needs at least {SHORTEST_TOKEN} printable ASCII characters without spaces, and this one has "
+            f"{len(token)} characters; make one with `python -c 'import secrets; print(secrets.token_urlsafe())'`"
+        )
+    return token
+
+
+def private_file(name: str, text: str) -> Path:
+    """Write a file that only this user can read, in the folder of this user's running servers. UsageError if it can't
+    be written."""
+    path = _folder() / name
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # `mkstemp` makes files of mode 0600. The rename replaces a link in place of the file instead of following it.
+        handle, made = tempfile.mkstemp(dir=path.parent)
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(made, path)
+    except OSError as error:
+        raise UsageError(
+            f"{path}: the token of the server can't be written for its clients ({error}): set XDG_STATE_HOME to a "
+            "folder that can be written"
+        ) from error
+    return path
+
+
+def token_path(url: str) -> str:
+    """The name of the file with the token of the server at `url`.
+
+    It holds the address as it stands in `url`: by `localhost`, a client could reach another user's server on that port.
+    """
+    at = urlsplit(url)
+    # Home folders may be shared by several machines, so the name of the machine is part of it.
+    return f"{socket.gethostname()}_{at.hostname}_{at.port or 80}"
+
+
+def token_for(url: str) -> str | None:
+    """The token of a server that this user runs at `url` on this machine; None if there is none.
+
+    PermissionError if another user owns the file or can read it: its token is then no secret of this user.
+    """
+    try:
+        path = _folder() / token_path(url)
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    with open(handle, encoding="utf-8") as file:
+        info = os.fstat(handle)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid() or info.st_mode & 0o077:
+            raise PermissionError(f"{path}: the file of a token must belong to this user and have mode 0600; delete it")
+        return file.read(2000)
+
+
+def drop_token(url: str, token: str) -> None:
+    """Remove the file with the server's token, unless another server has replaced it."""
+    with contextlib.suppress(OSError):
+        if token_for(url) == token:
+            (_folder() / token_path(url)).unlink()
+
+
+def _folder() -> Path:
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "tapereel"
