@@ -15,8 +15,14 @@ def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
     """Short options for the settings that every run has. They take precedence over the configuration file."""
     parser.add_argument("--agent", metavar="NAME", help="the agent, as module:name or file.py:name")
     parser.add_argument("--env", metavar="NAME", help="an environment class or factory, as module:name or file.py:name")
-    parser.add_argument("--tasks", metavar="NAME", help="tasks as module:name, or a JSONL, JSON, Parquet or CSV file")
-    parser.add_argument("--model", metavar="DIR", help="folder of a model and tokenizer in Hugging Face format")
+    parser.add_argument(
+        "--tasks",
+        metavar="NAME",
+        help="module:name, a JSONL, JSON, Parquet or CSV file, or a dataset of the hub as org/name[@revision]",
+    )
+    parser.add_argument(
+        "--model", metavar="NAME", help="folder of a model, or a model of the Hugging Face hub as org/name[@revision]"
+    )
     parser.add_argument("--seed", metavar="N", help="seed of sampling and environments (default 0)")
     add_out_arguments(parser)
 

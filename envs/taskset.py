@@ -21,6 +21,7 @@ from typing import Any, overload
 
 from pydantic import ValidationError
 
+from ..tapes.common.hub import NotFound, snapshot, split_name
 from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.records import Task
 
@@ -244,6 +245,15 @@ def _task(item: Any, k: int, row: Row | None) -> Task:
         ) from error
 
 
+def standard_row(names: Mapping[str, str]) -> Row:
+    """A `row` by names: `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
+
+    The column that is named `prompt` (a text, or chat messages as TRL has them) is the public part; the others are the
+    private one, under their new names. A row that lacks a column is a BadTasks error.
+    """
+    return columns({k: v for k, v in names.items() if k == "prompt"}, {k: v for k, v in names.items() if k != "prompt"})
+
+
 def columns(
     public: str | Sequence[str] | Mapping[str, str],
     private: str | Sequence[str] | Mapping[str, str] = (),
@@ -276,32 +286,68 @@ def hub_tasks(
     name: str,
     split: str = "train",
     *,
-    row: Row,
+    row: Row | None = None,
     config: str | None = None,
     revision: str | None = None,
     size: int | None = None,
 ) -> Taskset:
-    """The tasks in a data set of the hub, or of its copy in the local cache.
+    """The tasks in a dataset (`dataset_rows`); without `row`, each row is the private part of its task."""
+    found = dataset_rows(name, split, config=config, revision=revision)
+    return Taskset(found, row=row, size=size, name=name)
 
-    Give a `revision` (a commit) to pin the tasks. BadTasks says what to do if the data set can't be reached. Loading
-    scripts of data sets never run: `datasets` refuses them.
+
+def dataset_rows(
+    name: str, split: str = "train", *, config: str | None = None, revision: str | None = None
+) -> Iterable[Mapping[str, object]]:
+    """The rows of a dataset: of the hub, as `org/name` or `org/name@revision`, of its local cache, or in a folder.
+
+    config: its subset; None takes the only one, or the one called `default` or `main`. Give a revision (a commit) to
+    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks says what to do if the
+    dataset can't be reached.
     """
     try:
-        from datasets import load_dataset
+        import datasets  # noqa: F401
     except ImportError as error:
         raise MissingExtra("datasets", "train", f"reading {name}") from error
+    id, pinned = (name, None) if Path(name).is_dir() else split_name(name) or (name, None)
     try:
         with _quiet_datasets():
-            found: Any = load_dataset(name, config, split=split, revision=revision)
-    except (OSError, ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0] if str(error) else "no reason given"
+            try:
+                return _loaded(id, config, split, revision or pinned)
+            except OSError:
+                # Offline, `datasets` finds only what it has prepared before; the files may be in the hub's cache.
+                try:
+                    folder = snapshot(id, revision or pinned, "dataset", local=True)
+                except (NotFound, MissingExtra):
+                    folder = None
+                if folder is None:
+                    raise
+                return _loaded(str(folder), config, split, None)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        why = " ".join(str(error).split())[:300] or "no reason given"
         raise BadTasks(
-            f"the data set {name!r} (split {split!r}) can't be loaded from the hub: {type(error).__name__}: "
-            f"{why}. Without a network, save it first on a machine that has one (load_dataset({name!r}, "
-            f"split={split!r}).to_parquet('tasks.parquet')) and use "
-            "Taskset.load('tasks.parquet')"
+            f"the data set {name!r} (split {split!r}) can't be loaded: {type(error).__name__}: {why}. Without a "
+            f"network, run `hf download --repo-type dataset {id}` on a machine that has one and bring its cache "
+            "(HF_HOME), or name a folder or file"
         ) from error
-    return Taskset(found, row=row, size=size, name=name)
+
+
+def _loaded(source: str, config: str | None, split: str, revision: str | None) -> Any:
+    from datasets import get_dataset_config_names, load_dataset, load_from_disk
+
+    if (Path(source) / "state.json").is_file():  # written by `save_to_disk`: one split
+        return load_from_disk(source)
+    if (Path(source) / "dataset_dict.json").is_file():
+        found: Any = load_from_disk(source)
+        return found[split]
+    try:
+        return load_dataset(source, config, split=split, revision=revision)
+    except ValueError as error:
+        names = get_dataset_config_names(source, revision=revision) if "Config name is missing" in str(error) else []
+        usual = next((name for name in ("default", "main") if name in names), None)
+        if usual is None:
+            raise
+        return load_dataset(source, usual, split=split, revision=revision)
 
 
 def _part(row: Mapping[str, Any], names: str | Sequence[str] | Mapping[str, str]) -> Any:

@@ -31,6 +31,7 @@ from ...tapes.value import Value
 from ..engines.engine import Engine, EngineStopped
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
+from ..setup.engine_config import check_models
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
 from .group import RETRIES, needs_episode, run_all, run_attempt
@@ -129,6 +130,7 @@ def run(
     # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     check_free(out)  # before a model is loaded
+    check_models([config.engine, *(player.engine for player in config.players.values())])
     return run_async(_run(config, setup, Path(out), resume, progress, started))
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
@@ -14,6 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, mode
 
 from ...envs.load_named import load_named
 from ...tapes.common.config import Config
+from ...tapes.common.hub import model_folder
 from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Publish
@@ -113,7 +115,7 @@ class ScriptedConfig(RenderedConfig):
     policy: str | None = None
     """`module:name` of a function from a Request to the answer; it replaces `answers`."""
     tokenizer: str | None = None
-    """A folder with a tokenizer. The answers are then recorded as tokens too."""
+    """A folder with a tokenizer, or a name of the hub. The answers are then recorded as tokens too."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ScriptedConfig:
@@ -128,7 +130,8 @@ class EmbeddedConfig(SlotsConfig, ComputeConfig):
 
     kind: Literal["embedded"] = "embedded"
     model: str
-    """A folder in Hugging Face format: model and tokenizer, with a chat template."""
+    """A folder in Hugging Face format (model and tokenizer, with a chat template), or a model of the Hugging Face hub
+    as `org/name` or `org/name@revision`. A folder of that name comes first."""
 
 
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
@@ -197,7 +200,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     kind: str = Field(pattern=r"^[^:]+:[^:]+$")
     """`package.module:name` or `file.py:name`, called with `options` as keyword arguments."""
     model: str | None = None
-    """A folder in Hugging Face format with the trainer's model. Required in training."""
+    """The trainer's model, as of an embedded engine. Required in training."""
 
     def make(self, protocol: type = Engine, use: str = "This run") -> Engine:
         """Create an engine.
@@ -254,6 +257,16 @@ EngineConfig = Annotated[
 ]
 
 
+def check_models(engines: Iterable[AnyEngineConfig]) -> None:
+    """Find the models and tokenizers of these engines, and download what is on the hub alone.
+
+    Called before torch is imported, so that a wrong name is answered at once. UsageError says what is wrong."""
+    for engine in engines:
+        name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
+        if name is not None and not isinstance(engine, LiteLLMConfig):
+            model_folder(name)
+
+
 @dataclass(frozen=True)
 class Made:
     """An engine and the identity of its weights."""
@@ -291,7 +304,7 @@ async def connect_to(
         return await connect(config, renderer, weights=weights, adapters=adapters)
     try:
         local = LocalServer(
-            config.model,
+            model_folder(config.model),
             control=weights,
             transfer=weights and config.publish == "transfer",
             lora_rank=adapters.rank if weights and adapters is not None else None,

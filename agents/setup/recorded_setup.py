@@ -14,6 +14,7 @@ from pydantic import JsonValue
 
 from ...envs.adapters.calculator import read_action
 from ...envs.load_named import load_named
+from ...tapes.common.hub import local_folder
 from ...tapes.common.renamed import current_path
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity
@@ -32,8 +33,9 @@ def tokenizer_folder(run: str | Path) -> str | None:
     if saved:
         return str(saved[-1].parent)
     engine = recorded_settings(run).get("engine") or {}
-    folders = (engine.get(key) for key in ("model", "tokenizer"))
-    return next((folder for folder in folders if isinstance(folder, str) and Path(folder).is_dir()), None)
+    names = (engine.get(key) for key in ("model", "tokenizer"))
+    folders = (local_folder(name) for name in names if isinstance(name, str))
+    return next((str(folder) for folder in folders if folder is not None), None)
 
 
 def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | None:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
+from pathlib import Path
 from typing import Any, Self, cast
 
 from pydantic import Field, JsonValue
@@ -19,7 +20,7 @@ from pydantic import Field, JsonValue
 from ...envs.environment import Environment, EnvironmentFactory
 from ...envs.load_named import load_named, not_loaded
 from ...envs.rewards import load_rewards, rewarded
-from ...envs.taskset import TASK_FILES, BadTasks, Taskset
+from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
 from ...tapes.common.config import Config
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import TapereelError, UsageError
@@ -47,12 +48,27 @@ class LoadedSetup:
     tasks: Taskset
 
 
+class DatasetConfig(Config):
+    """How rows of files and datasets become tasks."""
+
+    split: str = "train"
+    """The split of a dataset."""
+    config: str | None = None
+    """The subset of a dataset. None: the only one, or the one called `default` or `main`."""
+    columns: dict[str, str] = Field(default={})
+    """New name -> column, as `{prompt: question, answer: answer}`. The column that is named `prompt`, a text or chat
+    messages, is the public part of the task; the others are the private one. Empty: the whole row is private."""
+
+
 class TasksConfig(Config):
     """Tasks by name, by file or as a list."""
 
     tasks: str | tuple[JsonValue, ...] | None = None
-    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, or a list. None:
-    Python code passes the tasks, or there are none of this kind."""
+    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, a dataset of the
+    Hugging Face hub as `org/name` or `org/name@revision`, a folder with a dataset, or a list. None: Python code passes
+    the tasks, or there are none of this kind."""
+    dataset: DatasetConfig = DatasetConfig()
+    """How rows of files and datasets become tasks."""
     task_row: str | None = None
     """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
 
@@ -96,7 +112,7 @@ class Setup(TasksConfig, SeedConfig):
         made_agent = load_agent(*self._source("agent", agent))
         made_env = load_env(*self._source("env", env))
         source, name = self._source("tasks", tasks)
-        made_tasks = load_tasks(source, self.task_row, self.count, name=name)
+        made_tasks = load_tasks(source, self.task_row, self.count, dataset=self.dataset, name=name)
         names = {
             "agent": self._recorded("agent", agent, _name_of),
             "env": self._recorded("env", env, _name_of),
@@ -166,16 +182,26 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
 
 
 def load_tasks(
-    source: TasksSource, row: str | None = None, count: int | None = None, *, name: str | None = None
+    source: TasksSource,
+    row: str | None = None,
+    count: int | None = None,
+    *,
+    dataset: DatasetConfig | None = None,
+    name: str | None = None,
 ) -> Taskset:
-    """The tasks that `source` names or holds, or the first `count` of them. row: as `Setup.task_row`. name: their name
-    in errors."""
+    """The tasks that `source` names or holds, or the first `count` of them. row, dataset: as `Setup.task_row` and
+    `Setup.dataset`. name: their name in errors."""
+    dataset = dataset or DatasetConfig()
     name = name or (source if isinstance(source, str) else "the list of tasks")
     to_task = load_named(row) if row is not None else None
     if row is not None and not callable(to_task):
         raise UsageError(f"{row} is {_described(to_task)}, not a function from a row to a task")
+    if row is not None and dataset.columns:
+        raise UsageError(f"task_row={row} and dataset.columns both say how a row becomes a task: remove one of them")
+    if dataset.columns:
+        to_task = standard_row(dataset.columns)
     try:
-        tasks = _tasks(source, name, cast("Callable[[Any], Any] | None", to_task), count)
+        tasks = _tasks(source, name, cast("Callable[[Any], Any] | None", to_task), count, dataset)
     except BadTasks as error:
         raise UsageError(f"tasks: {error}") from error
     if not len(tasks):
@@ -183,15 +209,19 @@ def load_tasks(
     return tasks
 
 
-def _tasks(source: Any, name: str, row: Callable[[Any], Any] | None, count: int | None) -> Taskset:
+def _tasks(
+    source: Any, name: str, row: Callable[[Any], Any] | None, count: int | None, dataset: DatasetConfig
+) -> Taskset:
     if isinstance(source, str) and source.endswith(tuple(TASK_FILES)):
         return Taskset.load(source, row=row, size=count)
+    if isinstance(source, str) and ":" not in source and ("/" in source or Path(source).is_dir()):
+        return hub_tasks(source, dataset.split, config=dataset.config, row=row, size=count)
     found: Any = _named(source, "tasks")
     if callable(found) and not isinstance(found, Taskset) and not _required(found):
         found = found()
     if isinstance(found, Taskset):
         if row is not None:
-            raise UsageError(f"{name} gives tasks already; leave task_row out")
+            raise UsageError(f"{name} gives tasks already; leave task_row and dataset.columns out")
         if count is not None and count > len(found):
             raise UsageError(f"count is {count}, but there are {len(found)} tasks")
         return found if count is None else found[:count]

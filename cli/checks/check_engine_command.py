@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from ...envs.load_named import load_named
@@ -56,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
 def _weights(folder: str | None) -> dict[str, Tensor] | None:
     if folder is None:
         return None
-    if not Path(folder).is_dir():
-        raise UsageError(f"--weights {folder}: there is no such folder")
     from ...agents.engines.embedded.pretrained import load_pretrained
 
     return dict(load_pretrained(folder).model.state_dict())

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...tapes.common.hub import model_folder
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, check_port, say
 from ..scene_arguments import add_server_arguments, token_line, variable_value
@@ -46,7 +47,7 @@ _VLLM_ONLY: dict[str, object] = {
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", metavar="DIR", help="folder of a model and tokenizer in Hugging Face format")
+    parser.add_argument("model", metavar="NAME", help="folder of a model, or a model of the hub as org/name[@revision]")
     parser.add_argument(
         "--engine",
         choices=("vllm", "embedded"),
@@ -93,8 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal."""
     from ...agents.engines.servers.launch import LocalServer
 
-    if not Path(args.model).is_dir():
-        raise UsageError(f"there is no model folder {args.model!r}")
+    args.model = model_folder(args.model)
     check_port(args.port)
     if args.engine == "embedded":
         return _embedded(args)

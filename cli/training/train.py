@@ -35,13 +35,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
     from ...finetune.run.train_config import TrainConfig
-    from ...finetune.run.train_run import train
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
     out = run_directory(args)
+    config.check_models()
+    from ...finetune.run.train_run import train  # imports torch
+
     if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes; only the first prints
         return _exit_code(train(config, out, resume=args.resume))
     with live_progress() as progress:

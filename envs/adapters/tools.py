@@ -18,6 +18,7 @@ from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, to_json
 
 from ...tapes import Answer, Status, TapereelError, Task, ToolCall, ToolCalls, ToolOffer, ToolResult, ToolResults
+from ...tapes.steps import Prompt
 from ..blocking import in_thread
 from ..environment import Effect, Environment, Outcome
 
@@ -223,8 +224,9 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self.effect = worst([*(t.effect for t in self._given), *(s.effect for s in self._sources)])
 
     async def prompt(self, task: Task) -> str:
-        """The question to the agent; by default the public part of the task."""
-        return as_text(task.public)
+        """The question to the agent; by default the public part of the task, or its `prompt` (`dataset.columns`)."""
+        public = task.public
+        return as_text(public["prompt"] if isinstance(public, dict) and set(public) == {"prompt"} else public)
 
     async def answered(self, text: str) -> Outcome:
         """The outcome of an answer; by default the end, without a score."""
@@ -235,11 +237,15 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         opened = await asyncio.gather(*(source.open() for source in self._sources))
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])
         self.effect = worst(t.effect for t in self.tools.values())
-        return ToolOffer(
-            text=await self.prompt(self.task),
-            tools=tuple(t.schema for t in self.tools.values()),
-            sources=tuple(dict(source.described) for source in self._sources if isinstance(source, Described)),
-        )
+        text, tools = await self.prompt(self.task), tuple(t.schema for t in self.tools.values())
+        sources = tuple(dict(source.described) for source in self._sources if isinstance(source, Described))
+        public = self.task.public
+        messages = public.get("prompt") if isinstance(public, dict) else None
+        if not isinstance(messages, list):
+            return ToolOffer(text=text, tools=tools, sources=sources)
+        shown = tuple(m for m in messages if isinstance(m, dict))  # chat messages, which the model reads as they are
+        text = as_text(shown[-1].get("content")) if shown else text
+        return Prompt(text=text, messages=shown, tools=tools, sources=sources)
 
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ...tapes import Tape, TapereelError
+from ...tapes.common.hub import NotFound, model_folder
 from ...tapes.errors import MissingExtra
 from .reward_models import Sample, WrongAnswer, model_source, sample_of
 from .sources import RewardSource
@@ -46,21 +47,19 @@ class LocalReward:
         dtype: str | None = None,
     ) -> None:
         """
-        folder: model and tokenizer in Hugging Face format. If the tokenizer has a chat template, the text is the
-            rendered messages, else the query.
+        folder: model and tokenizer in Hugging Face format, or a model of the hub as `org/name@revision`. If the
+            tokenizer has a chat template, the text is the rendered messages, else the query.
         device: the device for scoring; put_away: the device between scores; None keeps it on `device`.
         batch: texts of one forward pass. length: maximum tokens of a text, which is truncated on the left; None for the
             model's maximum.
         dtype: type of the weights, such as `bfloat16`; None for the stored type.
         """
-        if not Path(folder).is_dir():
-            raise NotAModel(
-                f"there is no folder {str(folder)!r} with a reward model; save a model there with "
-                "save_pretrained, or download one: hf download NAME --local-dir FOLDER"
-            )
         if batch < 1:
             raise ValueError(f"batch must be at least 1, not {batch}")
-        self.folder = str(folder)
+        try:
+            self.folder = str(model_folder(folder))
+        except NotFound as error:
+            raise NotAModel(f"a reward model: {error}") from error
         self.device, self.put_away, self.batch = device, put_away, batch
         self.length, self.dtype = length, dtype
         self.model: Any = None

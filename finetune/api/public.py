@@ -94,14 +94,14 @@ def train(
 ) -> Run:
     """Train a model on the agent's own episodes: rollouts go on while the trainer updates the weights.
 
-    `model`: a folder in Hugging Face format. `updates`: optimiser updates of the loop. `recipe`: the objective's name,
-    as `grpo`, or `module:name` (None: the defaults of `tapereel train`). `settings`: any setting of `tapereel train` by
-    its dotted key, as `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is `run.summary.model`.
+    `model`: a folder in Hugging Face format, or a model of the hub as `org/name` or `org/name@revision`. `updates`:
+    optimiser updates of the loop. `recipe`: the objective's name, as `grpo`, or `module:name` (None: the defaults of
+    `tapereel train`). `settings`: any setting of `tapereel train` by its dotted key, as `{"loop.optimiser.lr": 1e-3}`.
+    The trained model's folder is `run.summary.model`.
 
     Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
     """
     from ..run.train_config import TrainConfig
-    from ..run.train_run import train as train_config
 
     if recipe is not None and not isinstance(recipe, str):
         raise UsageError(
@@ -109,11 +109,12 @@ def train(
         )
     if not isinstance(model, str | Path):
         raise UsageError("train needs a model's folder: a list of answers has no weights to train")
-    if not Path(model).is_dir():
-        raise UsageError(f"there is no model folder {str(model)!r}: train needs a folder in Hugging Face format")
     named: dict[str, Any] = {"loop.updates": updates, "loop.recipe": recipe}
     sets = {"seed": seed, **{key: value for key, value in named.items() if value is not None}, **(settings or {})}
     config = _config(TrainConfig, model, sets)
+    config.check_models()
+    from ..run.train_run import train as train_config  # imports torch
+
     folder = _folder(out, agent)
     summary = train_config(config, folder, agent=agent, env=env, tasks=tasks, resume=resume, progress=progress)
     return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...agents.engines.servers.litellm_engine import is_hosted
 from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunSummary, scores_of
@@ -168,8 +169,9 @@ class Run:
 
 
 Model = str | Path | Sequence[str]
-"""A folder in Hugging Face format, litellm's name of a hosted model, an engine as `module:name` or `file.py:name`, or a
-list of answers: the k-th answers the k-th request of every episode."""
+"""A folder in Hugging Face format, litellm's name of a hosted model, a model of the hub as `org/name` or
+`org/name@revision`, an engine as `module:name` or `file.py:name`, or a list of answers: the k-th answers the k-th
+request of every episode. Where the first part is a provider of litellm, as in `openai/...`, the model is hosted."""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
@@ -180,7 +182,7 @@ def engine_settings(model: Model | None) -> list[str]:
     if isinstance(model, str) and _ENGINE.fullmatch(model):
         return [f"engine.kind={json.dumps(model)}"]
     if isinstance(model, str | Path):
-        kind = "embedded" if Path(model).is_dir() else "litellm"
+        kind = "litellm" if is_hosted(str(model)) else "embedded"
         return [f"engine.kind={kind}", f"engine.model={json.dumps(str(model))}"]
     answers = list(model) if isinstance(model, Sequence) else []
     if not answers or not all(isinstance(text, str) for text in answers):

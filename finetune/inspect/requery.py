@@ -23,6 +23,7 @@ from ...agents.engines.embedded.pretrained import load_pretrained, weights_diges
 from ...tapes import Tape
 from ...tapes.audit.checking import chosen_tapes, torn_tails
 from ...tapes.audit.verdict import Divergence, Likely, Verdict, Verdicts, diverged, unverifiable, verified
+from ...tapes.common.hub import local_folder
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
 from ...tapes.records import Publish
@@ -74,7 +75,7 @@ class Policies:
             return f"version {version!r} was never published in {self.run}"
         if self._known is None:
             found = [_checkpoint(one) for folder in checkpoint_folders(self.run) for one in checkpoints(folder)]
-            found += [_folder(Path(folder)) for folder in self._begun if Path(folder).is_dir()]
+            found += [_folder(folder) for name in self._begun if (folder := local_folder(name)) is not None]
             self._known = {policy.digest: policy for policy in found}
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 

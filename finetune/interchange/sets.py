@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from ...tapes import Message, Status, Task
 from .openenv_traces import Bit, Id
@@ -29,6 +29,10 @@ SFT_LOSES = (*_COMMON, "token ids and log-probs")
 PREFERENCE_LOSES = (*SFT_LOSES, "attempts that are neither the best nor the worst of their group")
 
 
+def _as_text(tools: object) -> object:
+    return json.dumps(tools) if isinstance(tools, list) else tools
+
+
 class _Row(BaseModel):
     """The fields of all rows besides messages; all are optional."""
 
@@ -38,7 +42,8 @@ class _Row(BaseModel):
     group: str | None = Field(default=None, max_length=500)
     split: str = Field(default="train", max_length=200)
     status: Status = Status.FINISHED
-    tools: str | None = None
+    tools: Annotated[str | None, BeforeValidator(_as_text)] = None
+    """A list of function schemas, as JSON text; a list becomes text."""
 
     def story(self, turns: Sequence[Turn], prompt: list[Message]) -> list[Story]:
         scores = () if self.reward is None else (Score(name="reward", value=self.reward),)
@@ -220,7 +225,7 @@ class PreferenceRow(BaseModel):
     score_chosen: float | None = Field(default=None, allow_inf_nan=False)
     score_rejected: float | None = Field(default=None, allow_inf_nan=False)
     group: str | None = Field(default=None, max_length=500)
-    tools: str | None = None
+    tools: Annotated[str | None, BeforeValidator(_as_text)] = None
 
 
 def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:

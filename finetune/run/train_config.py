@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from ...agents.runs.runner import ScoresConfig
+from ...agents.setup.engine_config import check_models
 from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...tapes import Sampling
@@ -77,6 +78,10 @@ class TrainConfig(Setup, TrackedConfig):
             if not player.frozen:
                 check_engine(player.engine, player.trainer, self.loop, name)
         return self
+
+    def check_models(self) -> None:
+        """Find all models, and download what is on the hub alone. UsageError, before torch is imported."""
+        check_models([self.engine, *(player.engine for player in self.players.values())])
 
     @property
     def threads(self) -> int:

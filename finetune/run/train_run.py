@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from ...agents.setup.setup import AgentSource, EnvSource, LoadedSetup, TasksSource, load_tasks
+from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together
 from ...envs.taskset import Taskset, overlap
 from ...tapes import Task
@@ -139,7 +139,7 @@ class TrainingRun:
         """policy: the model of `config.engine`, where the caller has made it."""
         self.config, self.out, self.progress = config, out, progress
         self.title = f"Training {setup.agent.name}"
-        train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation)
+        train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
         self.scene = Scene(setup.agent, setup.env, train_tasks, held_out)
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
@@ -306,10 +306,15 @@ class TrainingRun:
         )
 
 
-def _split_tasks(tasks: Taskset, config: EvaluationConfig) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(tasks to train on, held-out tasks), with no task in both."""
+def _split_tasks(
+    tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
+) -> tuple[Sequence[Task], Sequence[Task]]:
+    """(tasks to train on, held-out tasks), with no task in both. dataset: that of the tasks to train on, whose columns
+    hold for the others too."""
     if config.tasks is not None:
-        held_out = load_tasks(config.tasks, config.task_row)
+        columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
+        shared = config.dataset.model_copy(update={"columns": columns})
+        held_out = load_tasks(config.tasks, config.task_row, dataset=shared)
         common = overlap(tasks, held_out)
         if common:
             raise UsageError(

@@ -47,8 +47,8 @@ def test_a_hub_that_can_t_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(BadTasks) as caught:
         hub_tasks("nobody/nothing", row=columns("question"))
     sentence = str(caught.value)
-    assert "the data set 'nobody/nothing' (split 'train') can't be loaded from the hub" in sentence
-    assert "Taskset.load('tasks.parquet')" in sentence
+    assert "the data set 'nobody/nothing' (split 'train') can't be loaded" in sentence
+    assert "hf download --repo-type dataset nobody/nothing" in sentence
 
 
 def test_a_name_that_the_library_knows_is_read(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Loads a model and its tokenizer from a directory in Hugging Face format, and selects the device.
 
-The loader reads local files only and runs no code from them.
+A name that is no directory is one of the hub (`tapes/common/hub.py`). The loader runs no code from a model's files.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
 
@@ -55,10 +56,12 @@ class Pretrained:
 def load_pretrained(
     folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32", attention: Attention | None = None
 ) -> Pretrained:
-    """Load the model and tokenizer in `folder` to `device` (as for `device_of`), with weights in `dtype`.
+    """Load the model and tokenizer in `folder`, also a name of the hub, to `device` (as for `device_of`), with weights
+    in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
     folder or device is missing, BadModel if the folder has no usable model, Corrupt as `check_folder`."""
+    folder = model_folder(folder)
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
@@ -105,12 +108,13 @@ def _base_of(folder: Path) -> str | None:
         raise BadModel(
             f"{about} doesn't say which model its adapters are for: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(base, str) or not Path(base).is_dir():
+    try:
+        return str(model_folder(str(base)))
+    except NotFound as error:
         raise BadModel(
-            f"the adapters in {folder} are for the model in {base!r}, which is no folder here: bring it "
-            f"there, or name its place as base_model_name_or_path in {about}"
-        )
-    return base
+            f"the adapters in {folder} are for the model {base!r}, which isn't here: bring it there, or name its place "
+            f"as base_model_name_or_path in {about} ({error})"
+        ) from error
 
 
 def _adapted(model: Any, folder: str | Path) -> Any:
@@ -154,13 +158,10 @@ def placed(model: ModelT, device: torch.device) -> ModelT:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in `folder`. Raises UsageError without such a folder, BadModel for an unusable tokenizer."""
-    if not Path(folder).is_dir():
-        raise UsageError(
-            f"there is no model folder {str(folder)!r}; save one with model.save_pretrained and "
-            "tokenizer.save_pretrained"
-        )
-    odd = next((path for path in sorted(Path(folder).iterdir()) if not (path.is_file() or path.is_dir())), None)
+    """Load the tokenizer in `folder`, also a name of the hub. Raises UsageError where there is none, BadModel for an
+    unusable tokenizer."""
+    folder = model_folder(folder)
+    odd = next((path for path in sorted(folder.iterdir()) if not (path.is_file() or path.is_dir())), None)
     if odd is not None:
         raise BadModel(f"{odd} is no file that can be read: a pipe, a device, a socket, or a link to nothing")
     try:

@@ -19,8 +19,10 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from ....tapes.common.hub import split_name
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Attempt, Usage
@@ -425,6 +427,21 @@ def _asked_for(error: Exception) -> float | None:
     response = getattr(error, "response", None)
     headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
     return retry_after(headers.get("retry-after"))
+
+
+def is_hosted(model: str) -> bool:
+    """Whether a model's name is one of litellm's: `provider/name`, or a name without a provider. A folder's name isn't,
+    nor is `org/name` where litellm is missing or knows no such provider: that is a model of the Hugging Face hub."""
+    provider, slash, _ = model.partition("/")
+    if Path(model).is_dir():
+        return False
+    if not slash or split_name(model) is None:
+        return True
+    try:
+        litellm = _import()
+    except MissingExtra:
+        return False
+    return provider in {str(getattr(known, "value", known)) for known in litellm.provider_list}
 
 
 def _import() -> Any:

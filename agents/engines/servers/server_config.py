@@ -54,7 +54,8 @@ class ServerSettings(RequestConfig):
     """Settings of servers that serve one model: what `connect` reads."""
 
     model: str
-    """A folder in Hugging Face format with the tokenizer and configuration of the served model."""
+    """The served model's tokenizer and configuration: a folder in Hugging Face format, or a model of the hub as
+    `org/name` or `org/name@revision`."""
     urls: tuple[Address, ...] = ()
     """Addresses of the servers, such as `http://127.0.0.1:8000`. Empty: the run starts vLLM on this machine, and stops
     it at its end."""

@@ -125,7 +125,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
 def test_answers_cannot_be_trained(tmp_path: Path):
     with pytest.raises(UsageError, match="no weights to train"):
         tr.train(tr.ChatAgent(), Guess, [5], ["5"], out=tmp_path / "run")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no model folder 'no/such-model'"):
+    with pytest.raises(UsageError, match="no folder 'no/such-model'"):
         tr.train(tr.ChatAgent(), Guess, [5], "no/such-model", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

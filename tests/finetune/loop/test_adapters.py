@@ -125,7 +125,7 @@ def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) ->
     WORDS.save_pretrained(adapters)
     assert load_pretrained(adapters).model.peft_config
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(BadModel, match="model', which is no folder here"):
+    with pytest.raises(BadModel, match="model', which isn't here"):
         load_pretrained(adapters)
     (adapters / "adapter_config.json").write_text("{}")
     with pytest.raises(BadModel, match="doesn't say which model"):

@@ -1,0 +1,91 @@
+"""Names of models and datasets: a folder, or a repository of the Hugging Face hub as `org/name` or `org/name@revision`.
+
+The hub's own library finds and downloads repositories, so its environment variables hold: `HF_HOME`, `HF_HUB_OFFLINE`,
+`HF_TOKEN` and the others. Code in a repository is neither downloaded nor run. Doesn't import torch.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from ..errors import MissingExtra, UsageError
+
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
+"""What a model's folder needs; weights in other formats, and code, stay on the hub."""
+Kind = Literal["model", "dataset"]
+
+
+class NotFound(UsageError):
+    """A name is neither a folder nor a repository that can be reached."""
+
+
+def split_name(name: str) -> tuple[str, str | None] | None:
+    """(repository, revision or None) of a name on the hub; None for a text that can't be one."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else (match[1], match[2])
+
+
+def model_folder(name: str | Path) -> Path:
+    """The folder of a model or tokenizer: the folder of that name, else the hub's model, downloaded where it must be.
+
+    NotFound says in one sentence why there is none; MissingExtra where the hub's library is missing.
+    """
+    found = Path(name).expanduser()
+    if found.is_dir():
+        return found
+    parts = split_name(str(name))
+    if parts is None:
+        raise NotFound(
+            f"there is no model folder {str(name)!r}: name a folder in Hugging Face format (model and tokenizer), or a "
+            "model of the hub as org/name or org/name@revision"
+        )
+    return snapshot(*parts)
+
+
+def local_folder(name: str | Path) -> Path | None:
+    """As `model_folder`, without the network: None where the model isn't on this machine."""
+    found, parts = Path(name).expanduser(), split_name(str(name))
+    if found.is_dir() or parts is None:
+        return found if found.is_dir() else None
+    try:
+        return snapshot(*parts, local=True)
+    except (NotFound, MissingExtra):
+        return None
+
+
+@cache  # one commit for the whole process, also where the repository changes on the hub meanwhile
+def snapshot(id: str, revision: str | None, kind: Kind = "model", *, local: bool = False) -> Path:
+    """The folder of a repository in the hub's cache; with `local`, without the network. NotFound, MissingExtra."""
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub import errors as hub
+    except ImportError as error:
+        raise MissingExtra(error.name or "huggingface_hub", "train", f"the {kind} {id!r} of the hub") from error
+    named = id if revision is None else f"{id}@{revision}"
+    try:
+        found = snapshot_download(
+            id,
+            repo_type=kind,
+            revision=revision,
+            local_files_only=local,
+            allow_patterns=_FILES if kind == "model" else None,
+        )
+        return Path(found)
+    except hub.GatedRepoError as error:
+        raise NotFound(
+            f"the {kind} {named!r} is gated: accept its terms at https://huggingface.co/{id}, and set HF_TOKEN"
+        ) from error
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
+        raise NotFound(
+            f"there is no folder {named!r}, and the hub has no such {kind} or revision, or HF_TOKEN may not read it"
+        ) from error
+    except OSError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face hub can't be reached"
+        raise NotFound(
+            f"there is no folder {named!r}, and the {kind} isn't in the cache {constants.HF_HUB_CACHE}, while {why}: "
+            f"run `hf download {id}` where there is a network, and bring that cache here (HF_HOME), or name a folder"
+        ) from error

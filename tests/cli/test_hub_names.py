@@ -1,0 +1,218 @@
+"""Names of the Hugging Face hub as models and datasets, on the command line, each in a process with its own cache.
+
+The cache is made here in the hub's layout, and `HF_HUB_OFFLINE` is set: no test touches the network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tapereel as tr
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGITS = str(ROOT / "examples" / "digits.py")
+SCENE = ("--agent", f"{DIGITS}:player", "--env", f"{DIGITS}:Digits", "--tasks", f"{DIGITS}:tasks")
+SHORT = ("loop.updates=1", "loop.groups=4", "loop.group_size=8", "evaluation.fraction=0")
+FIRST, SECOND = "0123456789abcdef0123456789abcdef01234567", "89abcdef0123456789abcdef0123456789abcdef"
+GSM = """---
+configs:
+- config_name: main
+  data_files:
+  - split: train
+    path: main/train-*
+  - split: test
+    path: main/test-*
+- config_name: socratic
+  data_files:
+  - split: train
+    path: socratic/train-*
+---
+"""
+
+
+def repository(home: Path, kind: str, name: str, commit: str, ref: str = "main") -> Path:
+    """An empty snapshot in the hub's cache below `home`."""
+    at = home / "hub" / f"{kind}s--{name.replace('/', '--')}"
+    (at / "refs").mkdir(parents=True, exist_ok=True)
+    (at / "refs" / ref).write_text(commit)
+    folder = at / "snapshots" / commit
+    folder.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the model org/tiny (main, and v1 with other weights) and the dataset openai/gsm8k."""
+    home = tmp_path_factory.mktemp("hf")
+    for seed, (commit, ref) in enumerate([(FIRST, "main"), (SECOND, "v1")]):
+        folder = repository(home, "model", "org/tiny", commit, ref)
+        tr.save_tiny_model(folder, alphabet="0123456789", size="micro", seed=seed)
+    data = repository(home, "dataset", "openai/gsm8k", FIRST)
+    (data / "README.md").write_text(GSM)
+    for config, split in (("main", "train"), ("main", "test"), ("socratic", "train")):
+        rows = [{"question": f"{config} {split} {k}?", "answer": str(k)} for k in range(6)]
+        (data / config).mkdir(exist_ok=True)
+        table = __import__("datasets").Dataset.from_list(rows)
+        table.to_parquet(str(data / config / f"{split}-00000-of-00001.parquet"))
+    return home
+
+
+def tapereel(home: Path, cwd: Path, *words: str, code: str = "") -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own; `code` runs after it."""
+    script = (
+        f"import sys\nfrom tapereel.cli.command import main\nended = main({list(words)!r})\n{code}\nsys.exit(ended)"
+    )
+    env = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-c", script], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+
+
+def sets(*pairs: str) -> list[str]:
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def base_of(run: Path) -> str:
+    """The digest of the weights that a run began with."""
+    return json.loads((run / "results.json").read_text())["base"]
+
+
+def test_a_model_of_the_hub_is_trained_by_its_id_and_revision(home: Path, tmp_path: Path) -> None:
+    named = {"a": "org/tiny", "b": "org/tiny@v1", "c": f"org/tiny@{FIRST}"}
+    code = f"""
+for out, model in {named!r}.items():
+    print(main(["train", *{SCENE!r}, "--model", model, "--out", out, *{sets(*SHORT)!r}]))
+"""
+    done = tapereel(home, tmp_path, "--version", code=code)
+    assert [line for line in done.stdout.splitlines() if line in ("0", "1", "64")] == ["0"] * 3, done.stderr
+    for out, model in named.items():
+        assert f"model: {model}" in (tmp_path / out / "config.yaml").read_text()
+    assert base_of(tmp_path / "a") == base_of(tmp_path / "c") != base_of(tmp_path / "b")
+    # The run's own tokenizer is found again by the recorded name.
+    shown = tapereel(home, tmp_path, "replay", "a", "--model")
+    assert shown.returncode == 0, shown.stderr
+
+
+def test_a_folder_named_like_an_id_is_trained(tmp_path: Path) -> None:
+    tr.save_tiny_model(tmp_path / "Qwen" / "Qwen3-0.6B", alphabet="0123456789", size="micro")
+    done = tapereel(tmp_path, tmp_path, "train", *SCENE, "--model", "Qwen/Qwen3-0.6B", "--out", "r", *sets(*SHORT))
+    assert done.returncode == 0, done.stderr
+
+
+MISSING = {
+    "Qwen/Qwen3-0.6B": "there is no folder 'Qwen/Qwen3-0.6B', and the model isn't in the cache",
+    "Qwen/Qwen3-0.6B@main": "HF_HUB_OFFLINE is set: run `hf download Qwen/Qwen3-0.6B`",
+    "org/tiny@v2": "there is no folder 'org/tiny@v2'",
+    "nowhere": "there is no model folder 'nowhere'",
+    "./nowhere": "there is no model folder './nowhere'",
+    "a/b/c": "org/name or org/name@revision",
+    "org/ti ny": "there is no model folder",
+}
+
+
+@pytest.mark.parametrize("verb", ["train", "run"])
+def test_a_model_that_is_not_here_is_one_sentence_before_torch(home: Path, tmp_path: Path, verb: str) -> None:
+    code = f"""
+for model in {list(MISSING)!r}:
+    print(main([{verb!r}, *{SCENE!r}, "--model", model, "--out", "r"]))
+print([name for name in ("torch", "transformers", "datasets") if name in sys.modules])
+"""
+    done = tapereel(home, tmp_path, "--version", code=code)
+    *codes, imported = done.stdout.splitlines()[1:]
+    assert (codes, imported) == (["64"] * len(MISSING), "[]"), done.stderr
+    for line, says in zip(done.stderr.strip().splitlines(), MISSING.values(), strict=True):
+        assert says in line
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_model_of_the_hub_serves_every_verb_and_function(home: Path, tmp_path: Path) -> None:
+    code = f"""
+import tapereel as tr
+from tapereel.envs.load_named import load_named
+from tapereel.envs.rewards.local_models import LocalReward
+scene = [load_named({DIGITS!r} + name) for name in (":player", ":Digits", ":tasks")]
+made = tr.run(*scene, "org/tiny", out="python", settings={{"count": 2}})
+print(made.summary.episodes, LocalReward("org/tiny").folder.endswith({FIRST!r}))
+sets = {{"loop.groups": 4, "loop.group_size": 8, "evaluation.fraction": 0}}
+print(tr.train(*scene, "org/tiny", out="trained", updates=1, settings=sets).summary.updates)
+"""
+    done = tapereel(home, tmp_path, "run", *SCENE, "--model", "org/tiny", "--out", "r", *sets("count=2"), code=code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2:] == ["2 True", "1"], done.stderr
+    scripted = sets('engine.answers=["7"]', "engine.tokenizer=org/tiny", "count=2")
+    done = tapereel(home, tmp_path, "run", *SCENE, "--out", "scripted", *scripted)
+    assert done.returncode == 0, done.stderr
+
+
+WORLD = """
+from tapereel.agents import ChatAgent
+from tapereel.envs import Outcome
+from tapereel.envs.adapters.tools import ToolEnvironment
+
+agent = ChatAgent()
+
+
+class Sums(ToolEnvironment):
+    def __init__(self):
+        super().__init__([])
+
+    async def answered(self, text):
+        return Outcome(reward=float(text == self.task.private["answer"]), terminated=True)
+"""
+
+
+def rolled(home: Path, cwd: Path, tasks: str, *pairs: str) -> subprocess.CompletedProcess[str]:
+    (cwd / "world.py").write_text(WORLD)
+    words = ("--agent", "world.py:agent", "--env", "world.py:Sums", "--tasks", tasks, "--out", "r", "--json")
+    return tapereel(home, cwd, "run", *words, *sets('engine.answers=["3"]', *pairs))
+
+
+@pytest.mark.parametrize(("more", "question"), [((), "main train"), (("dataset.split=test",), "main test")])
+def test_a_dataset_of_the_hub_is_tasks_by_its_id(
+    home: Path, tmp_path: Path, more: tuple[str, ...], question: str
+) -> None:
+    done = rolled(home, tmp_path, "openai/gsm8k", "dataset.columns={prompt: question, answer: answer}", *more)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["tasks"], found["scored"], found["reward"]) == (6, 6, pytest.approx(1 / 6))
+    shown = tapereel(home, tmp_path, "show", "r", "--json")
+    tape = json.loads(shown.stdout)["tapes"][0]["id"]
+    assert question in tapereel(home, tmp_path, "show", "r", tape).stdout
+
+
+UNREADABLE = [
+    ("openai/gsm9k", (), "the data set 'openai/gsm9k' (split 'train') can't be loaded"),
+    ("openai/gsm8k", ("dataset.split=dev",), "split 'dev'"),
+    ("openai/gsm8k", ("dataset.config=French",), "French"),
+    ("openai/gsm8k@v9", (), "'openai/gsm8k@v9'"),
+    ("openai/gsm8k", ("dataset.columns.prompt=query",), "no column 'query'; it has 'question', 'answer'"),
+    ("openai/gsm8k", ("dataset.columns.prompt=question", "task_row=m:f"), "remove one of them"),
+]
+
+
+def test_a_dataset_that_cannot_be_read_is_one_sentence(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.py").write_text("def f(row): return row")
+    (tmp_path / "world.py").write_text(WORLD)
+    scene = ["--agent", "world.py:agent", "--env", "world.py:Sums", "--out", "r", *sets('engine.answers=["3"]')]
+    calls = [["run", *scene, "--tasks", tasks, *sets(*more)] for tasks, more, _ in UNREADABLE]
+    done = tapereel(home, tmp_path, "--version", code=f"for words in {calls!r}: print(main(words))")
+    assert done.stdout.splitlines()[1:] == ["64"] * len(calls), done.stderr
+    for line, (_, _, says) in zip(done.stderr.strip().splitlines(), UNREADABLE, strict=True):
+        assert says in line
+
+
+def test_local_datasets_and_chat_prompts_are_mapped_by_the_same_setting(home: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": f"{k}?"}], "solution": str(k)} for k in range(4)]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    from datasets import Dataset
+
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    for tasks in ("tasks.jsonl", "saved"):
+        done = rolled(home, tmp_path, tasks, "dataset.columns={prompt: prompt, answer: solution}")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["reward"] == pytest.approx(1 / 4)
+        __import__("shutil").rmtree(tmp_path / "r")
