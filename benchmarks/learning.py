@@ -201,7 +201,7 @@ def scene(learnt: Learnt, home: Path) -> dict[str, Any]:
 
 
 def limits(learnt: Learnt) -> Limits:
-    return Limits(turns=learnt.turns, seconds=600.0)
+    return Limits(turns=learnt.turns)
 
 
 def write_tasks(path: Path, tasks: list[Task]) -> None:

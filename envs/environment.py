@@ -188,6 +188,10 @@ class Environment(Generic[ActionT, TaskT]):
     rng: random.Random
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
 
+    async def acquire(self) -> None:
+        """Wait for what an episode needs before it begins, such as a free process. `Limits.environment_seconds` doesn't
+        bound this wait, `Limits.system_seconds` does."""
+
     async def reset(self, task: TaskT) -> Observation | str:
         """Begin the episode for `task`: the bare value, or the `Task`, from the taskset."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")

@@ -49,7 +49,7 @@ class Status(StrEnum):
     TRUNCATED = "truncated"
     """The environment said `truncated`."""
     LIMIT = "limit"
-    """A limit of the rollout: turns, tokens, context or seconds (`cause.type` says which)."""
+    """A limit of the rollout: turns, tokens, context, the agent's or the system's seconds (`cause.type`)."""
     ERROR = "error"
     """Code raised an exception; `cause.type` says whose code."""
     CANCELLED = "cancelled"
@@ -68,18 +68,20 @@ class CauseType(StrEnum):
     TURNS = "turns"
     TOKENS = "tokens"
     CONTEXT = "context"
+    AGENT_SECONDS = "agent_seconds"
     SECONDS = "seconds"
+    """The system's time; on tapes of versions with one timer, the time of the whole episode."""
 
 
-TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT})
+TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT, CauseType.AGENT_SECONDS})
 
 
 def trains(status: Status | None, cause: CauseType | None) -> bool:
     """Whether an episode with this end may be scored, and, if scored, trained on. No other code decides this.
 
-    Yes: finished, truncated, a limit of turns, tokens or context, an error of the agent's own code. No: a limit of
-    seconds, an error of the environment, the model or Tapereel, cancelled, crashed, still running. The policy caused
-    the first kind; training on the second would reward or punish it for the machine.
+    Yes: finished, truncated, a limit of turns, tokens, context or the agent's time, an error of the agent's own code.
+    No: a limit of the system's time, an error of the environment, the model or Tapereel, cancelled, crashed, still
+    running. The policy caused the first kind; training on the second would reward or punish it for the machine.
     """
     if status in (Status.FINISHED, Status.TRUNCATED):
         return True
@@ -274,6 +276,8 @@ class Attempt(Value):
     seconds: float
     error: str | None = None
     """Type and message of the error; None for the request that was answered."""
+    queued: float | None = Field(default=None, exclude_if=_is_none)
+    """Seconds of `seconds` before the model began to work at the request; None: the engine doesn't report them."""
 
 
 class Usage(Value):
@@ -425,6 +429,10 @@ class End(Record):
     cause: Cause | None = None
     seconds: float = 0.0
     at: float
+    agent_seconds: float | None = Field(default=None, exclude_if=_is_none)
+    """Seconds that count as the agent's (`agents/episode/timers.py`); None: unknown."""
+    beside: tuple[Cause, ...] = Field(default=(), exclude_if=operator.not_)
+    """Faults that didn't end the episode: a `close` that failed, code that was left running."""
 
 
 class Label(Record):

@@ -87,6 +87,9 @@ class Request:
     """Requests with the same key continue one conversation: an engine may keep its KV cache between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
     """Called once with what was sampled so far when the request is cancelled, before CancelledError is raised."""
+    on_start: Callable[[], None] | None = field(default=None, compare=False)
+    """An engine that can tell calls it once, when the model begins to work at the request: the time before is the
+    engine's queue (`agents/episode/timers.py`)."""
     listener: Listener | None = field(default=None, compare=False)
     """Receives tokens while they are sampled; an engine that can't stream never calls it. It must not change what is
     sampled."""

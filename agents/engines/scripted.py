@@ -30,6 +30,8 @@ class ScriptedEngine:
         self.context: int | None = None
 
     async def complete(self, request: Request) -> Completion:
+        if request.on_start is not None:
+            request.on_start()
         if self._policy is not None:
             text = self._policy(request)
         else:

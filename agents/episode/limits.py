@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Mapping
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, JsonValue, model_validator
 
 from ...tapes import CauseType
+from ...tapes.common.renamed import two_timers
 from ...tapes.value import Value
 
 
@@ -22,10 +25,29 @@ class Limits(Value):
     """Sampled tokens over all calls; a call in flight counts with all tokens that it may still sample."""
     context: int | None = Field(default=None, ge=2)
     """Tokens of prompt and completion of one call; the engine's own limit applies too."""
-    seconds: float | None = Field(default=600.0, gt=0)
-    """Wall clock of the whole episode. An episode that reaches it is never trained on."""
+    agent_seconds: float | None = Field(default=600.0, gt=0)
+    """Seconds of the agent's own code, of its model calls while the model is at work for them, and of its tools. An
+    episode that reaches it is scored and trained on, as at the limit of turns."""
+    system_seconds: float | None = Field(default=1800.0, gt=0)
+    """Seconds of all the rest of an episode up to its last step: the engine's queue, the environment, Tapereel. An
+    episode that reaches it is never trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
     """Wall clock of each `reset`, `step`, `finish` and `close`; a longer call is an error of the environment."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present_names(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "seconds" in data:
+            raise ValueError(
+                "`seconds` is now `agent_seconds` (at its limit an episode is scored) and `system_seconds` (at its "
+                "limit it is repeated)"
+            )
+        return data
+
+    @classmethod
+    def recorded(cls, limits: Mapping[str, JsonValue] | None, **changes: JsonValue) -> Self:
+        """The limits on a tape, also on one of an earlier version, with `changes`. What isn't there has no limit."""
+        return cls.model_validate({**dict.fromkeys(cls.model_fields), **two_timers(limits or {}), **changes})
 
 
 class LimitReached(BaseException):

@@ -20,6 +20,7 @@ from uuid import UUID
 
 from pydantic import BaseModel, JsonValue
 
+from ...envs.supervised import GRACE
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
 from ...tapes.messages import said
 from ...tapes.records import Attempt
@@ -43,6 +44,7 @@ from .conversations import AUTHORED, Conversations, PendingCall
 from .limits import LimitReached, Limits, TokenBudget
 from .recorder import Recorder
 from .seeds import derive_seed, seed_stream
+from .timers import Timers
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +106,10 @@ class LLM:
         self._limits = limits
         self._retries = retries
         self._backoff = backoff
+        self.timers = Timers(limits)
+        self._asking: set[asyncio.Task[Any]] = set()
+        """Tasks with a call in flight."""
+        self._closed = False
         self._budget = TokenBudget(limits.tokens)
         self._numbers: dict[str, int] = {}
         """Seed stream -> number of its newest call."""
@@ -184,7 +190,9 @@ class LLM:
             listener=safe_listener,
         )
         pending = PendingCall(call, path, conversation, request, rendered, self._conversations.tools_record(schemas))
-        held = 0
+        held, task = 0, asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
         try:
             held = await self._take_tokens(request)
             pending.request = _limited(request, held)
@@ -209,6 +217,7 @@ class LLM:
         finally:
             # On every way out, also cancellation: tokens that are never returned would block concurrent calls forever.
             self._budget.give(held)
+            self._asking.discard(task)
         if safe_listener is not None and safe_listener.error is not None:
             raise safe_listener.error
         text, native = completion.text or "", completion.tool_calls or ()
@@ -299,8 +308,14 @@ class LLM:
         """Set the number of the stream's newest call (from 0), for a replay that begins at a later turn."""
         self._numbers[stream] = n
 
-    def close(self) -> None:
-        """The episode has ended: the engine may drop the KV cache of its conversations."""
+    async def close(self) -> None:
+        """The episode has ended: end the calls that helper tasks still make, and let the engine drop the KV cache."""
+        self._closed = True
+        asking = [task for task in self._asking if task is not asyncio.current_task()]
+        for task in asking:
+            task.cancel()
+        if asking:  # each records what was sampled
+            await asyncio.wait(asking, timeout=GRACE)
         if self.engine is not None:
             for key in self._cache_keys:
                 self.engine.forget(key)
@@ -308,6 +323,8 @@ class LLM:
     # Inside
 
     async def _check_limits(self) -> None:
+        if self._closed:
+            raise RuntimeError("the episode has ended: a task that outlives its turn can't ask the model")
         if self.stopped is not None:
             await asyncio.sleep(0)
             raise ModelFailed(error_text(self.stopped)) from self.stopped
@@ -318,7 +335,11 @@ class LLM:
             raise self.latched
 
     def _latch(self, limit: CauseType, message: str) -> LimitReached:
-        self.latched = LimitReached(limit, message)
+        return self.latch(LimitReached(limit, message))
+
+    def latch(self, reached: LimitReached) -> LimitReached:
+        """From now on every call raises `reached`, unless an earlier limit was reached."""
+        self.latched = self.latched or reached
         return self.latched
 
     def _latch_tokens(self) -> LimitReached:
@@ -372,21 +393,24 @@ class LLM:
         """The completion and every attempt at it. Raises _Failed when the error won't pass or retries are used up."""
         assert self.engine is not None
         attempts: list[Attempt] = []
-        while True:
-            started = time.perf_counter()
-            try:
-                completion = await fire.complete(self.engine, request)
-            except EngineError as error:
-                seconds = time.perf_counter() - started
-                attempts += error.attempts or (Attempt(seconds=seconds, error=error_text(error)),)
-                if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
-                    raise _Failed(error, tuple(attempts)) from error
-                if request.listener is not None:
-                    request.listener.again()
-                await asyncio.sleep(self._backoff * 2 ** (len(attempts) - 1))
-            else:
-                attempts += completion.attempts or (Attempt(seconds=time.perf_counter() - started),)
-                return self._stopped(completion, request.sampling), tuple(attempts)
+        timed = _Timed(self.timers)
+        try:
+            while True:
+                try:
+                    completion = await fire.complete(self.engine, replace(request, on_start=timed.start))
+                except EngineError as error:
+                    attempts += error.attempts or (timed.attempt(error_text(error)),)
+                    if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
+                        raise _Failed(error, tuple(attempts)) from error
+                    if request.listener is not None:
+                        request.listener.again()
+                    await asyncio.sleep(self._backoff * 2 ** (len(attempts) - 1))
+                    timed.begin()
+                else:
+                    attempts += completion.attempts or (timed.attempt(),)
+                    return self._stopped(completion, request.sampling), tuple(attempts)
+        finally:
+            timed.end()
 
     def _stopped(self, completion: Completion, sampling: Sampling) -> Completion:
         """The completion, cut at the first stop string."""
@@ -413,6 +437,43 @@ class _Failed(Exception):
         super().__init__(str(error))
         self.error = error
         self.attempts = attempts
+
+
+class _Timed:
+    """One call and its attempts, on the episode's timers. An engine may report its start late, after a cancellation."""
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._over = False
+        timers.called()
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self._begun, self._queued = time.perf_counter(), None
+
+    def start(self) -> None:
+        """`Request.on_start`: the model works at the attempt."""
+        if self._queued is None and not self._over:
+            self._queued = time.perf_counter() - self._begun
+            self._timers.worked(1)
+
+    def attempt(self, error: str | None = None) -> Attempt:
+        """The attempt, which has ended: what follows is no work of the model."""
+        found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
+        self._wait()
+        return found
+
+    def end(self) -> None:
+        """The call has ended."""
+        self._wait()
+        self._over = True
+        self._timers.answered()
+
+    def _wait(self) -> None:
+        if self._queued is not None:
+            self._queued = None
+            self._timers.worked(-1)
 
 
 class _SafeListener:

@@ -15,7 +15,8 @@ import random
 import sysconfig
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from ...envs.environment import (
     new_environment,
 )
 from ...envs.rewards import RewardFailed
-from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task
+from ...envs.supervised import Stopped, Supervised, TimedOut
+from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task, ToolCalls
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.text import logger
 from ...tapes.journal import Journal
@@ -52,6 +54,10 @@ log = logger("rollout")
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
+
+
+NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
+"""What leaves an episode: a failing store, the caller's cancellation (`Supervised` raises no other), Ctrl-C."""
 
 
 class AgentFault(Exception):
@@ -128,33 +134,28 @@ class Caller:
     """
 
     def __init__(self, env: AnyEnvironment, seconds: float | None) -> None:
+        self.code = Supervised()
         self._env = env
         self._seconds = seconds
         self._thread = EnvironmentThread(type(env).__qualname__) if env.blocking else None
 
-    async def __call__(self, method: str, *args: object) -> object:
+    async def __call__(self, method: str, *args: object, bounded: bool = True) -> object:
+        name = f"{type(self._env).__qualname__}.{method}"
+        seconds = self._seconds if bounded else None
+        try:
+            return await self.code(self._call(name, method, args), name, seconds)
+        except TimedOut as error:
+            raise TimeoutError(f"{error} (Limits.environment_seconds)") from error
+
+    async def _call(self, name: str, method: str, args: tuple[object, ...]) -> object:
         coroutine: Coroutine[Any, Any, Any] = getattr(self._env, method)(*args)
         if not inspect.isawaitable(coroutine):
-            raise TypeError(f"{type(self._env).__qualname__}.{method} is not async: write `async def {method}`")
-        if self._thread is not None:
-            coroutine = self._thread.run(coroutine)
-        timer = asyncio.timeout(self._seconds)
-        try:
-            async with timer:
-                return await coroutine
-        except SystemExit as error:  # would end the process, and every other episode with it
-            message = f"the environment raised SystemExit: {error}"
-            raise RuntimeError(message).with_traceback(error.__traceback__) from error
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise TimeoutError(
-                f"{type(self._env).__qualname__}.{method} did not return within {self._seconds} s "
-                "(Limits.environment_seconds)"
-            ) from error
+            raise TypeError(f"{name} is not async: write `async def {method}`")
+        return await (coroutine if self._thread is None else self._thread.run(coroutine))
 
     def stop(self) -> None:
-        """Let the thread end after its current call. Called when the episode ends."""
+        """End the task, and let the thread end after its current call. Called when the episode ends."""
+        self.code.close()
         if self._thread is not None:
             self._thread.stop()
 
@@ -190,11 +191,16 @@ class Episode:
         if self.log.parent is not None:
             self.llm.inherit(self.log.parent)
         self.call = Caller(env, limits.environment_seconds)
+        self.acting = Supervised()
+        self.timers = self.llm.timers
+        self.timers.on_limit = self._out_of_time
+        self.beside: list[Cause] = []
 
     async def run(self) -> Tape:
         status, cause, cancelled = Status.ERROR, None, None
+        self.timers.start()
         try:
-            status, cause = await self._bounded()
+            status, cause = await self._episode()
         except asyncio.CancelledError as error:
             status, cause, cancelled = Status.CANCELLED, None, error
         except StoreFailed:
@@ -202,20 +208,27 @@ class Episode:
         except Exception as error:  # an error of Tapereel's own; those of others became ends further in
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
-            self.llm.close()
+            self.timers.stop()
+            self.acting.close()
         if self.llm.stopped is not None and cancelled is None:  # also where the agent went on without an answer
             status, cause = Status.ERROR, _cause(CauseType.MODEL, self.llm.stopped)
         try:
+            await self.llm.close()
             status, cause = await self._score_all(status, cause)
         except asyncio.CancelledError as error:
             status, cause, cancelled = Status.CANCELLED, None, error
         try:
-            status, cause = await self._wind_up(status, cause)
+            await self._close()
         except asyncio.CancelledError as error:  # also while closing: without an `end` the tape would count as crashed
             status, cause, cancelled = Status.CANCELLED, None, error
+        for kind, code in ((CauseType.AGENT, self.acting), (CauseType.ENVIRONMENT, self.call.code)):
+            self.beside += [Cause(type=kind, message=message) for message in code.left]
         self.recorder.write(self._end(status, cause))
         if cause is not None and status is Status.ERROR:
             self._warn(cause)
+        for fault in self.beside:
+            if fault.error is not None:  # what was left running is in the log already
+                self._warn(fault, beside=True)
         if cancelled is not None:
             raise cancelled
         await self.recorder.durable()
@@ -223,29 +236,25 @@ class Episode:
             raise self.llm.stopped
         return Tape(self.log)
 
-    def _warn(self, cause: Cause) -> None:
+    def _warn(self, cause: Cause, *, beside: bool = False) -> None:
         """Log each distinct fault once, not each episode. Scored answers that can't be parsed are training data: no
         warning. Another error of the agent is code to repair, whatever its episode earned."""
         misread = cause.error == TooManyParseErrors.__name__ and Tape(self.log).reward is not None
         if not misread and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning(
-                "an episode ended with an error of the %s: %s: %s (%s); the same fault is not reported again",
+                "an episode %s an error of the %s: %s: %s (%s); the same fault is not reported again",
+                "kept its result, beside" if beside else "ended with",
                 cause.type.value,
                 cause.error,
                 cause.message,
                 cause.frame or "no frame",
             )
 
-    async def _bounded(self) -> tuple[Status, Cause | None]:
-        timer = asyncio.timeout(self.limits.seconds)
-        try:
-            async with timer:
-                return await self._episode()
-        except TimeoutError:
-            if not timer.expired():
-                raise
-            message = f"the episode took longer than {self.limits.seconds} s"
-            return Status.LIMIT, Cause(type=CauseType.SECONDS, message=message)
+    def _out_of_time(self, reached: LimitReached) -> None:
+        """A timer is at its limit: end what runs. Where nothing runs, the next check of `timers.reached` ends it."""
+        self.llm.latch(reached)
+        self.acting.stop()
+        self.call.code.stop()
 
     async def _episode(self) -> tuple[Status, Cause | None]:
         failure = await self._reset()
@@ -268,15 +277,16 @@ class Episode:
                 return ended
 
     async def _reset(self) -> tuple[Status, Cause | None] | None:
-        self.env.rng = random.Random(self.begin.env_seed)
         try:
+            self.env.rng = random.Random(self.begin.env_seed)
+            await self.call("acquire", bounded=False)
             if self.log.parent is not None:
                 return await self._restore(self.log.parent)
             self._record(as_observation(await self.call("reset", self.begin.task.given)), ENV, ())
-        except (StoreFailed, asyncio.CancelledError):
+        except NOT_FAULTS:
             raise
-        except Exception as error:
-            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        except BaseException as error:
+            return self._ended(CauseType.ENVIRONMENT, error)
         return None
 
     async def _restore(self, fork: Tape) -> None:
@@ -290,24 +300,22 @@ class Episode:
         """One turn of the agent: (its Action, None), or (None, how the episode ends)."""
         view = Tape(self.log, scope=self.agent.path, agent_view=True)
         try:
-            action = await self._turn(self.agent.act(view, self.llm))
-        except (StoreFailed, asyncio.CancelledError):
+            with self.timers.acting():
+                action = await self.acting(self._turn(view), f"{type(self.agent).__qualname__}.act")
+        except NOT_FAULTS:
             raise
-        except LimitReached as reached:
-            return None, self._limit(reached)
-        except ModelFailed as error:
-            return None, (Status.ERROR, _cause(CauseType.MODEL, error))
-        except RenderFailed as error:
-            return None, (Status.ERROR, _cause(CauseType.ENVIRONMENT, error))
-        except Exception as error:
-            return None, (Status.ERROR, _cause(CauseType.AGENT, error))
+        except BaseException as error:
+            return None, self._ended(CauseType.AGENT, error)
         finally:
             self.llm.end_turn()
+        if self.timers.reached is not None:
+            return None, _limit(self.timers.reached)
         if action is None:
-            return None, self._limit(self.llm.latched) if self.llm.latched is not None else _no_action(self.agent)
+            return None, _limit(self.llm.latched) if self.llm.latched is not None else _no_action(self.agent)
         return action, None
 
-    async def _turn(self, steps: AsyncIterator[Step]) -> Action | None:
+    async def _turn(self, view: Tape) -> Action | None:
+        steps = self.agent.act(view, self.llm)
         if not hasattr(steps, "__aiter__"):
             close = getattr(steps, "close", None)
             if close is not None:
@@ -317,41 +325,55 @@ class Episode:
             )
         try:
             async for step in steps:
+                if self.acting.left:
+                    return None  # this task was left running, and its episode ended without it
                 if not isinstance(step, Step) or isinstance(step, Observation):
                     raise AgentFault(f"act yielded {step!r}: it may yield thoughts and one Action")
                 path, calls = self.llm.attribute(step, self.agent.path)
                 self._record(step, path, calls)
                 if isinstance(step, Action):
                     return step
-        except SystemExit as error:  # it would end the process and all other episodes
-            raise AgentFault(f"the agent raised SystemExit: {error}").with_traceback(error.__traceback__) from error
         finally:
             close = getattr(steps, "aclose", None)
             if close is not None:
                 await close()
         return None
 
-    def _limit(self, reached: LimitReached) -> tuple[Status, Cause | None]:
-        return Status.LIMIT, Cause(type=reached.limit, message=str(reached))
-
     async def _react(self, action: Action) -> tuple[Status, Cause | None] | None:
         at = len(self.log.entries) - 1
         try:
-            outcome = as_outcome(await self.call("step", action))
+            with self.timers.acting() if isinstance(action, ToolCalls) else nullcontext():
+                outcome = as_outcome(await self.call("step", action))
             self._score(outcome, at)
             if outcome.observation is not None:
                 self._record(outcome.observation, ENV, ())
-        except (StoreFailed, asyncio.CancelledError):
+        except NOT_FAULTS:
             raise
-        except Exception as error:
-            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        except BaseException as error:
+            return self._ended(CauseType.ENVIRONMENT, error)
         if outcome.terminated:
             return Status.FINISHED, None
         if outcome.truncated:
             return Status.TRUNCATED, None
         if self.llm.latched is not None:
-            return self._limit(self.llm.latched)
+            return _limit(self.llm.latched)
         return None
+
+    def _ended(self, kind: CauseType, error: BaseException) -> tuple[Status, Cause | None]:
+        """How an error in the code of `kind` ends the episode."""
+        if isinstance(error, Stopped) and self.timers.reached is not None:
+            return _limit(self.timers.reached)
+        # An agent's TaskGroup wraps what its model calls raise.
+        for found in _parts(error):
+            if isinstance(found, StoreFailed):
+                raise found
+            if isinstance(found, LimitReached):
+                return _limit(found)
+            if isinstance(found, ModelFailed):
+                return Status.ERROR, _cause(CauseType.MODEL, found)
+            if isinstance(found, RenderFailed):
+                return Status.ERROR, _cause(CauseType.ENVIRONMENT, found)
+        return Status.ERROR, _cause(kind, error)
 
     def _end(self, status: Status, cause: Cause | None) -> End:
         return End(
@@ -360,6 +382,8 @@ class Episode:
             cause=cause,
             seconds=time.perf_counter() - self.started,
             at=time.time(),
+            agent_seconds=self.timers.agent_seconds,
+            beside=tuple(self.beside),
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
@@ -374,28 +398,29 @@ class Episode:
             if outcome is not None:
                 self._score(as_outcome(outcome, "finish"), None)
             if self.env.rewards is not None:
-                records = await self.env.rewards.score(Ending(self.log, self._end(status, cause)))
+                scoring = self.env.rewards.score(Ending(self.log, self._end(status, cause)))
+                records = await self.call.code(scoring, "the rewards")
                 for record in records:
                     self.recorder.write(record)
                 failed = next((r.evidence for r in records if r.value != r.value), None)
                 if isinstance(failed, dict):
                     raise RewardFailed(str(failed["failed"]))
-        except StoreFailed:
+        except NOT_FAULTS:
             raise
-        except Exception as error:
-            return Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        except BaseException as error:
+            return self._ended(CauseType.ENVIRONMENT, error)
         return status, cause
 
-    async def _wind_up(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """Close the environment. An error while closing is the episode's end, unless it already ended by an error."""
+    async def _close(self) -> None:
+        """Close the environment. The episode has its result: an error while closing stands beside it on the tape."""
         try:
             await self.call("close")
-        except Exception as error:
-            if status not in (Status.ERROR, Status.CANCELLED):
-                status, cause = Status.ERROR, _cause(CauseType.ENVIRONMENT, error)
+        except NOT_FAULTS:
+            raise
+        except BaseException as error:
+            self.beside.append(_cause(CauseType.ENVIRONMENT, error))
         finally:
             self.call.stop()
-        return status, cause
 
     def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
         if by != ENV and not calls:
@@ -417,6 +442,19 @@ def _recorded_limits(limits: Limits, engine: Engine | None) -> dict[str, JsonVal
     return {**recorded, "context": min(contexts)} if contexts else recorded
 
 
+def _limit(reached: LimitReached) -> tuple[Status, Cause | None]:
+    return Status.LIMIT, Cause(type=reached.limit, message=str(reached))
+
+
+def _parts(error: BaseException) -> Iterator[BaseException]:
+    """The error, or the errors in an exception group."""
+    if isinstance(error, BaseExceptionGroup):
+        for part in error.exceptions:
+            yield from _parts(part)
+    else:
+        yield error
+
+
 def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
     return Status.ERROR, _cause(CauseType.AGENT, AgentFault(f"{type(agent).__qualname__}.act ended without an Action"))
 
@@ -426,7 +464,14 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
     # The innermost line of the user's code: a library's error is corrected where the user called the library.
     at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
-    return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(str(error))), frame=frame)
+    return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(_text(error))), frame=frame)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as second:  # user code, like everything in an error of user code
+        return f"(its text can't be had: __str__ raised {type(second).__qualname__})"
 
 
 @functools.lru_cache(maxsize=4096)

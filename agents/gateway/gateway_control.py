@@ -64,8 +64,10 @@ class Budget(BaseModel):
     tokens: int | None = Field(default=None, ge=1)
     """Sampled tokens of all calls."""
     context: int | None = Field(default=None, ge=2)
-    seconds: float | None = Field(default=None, gt=0)
-    """Seconds from the begin of the tape to its end."""
+    agent_seconds: float | None = Field(default=None, gt=0)
+    """As in `Limits`: of the client, and of its calls while the model is at work for them."""
+    system_seconds: float | None = Field(default=None, gt=0)
+    """As in `Limits`: of all the rest."""
     idle: float | None = Field(default=None, gt=0)
     """Seconds without a request."""
 
@@ -390,7 +392,7 @@ class GatewayConfig(EpisodesConfig):
 
     split: str = "train"
     """Split of a tape whose client doesn't set one."""
-    limits: Limits = Limits(seconds=3600.0)
+    limits: Limits = Limits(agent_seconds=3600.0, system_seconds=3600.0)
     """Limits of a tape whose client doesn't set any."""
     idle_seconds: float = Field(default=300.0, gt=0)
     """A tape without a request for this long is ended."""

@@ -162,7 +162,7 @@ def cut(tape: Tape, turn: int) -> Tape:
 def recorded_limits(tape: Tape) -> Limits:
     """The limits of the recorded episode; the defaults where the tape doesn't record them."""
     recorded = tape.begin.limits
-    return Limits() if recorded is None else Limits.model_validate({**dict.fromkeys(Limits.model_fields), **recorded})
+    return Limits() if recorded is None else Limits.recorded(recorded)
 
 
 async def doubt_of(

@@ -176,7 +176,7 @@ def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode
     if all(call.prompt is None for call in script.calls):
         renderer = None
     # Time limits are off: the replay runs at another speed than the recording.
-    limits = {"turns": None, **(begin.limits or {}), "seconds": None, "environment_seconds": None}
+    limits = Limits.recorded(begin.limits, agent_seconds=None, system_seconds=None, environment_seconds=None)
     if begin.limits is None:
         script.notes["limits and sampling: this tape doesn't record them"] = None
     if renderer is None and any(call.prompt is not None for call in script.calls):
@@ -185,7 +185,7 @@ def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode
     engine.patience = agent.patience
     parent = None if script.prefix is None else parent_of(script.prefix)
     checker = _Checker(begin.model_copy(update={"parent": parent}), script)
-    episode = _Episode(agent, _World(script), checker, engine=engine, limits=Limits.model_validate(limits), retries=0)
+    episode = _Episode(agent, _World(script), checker, engine=engine, limits=limits, retries=0)
     answers = [recorded_answer(call) for call in script.answered if call.engine != "authored"]
     episode.llm.sampled = sum(
         len(one.ids) if one.ids is not None else one.usage.completion_tokens or 0 for one in answers
@@ -198,7 +198,7 @@ def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode
 
 
 class _Episode(Episode):
-    def _warn(self, cause: Cause) -> None:
+    def _warn(self, cause: Cause, *, beside: bool = False) -> None:
         """No log line: the fault was logged while recording, or the verdict reports it."""
 
 

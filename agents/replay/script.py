@@ -27,6 +27,7 @@ _FROM_OUTSIDE = {
     (Status.ERROR, CauseType.ENVIRONMENT),
     (Status.ERROR, CauseType.OURS),
     (Status.LIMIT, CauseType.SECONDS),
+    (Status.LIMIT, CauseType.AGENT_SECONDS),
     (Status.CANCELLED, None),
     (Status.CRASHED, None),
     (None, None),

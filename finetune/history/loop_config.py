@@ -133,7 +133,7 @@ class LoopConfig(RecipeConfig):
     critic: CriticConfig | None = None
     """None: a critic with the defaults if the recipe takes values, otherwise no critic."""
     sampling: Sampling = Sampling(max_tokens=64)
-    limits: Limits = Limits(turns=8, seconds=120.0)
+    limits: Limits = Limits(turns=8, agent_seconds=120.0, system_seconds=600.0)
     publish: Literal["reprefill", "drain"] = "reprefill"
     """What happens to completions in flight when weights change; both ways keep log-probs exact."""
     sleep: bool = False

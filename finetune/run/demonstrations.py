@@ -85,7 +85,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         groups=16,
         group_size=16,
         sampling=Sampling(max_tokens=16),
-        limits=Limits(turns=4, seconds=120.0),
+        limits=Limits(turns=4, agent_seconds=120.0),
         optimiser=OptimiserConfig(lr=3e-4),
     )
     threads: int = Field(default=1, ge=1)

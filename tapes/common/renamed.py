@@ -108,7 +108,21 @@ def _drop_demo_constants(data: dict[str, Any]) -> None:
             del data[key]
 
 
-RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines, _drop_demo_constants)
+def two_timers(limits: Mapping[str, Any]) -> dict[str, Any]:
+    """The limits of an episode, also those of a version that had one clock: each timer gets its value."""
+    if "seconds" not in limits:
+        return dict(limits)
+    rest = {key: value for key, value in limits.items() if key != "seconds"}
+    return {"agent_seconds": limits["seconds"], "system_seconds": limits["seconds"], **rest}
+
+
+def _split_clock(data: dict[str, Any]) -> None:
+    for group in (data, *(data.get(key) for key in ("loop", "demonstrations", "evaluation"))):
+        if isinstance(group, dict) and isinstance(group.get("limits"), dict):
+            group["limits"] = two_timers(group["limits"])
+
+
+RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines, _drop_demo_constants, _split_clock)
 """Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
 configuration of this version as it is."""
 

@@ -57,6 +57,7 @@ class _Flight:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """Closed spans as (version, start, end). The open span starts at their end and has the current version."""
     listener: Listener | None = None
+    on_start: Callable[[], None] | None = None
     heard: int = 0
     """Number of ids that the listener has received."""
 
@@ -144,7 +145,9 @@ class EmbeddedEngine:
         `request.on_partial`, as a completion with the finish `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
-        flight = _Flight(generation, asyncio.get_running_loop().create_future(), listener=request.listener)
+        flight = _Flight(
+            generation, asyncio.get_running_loop().create_future(), listener=request.listener, on_start=request.on_start
+        )
         self._flights[generation] = flight
         if request.listener is not None:
             self._heard.add(flight)
@@ -389,6 +392,9 @@ class EmbeddedEngine:
             if joiners and tokens > self._prefill_tokens:
                 break
             joiners.append(self._waiting.popleft())
+            flight = self._flights[joiners[-1]]
+            if flight.on_start is not None:
+                flight.on_start()
         for group in self._batch.groups(joiners):
             self._attempt(group, "prefilling", partial(self._batch.join, group))
 

@@ -18,7 +18,7 @@ import time
 import uuid
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -427,7 +427,7 @@ class RemoteEngine:
         # then get no tokens at all, because received tokens must be a prefix of the completion.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None
         flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
-        return await answered(flight.server, self._dialect, body, flight.stream, heard)
+        return await answered(flight.server, self._dialect, body, flight.stream, heard, request.on_start)
 
     def _stop_if_broken(self, cause: Exception | None) -> None:
         """Reject completions that were in flight during a failed weight sync: their weights are unknown."""
@@ -532,10 +532,16 @@ async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
 
 
 async def answered(
-    server: Server, dialect: Dialect, body: Json, stream: ChunkStream | None = None, listener: Listener | None = None
+    server: Server,
+    dialect: Dialect,
+    body: Json,
+    stream: ChunkStream | None = None,
+    listener: Listener | None = None,
+    on_start: Callable[[], None] | None = None,
 ) -> object:
     """Send `body` and return the whole answer. A `listener` makes the answer a stream. `stream` collects a streamed
-    answer, so that the caller can read the partial answer after a cancellation."""
+    answer, so that the caller can read the partial answer after a cancellation. on_start: called at the first token of
+    a streamed answer; no server reports the time between."""
     if listener is not None:
         body = {**body, **STREAM}
     elif not dialect.streams:
@@ -545,6 +551,8 @@ async def answered(
         async with aclosing(server.stream(dialect.route, body)) as pieces:
             async for piece in pieces:
                 ids = [id for event in events.feed(piece) for id in stream.feed(event)]
+                if ids and on_start is not None:
+                    on_start()
                 if ids and listener is not None:
                     listener.tokens(checked_ids(ids, "stream"))
     except StreamFailed as error:

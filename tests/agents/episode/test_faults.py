@@ -12,7 +12,7 @@ from tapereel.envs import Outcome
 from tapereel.tapes import CauseType, Status, Tape
 
 from ..worlds import Guess, GuessNumber, Player
-from .test_rollout import Raising, acting, run
+from .test_rollout import Raising, acting, fault_of, run
 
 
 def test_what_the_library_refuses_is_blamed_on_the_line_of_the_environment():
@@ -40,8 +40,9 @@ def test_a_method_that_is_not_async_is_named_with_the_remedy():
 def test_an_environment_that_would_end_the_process_ends_its_episode(where, blocking):
     env = type("Exits", (Raising,), {"blocking": blocking})(where, SystemExit("bye"))
     tape = run(Player(), env, 7, engine=ScriptedEngine(["7"]))
-    assert (tape.status, tape.cause.type) == (Status.ERROR, CauseType.ENVIRONMENT)
-    assert tape.cause.message == "the environment raised SystemExit: bye"
+    cause = fault_of(tape, where)
+    assert cause.type is CauseType.ENVIRONMENT
+    assert f"{cause.error}: {cause.message}".endswith("SystemExit: bye")
 
 
 @pytest.mark.parametrize("score", [None, 0.5])

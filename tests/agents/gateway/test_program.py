@@ -231,7 +231,7 @@ def left_running(tmp_path: Path, options: str) -> tuple[Tape, int]:
     """The tape of a program that answers while what it started goes on, and who that is."""
     pids = tmp_path / "pids"
     code = LEAVES.replace("OPTIONS", options).replace("PIDS", repr(str(pids)))
-    return rolled(command(code), limits=Limits(seconds=100)), int(pids.read_text())
+    return rolled(command(code), limits=Limits(agent_seconds=100, system_seconds=100)), int(pids.read_text())
 
 
 @pytest.mark.parametrize("options", ["", "start_new_session=True", "start_new_session=True, stdout=-3, stderr=-3"])
@@ -287,14 +287,14 @@ def test_a_question_under_way_when_the_episode_is_given_up_is_recorded():
     assert len(labels) == 1
 
 
-def test_a_program_that_takes_too_long_ends_as_a_limit_of_seconds():
+def test_a_program_that_takes_too_long_ends_at_the_limit_of_the_agents_time():
     async def sleeps(task: str, endpoint: Endpoint) -> str:
         await asyncio.Event().wait()
         return task
 
-    tape = rolled(sleeps, limits=Limits(seconds=0.05))
+    tape = rolled(sleeps, limits=Limits(agent_seconds=0.05))
     assert tape.cause is not None
-    assert (tape.status, tape.cause.type, tape.trains) == (Status.LIMIT, "seconds", False)
+    assert (tape.status, tape.cause.type, tape.trains) == (Status.LIMIT, "agent_seconds", True)
 
 
 def test_a_store_that_fails_stops_the_episode_and_nothing_is_swallowed():

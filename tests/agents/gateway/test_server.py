@@ -261,9 +261,9 @@ def test_a_tape_that_takes_too_long_or_is_left_alone_ends_with_what_is_under_way
             idle = await until_ended(there, tape)
             assert (idle["status"], idle["cause"]["type"]) == ("limit", "seconds")
             assert "no request for 0.05 s" in idle["cause"]["message"]
-            tape, client = await there.begin(task="t", budget={"seconds": 0.05})
+            tape, client = await there.begin(task="t", budget={"agent_seconds": 0.05})
             late = await until_ended(there, tape)
-            assert (late["status"], late["cause"]["type"]) == ("limit", "seconds")
+            assert (late["status"], late["cause"]["type"]) == ("limit", "agent_seconds")
             assert (await client.ask("hi"))[1]["error"]["code"] == "tape_ended"
             engine.gate.clear()
             tape, client = await there.begin(task="t")
@@ -332,7 +332,7 @@ def test_an_engine_that_fails_is_told_and_may_be_asked_again(tmp_path: Path):
 
 def test_every_end_is_typed(tmp_path: Path):
     async def scene() -> list[Any]:
-        async with served(tmp_path, Told(), limits=Limits(seconds=60.0)) as there:
+        async with served(tmp_path, Told(), limits=Limits(agent_seconds=60.0, system_seconds=60.0)) as there:
             ends = []
             for body in ({"status": "truncated"}, {"status": "error", "message": "it fell"}, {"status": "cancelled"}):
                 tape, client = await there.begin(task="t")

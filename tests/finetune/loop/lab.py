@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 LETTERS = "abcd"
 WORDS = char_tokenizer(LETTERS + "+-")
 RENDERER = Renderer(WORDS)
-LIMITS = Limits(turns=6, seconds=60.0)
+LIMITS = Limits(turns=6, agent_seconds=60.0, system_seconds=60.0)
 
 
 class Letters(Environment[Answer]):

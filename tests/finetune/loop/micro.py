@@ -36,7 +36,7 @@ MICRO = DemoConfig(
         group_size=4,
         checkpoint_every=2,
         sampling=Sampling(max_tokens=12),
-        limits=Limits(turns=3, seconds=120.0),
+        limits=Limits(turns=3, agent_seconds=120.0, system_seconds=120.0),
         optimiser=OptimiserConfig(lr=1e-3),
         changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]},
     ),

@@ -210,7 +210,7 @@ def played(program: list[Any], made: tuple[Renderer, int], seed: int, fork: Tape
             seed=seed,
             fork=fork,
             retries=0,
-            limits=Limits(turns=TURNS, seconds=None),
+            limits=Limits(turns=TURNS, agent_seconds=None, system_seconds=None),
             sampling=Sampling(max_tokens=6),
         )
     )
@@ -314,7 +314,7 @@ def acted(act: Any, made: tuple[Renderer, int] | None = None) -> tuple[Tape, Dic
             engine=engine,
             retries=0,
             sampling=Sampling(max_tokens=6),
-            limits=Limits(turns=TURNS, seconds=None),
+            limits=Limits(turns=TURNS, agent_seconds=None, system_seconds=None),
         )
     )
     assert tape.status == "finished", tape.cause

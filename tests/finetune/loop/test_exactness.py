@@ -82,7 +82,7 @@ def sampled(mode: Any, temperature: float, *, ends: bool) -> tuple[dict[str, Any
                     task,
                     engine=engine,
                     seed=task,
-                    limits=Limits(seconds=None),
+                    limits=Limits(agent_seconds=None, system_seconds=None),
                     sampling=Sampling(temperature=temperature, max_tokens=66),
                 )
             )

@@ -28,7 +28,7 @@ from ..history.test_history import abandoned
 from . import clock
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 
-ENDLESS = Limits(seconds=None, environment_seconds=None)
+ENDLESS = Limits(agent_seconds=None, system_seconds=None, environment_seconds=None)
 """Nothing but a group's deadline ends what hangs."""
 
 

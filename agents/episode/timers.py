@@ -1,0 +1,117 @@
+"""The two timers of an episode: the agent's time and the system's time. One of them runs at any moment.
+
+Agent time is what the policy causes: the agent's own code, its model calls while the model is at work for them, and its
+tools. At its limit the episode is scored, as at the limit of turns. System time is all the rest: the engine's queue,
+retries, the environment and Tapereel. At its limit the episode says nothing of the policy: it is repeated.
+
+An engine reports that a model begins to work at a request by `Request.on_start`. A call whose engine doesn't report it
+is system time, since a policy must not be punished for a queue that no one measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ...tapes import CauseType
+from .limits import LimitReached, Limits
+
+
+class Timers:
+    """Runs from `start` to `stop`. Beyond a limit, `reached` has it, and `on_limit` is called once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.on_limit: Callable[[LimitReached], None] = lambda _: None
+        self.reached: LimitReached | None = None
+        self._limits = {True: limits.agent_seconds, False: limits.system_seconds}
+        self._spent = {True: 0.0, False: 0.0}
+        """Seconds of the agent (True) and of the system (False)."""
+        self._agents = False
+        """Whether the agent's timer runs."""
+        self._acting = False
+        self._calls = self._working = 0
+        """Model calls in flight, and those of them that a model works at."""
+        self._since = time.monotonic()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._running = False
+
+    @property
+    def agent_seconds(self) -> float:
+        """The agent's time so far."""
+        return self._spent[True]
+
+    def start(self) -> None:
+        """Start the system's timer. Needs a running event loop."""
+        self._running, self._since = True, time.monotonic()
+        self._change()
+
+    def stop(self) -> None:
+        """Stop both timers."""
+        self._change()
+        self._running = False
+        if self._alarm is not None:
+            self._alarm.cancel()
+
+    @contextmanager
+    def acting(self) -> Iterator[None]:
+        """The agent's code or one of its tools runs inside."""
+        self._acting = True
+        self._change()
+        try:
+            yield
+        finally:
+            self._acting = False
+            self._change()
+
+    def called(self) -> None:
+        """A model call begins."""
+        self._calls += 1
+        self._change()
+
+    def worked(self, more: int) -> None:
+        """A model begins (1) or ceases (-1) to work at a call."""
+        self._working += more
+        self._change()
+
+    def answered(self) -> None:
+        """A model call, at which no model works any more, ends."""
+        self._calls -= 1
+        self._change()
+
+    def _change(self) -> None:
+        """Charge the time since the last change, and start the timer that is due now."""
+        if not self._running:
+            return
+        now = time.monotonic()
+        self._spent[self._agents] += now - self._since
+        self._since = now
+        self._check()
+        self._agents = self._acting and (self._working > 0 or not self._calls)
+        limit = self._limits[self._agents]
+        if limit is None or self.reached is not None:
+            return
+        # The alarm may be early, never late: then it is set again. So most changes leave it alone.
+        loop = asyncio.get_running_loop()
+        due = loop.time() + limit - self._spent[self._agents]
+        if self._alarm is None or self._alarm.cancelled() or due < self._alarm.when():
+            if self._alarm is not None:
+                self._alarm.cancel()
+            self._alarm = loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._change()
+
+    def _check(self) -> None:
+        limit = self._limits[self._agents]
+        if limit is None or self.reached is not None or self._spent[self._agents] < limit:
+            return
+        if self._agents:
+            message = f"the agent, its model calls and its tools took {limit:g} s (limits.agent_seconds)"
+            self.reached = LimitReached(CauseType.AGENT_SECONDS, message)
+        else:
+            message = f"the engine's queue, the environment and Tapereel took {limit:g} s (limits.system_seconds)"
+            self.reached = LimitReached(CauseType.SECONDS, message)
+        self.on_limit(self.reached)

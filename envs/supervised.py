@@ -1,0 +1,177 @@
+"""Supervised: runs the code of one agent or environment so that a fault in it ends its episode only.
+
+The code runs in a task of its own. So a CancelledError that the code raises by itself differs from a cancellation of
+the episode, and code that swallows its cancellation can be left behind. Code that computes without awaiting can't be
+stopped: it blocks the event loop, and `loop_watch` names its line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from ..tapes.common.text import logger
+
+log = logger("supervised")
+
+GRACE = 5.0
+"""Seconds that cancelled code has to end. After them it is left running, and its caller continues."""
+_left: set[asyncio.Task[None]] = set()
+"""Tasks that were left running. Referenced here, because nothing else may refer to them: see `leave`."""
+ResultT = TypeVar("ResultT")
+
+
+class Stopped(Exception):
+    """`stop` ended the call."""
+
+
+class TimedOut(Exception):
+    """The call took longer than it may."""
+
+
+class StrayCancellation(RuntimeError):
+    """The code raised CancelledError, and no one had cancelled it: it awaited a task or future that was cancelled."""
+
+
+class Supervised:
+    """`await code(coroutine, "what")`, one call at a time.
+
+    All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. Only
+    after a call was left running a further call gets a new one.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[str] = []
+        """What was left running."""
+        self._task: asyncio.Task[None] | None = None
+        self._work: Coroutine[Any, Any, Any] | None = None
+        """A call that has not begun."""
+        self._busy = False
+        """From the beginning of a call until its code has ended."""
+        self._done: asyncio.Future[tuple[Any, BaseException | None]] | None = None
+        """Gets the result of the newest call."""
+        self._wake: asyncio.Future[None] | None = None
+        """The task waits for it between calls."""
+        self._stopped: type[Exception] | None = None
+        self._what = ""
+
+    async def __call__(self, work: Coroutine[Any, Any, ResultT], what: str, seconds: float | None = None) -> ResultT:
+        """The result of `work`. Raises what it raises, a StrayCancellation in place of a CancelledError of its own.
+
+        `what` names the work in messages. Raises TimedOut after `seconds`, Stopped where `stop` was called, and
+        CancelledError where the caller was cancelled; then the work has ended, or `left` has its name.
+        """
+        loop = asyncio.get_running_loop()
+        done = self._done = loop.create_future()
+        self._work, self._what, self._stopped, self._busy = work, what, None, True
+        if self._task is None:
+            self._task = loop.create_task(self._serve(), name=f"tapereel {what}")
+        elif self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+        timer = loop.call_later(seconds, self.stop, TimedOut) if seconds is not None else None
+        try:
+            result, error = await done
+        except asyncio.CancelledError:  # of the caller: this future raises nothing else
+            if self._busy:
+                self._done = loop.create_future()
+                self.stop()
+                with contextlib.suppress(asyncio.CancelledError):  # a second cancellation ends the wait
+                    await self._done
+                self._leave(self._done)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._stopped is not None:
+            raise self._stopped(f"{what} did not return within {seconds} s") from error
+        if isinstance(error, asyncio.CancelledError):
+            raise StrayCancellation(
+                "it raised CancelledError, and its episode was not cancelled: it awaited a task that was cancelled"
+            ).with_traceback(error.__traceback__) from error
+        if error is not None:
+            raise error
+        return result
+
+    def stop(self, why: type[Exception] = Stopped) -> None:
+        """Cancel the call in progress: it raises `why` when its code has ended, after `GRACE` seconds at the latest."""
+        if not self._busy or self._task is None or self._done is None:
+            return
+        self._stopped = why
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+            self._settle(None, None)
+            return
+        self._task.cancel()
+        asyncio.get_running_loop().call_later(GRACE, self._leave, self._done)
+
+    def close(self) -> None:
+        """End the task. Call it when no call is in progress."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+
+    def _leave(self, done: asyncio.Future[tuple[Any, BaseException | None]]) -> None:
+        if self._done is not done or not self._busy or self._task is None:
+            return
+        self.left.append(f"{self._what} swallowed its cancellation and was left running")
+        log.warning(
+            "%s did not end within %g s of its cancellation and is left running: it swallows CancelledError, which it "
+            "must let pass",
+            self._what,
+            GRACE,
+        )
+        leave(self._task)
+        self._task = self._wake = None
+        self._settle(None, None)
+
+    def _settle(self, result: Any, error: BaseException | None) -> None:
+        self._busy = False
+        if self._done is not None and not self._done.done():
+            self._done.set_result((result, error))
+
+    async def _serve(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        loop = asyncio.get_running_loop()
+        while True:
+            work, self._work = self._work, None
+            if work is not None:
+                result, error = None, None
+                try:
+                    result = await work
+                except KeyboardInterrupt:  # Ctrl-C ends the process
+                    raise
+                except BaseException as raised:  # the caller gets it
+                    error = raised
+                if self._task is not task or loop.is_closed():
+                    return  # left behind meanwhile
+                while task.cancelling():
+                    task.uncancel()  # the next call's `asyncio.timeout` would take it for its own
+                self._settle(result, error)
+                del work, result, error
+            self._wake = loop.create_future()
+            try:
+                await self._wake
+            except asyncio.CancelledError:
+                if task.cancelling():  # by `close`, or by the end of the event loop
+                    raise
+                # Else it is late: code in the call before cancelled its own task.
+
+
+def leave(task: asyncio.Task[Any]) -> None:
+    """Leave a task running that ignores its cancellation: the end of the event loop won't wait for it."""
+    # `asyncio.run` cancels every registered task at its end and waits for all of them, without a limit.
+    asyncio._unregister_task(task)  # pyright: ignore[reportAttributeAccessIssue]
+    task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
+    _left.add(task)
+    task.add_done_callback(_left.discard)
+    task.add_done_callback(_ignore)
+
+
+def _ignore(task: asyncio.Task[Any]) -> None:
+    """Retrieve the error of a task that no one awaits; without it asyncio logs the error."""
+    if not task.cancelled():
+        task.exception()
