@@ -13,13 +13,17 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from traceback import format_exception
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn, cast
 
 from ..tapes.common.extras import extra_of
+from ..tapes.common.run_async import GRACE
 from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, RunStopped, TapereelError, UsageError
 from .console import Exit, Verb, say
 
@@ -150,13 +154,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         sys.excepthook = _print_traceback
+        _keep_stdout()
+        _outlive_alarms()
         # Thousands of live tapes make full collections dominate; what is imported so far is never garbage.
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
     except SystemExit as stop:  # argparse has printed the reason
-        return int(stop.code or 0)
+        code = int(stop.code or 0)
+    if argv is None:
+        _leave_threads(code)
+    return code
+
+
+def _keep_stdout() -> None:
+    """Keep descriptor 1 for the answer: what code of others and its child processes write there goes to stderr."""
+    try:
+        kept = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of them is closed: there is nothing to keep
+        return
+    out = sys.stdout
+    sys.stdout = os.fdopen(kept, "w", encoding=out.encoding, errors=out.errors)
+
+
+def _outlive_alarms() -> None:
+    """An alarm that an environment sets (`signal.alarm`) without a handler is reported and doesn't end the process."""
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.signal(signal.SIGALRM, lambda *_: say("SIGALRM arrived from code without a handler for it; ignored"))
+
+
+def _leave_threads(code: int) -> None:
+    """End the process with `code` although threads that code of others started don't end, and name them."""
+    left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
+
+    def end() -> None:
+        time.sleep(GRACE)
+        names = ", ".join(thread.name for thread in left if thread.is_alive())
+        say(f"threads are left behind and don't end: {names}; the process ends without them")
+        sys.stdout.flush()
+        os._exit(code)
+
+    if left:  # idle threads of executors end at the interpreter's exit, before this one acts
+        threading.Thread(target=end, daemon=True).start()
 
 
 def _dispatch(words: list[str]) -> int:
@@ -208,7 +249,7 @@ def _run(name: str, words: list[str]) -> int:
     except BrokenPipeError:
         # The reader of our stdout has gone (`| head`). Point stdout at the null device, or the interpreter's flush at
         # exit fails on the closed pipe and prints a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN
     except KeyboardInterrupt:
         say(f"{prog}: interrupted")

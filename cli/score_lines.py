@@ -19,9 +19,17 @@ def read_k(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def lost_line(scores: Scores) -> str:
+    """The share of tasks without a result, to be read before any mean: no mean has these tasks."""
+    share = scores.without / scores.tasks if scores.tasks else 0.0
+    return f"{share:.1%} of the tasks have no result ({scores.without:,} of {scores.tasks:,})"
+
+
 def score_lines(scores: Scores, indent: str = "") -> list[str]:
     """Mean reward, pass@k and labels with their intervals, one line each."""
-    lines = [f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks"] if scores.reward is not None else []
+    lines = [f"{indent}{lost_line(scores)}"]
+    if scores.reward is not None:
+        lines.append(f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks")
     for k, found in scores.pass_at.items():
         short = f"; {scores.short[k]:,} with fewer than {k} scored attempts left out" if scores.short[k] else ""
         text = "no task has so many scored attempts" if found is None else f"{found} over {found.tasks:,} tasks{short}"

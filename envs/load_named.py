@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from ..tapes.common.renamed import current_path
-from ..tapes.errors import TapereelError, UsageError
+from ..tapes.errors import TapereelError, UsageError, error_message
 
 
 def load_named(name: str, *, execute: bool = True) -> object:
@@ -72,9 +72,9 @@ def _from_package(name: str) -> ModuleType:
     here = _look_in(Path.cwd())
     try:
         return importlib.import_module(name)
-    except TapereelError:
+    except (TapereelError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and (name == absent or name.startswith(f"{absent}.")):
             now = current_path(name)
@@ -104,7 +104,7 @@ def _from_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[path.stem]
-        if isinstance(error, TapereelError) or not isinstance(error, Exception):
+        if isinstance(error, TapereelError | KeyboardInterrupt):
             raise
         raise not_loaded(str(path), error) from error
     return module
@@ -118,7 +118,7 @@ def _look_in(folder: Path) -> str:
     return here
 
 
-def not_loaded(name: str, error: Exception) -> UsageError:
+def not_loaded(name: str, error: BaseException) -> UsageError:
     """An error that names the exception in the user's code and its line."""
     frames = [
         frame
@@ -126,4 +126,4 @@ def not_loaded(name: str, error: Exception) -> UsageError:
         if frame.filename != __file__ and not frame.filename.startswith("<frozen ")
     ]
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return UsageError(f"{name} can't be loaded: {type(error).__name__}: {error}{at}")
+    return UsageError(f"{name} can't be loaded: {type(error).__name__}: {error_message(error)}{at}")

@@ -15,6 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 
+from ..tapes.common.text import logger
+
+log = logger("loop")
+
+STALL_SECONDS = 5.0
+"""Seconds for which the event loop may be blocked before a warning names the line. A forward pass takes far less."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stall:
@@ -30,6 +37,20 @@ class Stall:
         own = [frame for frame in self.stack if frame.filename == filename]
         frame = (own or self.stack)[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def watch_episodes() -> LoopWatch:
+    """Warns where the running event loop is blocked for `STALL_SECONDS`: `with watch_episodes():`"""
+    return LoopWatch(_stalled, seconds=STALL_SECONDS)
+
+
+def _stalled(stall: Stall) -> None:
+    log.warning(
+        "the event loop has been blocked for %.1f s at %s, and every episode waits. Code that doesn't await can't be "
+        "stopped: run it in a thread (an environment sets `blocking = True`) or in a process (`env_processes`)",
+        stall.seconds,
+        stall.where(),
+    )
 
 
 class LoopWatch:

@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
+from ..tapes.common.run_async import GRACE, leave
 from ..tapes.common.text import logger
 
 log = logger("supervised")
 
-GRACE = 5.0
-"""Seconds that cancelled code has to end. After them it is left running, and its caller continues."""
-_left: set[asyncio.Task[None]] = set()
-"""Tasks that were left running. Referenced here, because nothing else may refer to them: see `leave`."""
 ResultT = TypeVar("ResultT")
 
 
@@ -57,7 +54,9 @@ class Supervised:
         self._stopped: type[Exception] | None = None
         self._what = ""
 
-    async def __call__(self, work: Coroutine[Any, Any, ResultT], what: str, seconds: float | None = None) -> ResultT:
+    async def __call__(
+        self, work: Coroutine[object, Never, ResultT], what: str, seconds: float | None = None
+    ) -> ResultT:
         """The result of `work`. Raises what it raises, a StrayCancellation in place of a CancelledError of its own.
 
         `what` names the work in messages. Raises TimedOut after `seconds`, Stopped where `stop` was called, and
@@ -159,19 +158,3 @@ class Supervised:
                 if task.cancelling():  # by `close`, or by the end of the event loop
                     raise
                 # Else it is late: code in the call before cancelled its own task.
-
-
-def leave(task: asyncio.Task[Any]) -> None:
-    """Leave a task running that ignores its cancellation: the end of the event loop won't wait for it."""
-    # `asyncio.run` cancels every registered task at its end and waits for all of them, without a limit.
-    asyncio._unregister_task(task)  # pyright: ignore[reportAttributeAccessIssue]
-    task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
-    _left.add(task)
-    task.add_done_callback(_left.discard)
-    task.add_done_callback(_ignore)
-
-
-def _ignore(task: asyncio.Task[Any]) -> None:
-    """Retrieve the error of a task that no one awaits; without it asyncio logs the error."""
-    if not task.cancelled():
-        task.exception()

@@ -78,3 +78,11 @@ class MissingExtra(TapereelError, ImportError):
 
 class UsageError(TapereelError, ValueError):
     """Invalid argument, setting or input; a command that raises it exits with code 64."""
+
+
+def error_message(error: BaseException) -> str:
+    """`str(error)`, also of an error of user code whose `__str__` raises."""
+    try:
+        return str(error)
+    except BaseException as second:
+        return f"(no message: its __str__ raised {type(second).__qualname__})"

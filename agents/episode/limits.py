@@ -45,7 +45,7 @@ class Limits(Value):
         return data
 
     @classmethod
-    def recorded(cls, limits: Mapping[str, JsonValue] | None, **changes: JsonValue) -> Self:
+    def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:
         """The limits on a tape, also on one of an earlier version, with `changes`. What isn't there has no limit."""
         return cls.model_validate({**dict.fromkeys(cls.model_fields), **two_timers(limits or {}), **changes})
 

@@ -20,8 +20,8 @@ from uuid import UUID
 
 from pydantic import BaseModel, JsonValue
 
-from ...envs.supervised import GRACE
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
+from ...tapes.common.run_async import GRACE
 from ...tapes.messages import said
 from ...tapes.records import Attempt
 from ..engines.engine import (

@@ -27,6 +27,7 @@ from ...envs.environment import (
     AnyEnvironment,
     Environment,
     EnvironmentFactory,
+    NotAnEnvironment,
     Outcome,
     RestoreMismatch,
     as_observation,
@@ -38,6 +39,7 @@ from ...envs.supervised import Stopped, Supervised, TimedOut
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task, ToolCalls
 from ...tapes.common.redact import without_secrets
 from ...tapes.common.text import logger
+from ...tapes.errors import error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
@@ -98,14 +100,14 @@ async def rollout(
     """
     if isinstance(engine, WaitingEngine):
         await engine.absence.over()
-    env = env if isinstance(env, Environment) else new_environment(env)
+    factory, env = env, env if isinstance(env, Environment) else _new_environment(env)
     task, limits = Task.of(task), limits or Limits()
     begin = Begin(
         tape=tape_id or new_tape_id(),
         task=task,
         task_hash=task.hash,
         agent=agent.identity(),
-        env=_environment_identity(env),
+        env=_environment_identity(env) if not isinstance(env, _Unmade) else Identity(name=_name(factory)),
         env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
         seed=seed,
         group=group,
@@ -464,14 +466,9 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
     # The innermost line of the user's code: a library's error is corrected where the user called the library.
     at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
-    return Cause(type=kind, error=type(error).__qualname__, message=_clean(without_secrets(_text(error))), frame=frame)
-
-
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except BaseException as second:  # user code, like everything in an error of user code
-        return f"(its text can't be had: __str__ raised {type(second).__qualname__})"
+    return Cause(
+        type=kind, error=type(error).__qualname__, message=_clean(without_secrets(error_message(error))), frame=frame
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -503,6 +500,29 @@ def _first_time(*fault: str | None) -> bool:
         return False
     _reported.add(fault)
     return True
+
+
+class _Unmade(Environment[Action]):
+    """Stands for an environment whose constructor raised: the episode ends with that error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    async def reset(self, task: object) -> str:
+        raise self._error
+
+
+def _new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
+    try:
+        return new_environment(factory)
+    except (NotAnEnvironment, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        return _Unmade(error)
+
+
+def _name(factory: object) -> str:
+    return getattr(factory, "__name__", type(factory).__name__)
 
 
 def _environment_identity(env: AnyEnvironment) -> Identity:

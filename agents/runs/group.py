@@ -146,7 +146,8 @@ async def fill(
 ) -> Closing:
     """Sample the episodes that the group needs, and set `group.closed`.
 
-    sample: called with (attempt, number of its tapes so far); the number is part of the seed, so a retry has another.
+    sample: called with (attempt, number of its episodes that ended by themselves). The number is part of the seed: a
+    retry has another seed, and an episode that a crash or a cancellation cut off is sampled again with its own.
     until: time of the event loop at which the group closes; episodes in flight end as cancelled, on tape too.
     fresh: asked before a retry; False: the attempt is not retried, because it would be too stale to be compared.
     concurrency: episodes at once; None: all attempts.
@@ -154,15 +155,16 @@ async def fill(
 
     async def attempt(k: int) -> bool:
         tapes = group.tapes.setdefault(k, [])
+        usable = group.usable_episodes(k)
 
         async def episode() -> Tape:
-            tape = await sample(k, len(tapes))
+            tape = await sample(k, len(usable))
             tapes.append(tape)
             if not tape.trains:
                 group.lost[tape.cause.type.value if tape.cause is not None else str(tape.status)] += 1
             return tape
 
-        return await run_attempt(group.usable_episodes(k), episode, may_retry=fresh)
+        return await run_attempt(usable, episode, may_retry=fresh)
 
     timer = asyncio.timeout_at(until)
     try:

@@ -58,6 +58,9 @@ class Interval(Value):
 class Scores(Value):
     """The scores of one evaluation."""
 
+    tasks: int
+    without: int = 0
+    """Tasks without a result: none of their attempts is scored, and every mean leaves them out."""
     reward: Interval | None
     """Mean over tasks of the mean reward of their scored attempts; None when nothing was scored."""
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
@@ -66,7 +69,6 @@ class Scores(Value):
     """k -> tasks with scored attempts, but fewer than k of them."""
     success: float
     """The least reward of a success."""
-    tasks: int
     attempts: int
     unscored: int
     """Attempts without a reward."""
@@ -173,6 +175,7 @@ def evaluate_rewards(
         short={n: sum(len(own) < n for own in known.values()) for n in wanted},
         success=success,
         tasks=len(rewards),
+        without=len(rewards) - len(known),
         attempts=sum(map(len, rewards.values())),
         unscored=sum(r is None for own in rewards.values() for r in own),
         by_label={

@@ -15,6 +15,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
+from ...envs.loop_watch import watch_episodes
 from ...envs.rewards.relative import compared
 from ...tapes import Tape, Task
 from ...tapes.audit.faults import Fault, Faults
@@ -90,8 +91,8 @@ class RunSummary(Value):
     """Episodes that this process recorded."""
     ends: tuple[Ended, ...]
     faults: tuple[Fault, ...]
-    """Errors of this process, most frequent first; at most 10. Errors of one class raised at one line count as one
-    fault, which has the message of the first."""
+    """Errors of this process, also those beside a result, most frequent first; at most 10. Errors of one class raised
+    at one line count as one fault, which has the message of the first."""
     reward: float | None
     """Mean over tasks of the mean reward of their scored attempts, as in `scores`; None without a scored attempt."""
     error: float | None
@@ -131,7 +132,8 @@ def run(
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     check_free(out)  # before a model is loaded
     check_models([config.engine, *(player.engine for player in config.players.values())])
-    return run_async(_run(config, setup, Path(out), resume, progress, started))
+    with setup:
+        return run_async(_run(config, setup, Path(out).absolute(), resume, progress, started))
 
 
 async def _run(
@@ -143,7 +145,8 @@ async def _run(
         store.record_weights(*publishes.values())
         attempts = _Attempts(config, setup, directory)
         try:
-            await attempts.run(engine, progress)
+            with watch_episodes():
+                await attempts.run(engine, progress)
         finally:
             await engine.close()
         await _compare(attempts, store)
@@ -232,6 +235,8 @@ class _Attempts:
             tapes.append(tape)
             if tape.status is Status.ERROR and tape.cause is not None:
                 self.faults.count(tape.id, tape.cause)
+            for fault in tape.end.beside if tape.end is not None else ():
+                self.faults.count(tape.id, fault)
             return tape
 
         await run_attempt(usable, episode, retries=config.retries)

@@ -7,16 +7,19 @@ A name is `package.module:name` or `file.py:name`. Loading a name runs the user'
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any, Self, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import Field, JsonValue
 
+from ...envs.blocking import in_thread
 from ...envs.environment import Environment, EnvironmentFactory
 from ...envs.load_named import load_named, not_loaded
 from ...envs.rewards import load_rewards, rewarded
@@ -26,8 +29,13 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import TapereelError, UsageError
 from ..episode.agent import Agent, FunctionAgent
 
+if TYPE_CHECKING:
+    from ...envs.remote.pool import Pool
+
 UNNAMED = "<object "
 """Prefix of the recorded name of an object that no import returns."""
+LOAD_SECONDS = 60.0
+"""Time limit of the constructor and the `close` of the instance that is made when an environment is loaded."""
 LISTED = 100
 """Longest list of plain values that the configuration records whole. A longer list is recorded by its digest."""
 
@@ -45,7 +53,16 @@ class LoadedSetup:
 
     agent: Agent
     env: EnvironmentFactory
+    pool: Pool | None = field(default=None, kw_only=True)
     tasks: Taskset
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """End the processes of `env_processes`, where there are some."""
+        if self.pool is not None:
+            self.pool.close()
 
 
 class DatasetConfig(Config):
@@ -89,6 +106,9 @@ class Setup(TasksConfig, SeedConfig):
     env: str | None = None
     """`module:name` of an Environment class, or of a function without arguments that creates an instance. None: Python
     code passes the object."""
+    env_processes: int | None = Field(default=None, ge=1)
+    """Processes that the environments run in, one episode in each at a time; further episodes wait. None: environments
+    run in this process, and one that exits or computes without awaiting ends or blocks the run."""
     count: int | None = Field(default=None, ge=1)
     """Number of tasks to use, from the first on. None: all tasks."""
     rewards: tuple[str, ...] = ()
@@ -111,6 +131,7 @@ class Setup(TasksConfig, SeedConfig):
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env = load_env(*self._source("env", env))
+        pool = None if self.env_processes is None else _pool(made_env, self.env_processes)
         source, name = self._source("tasks", tasks)
         made_tasks = load_tasks(source, self.task_row, self.count, dataset=self.dataset, name=name)
         names = {
@@ -119,8 +140,9 @@ class Setup(TasksConfig, SeedConfig):
             "tasks": self._recorded("tasks", tasks, lambda thing: _name_of_tasks(thing, made_tasks)),
         }
         rewards = load_rewards(self.rewards)
+        made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
-        return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks)
+        return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
         """(the object, name or list to load; its name in error messages). Raises UsageError if neither is set."""
@@ -174,11 +196,46 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
             f"{name} is one instance of {type(found).__qualname__}, and an instance lives for one episode: {wanted}"
         )
     # Create one instance now, so that a wrong factory fails here and not in the first episode.
-    made = _call(found, name) if callable(found) else found
+    made = run_async(_trial(found, name)) if callable(found) else found
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
-    run_async(made.close())
     return cast(EnvironmentFactory, found)
+
+
+async def _trial(factory: Callable[[], Any], name: str) -> object:
+    """The value that the factory makes, closed again where it is an environment.
+
+    Both run in a thread that is left behind after `LOAD_SECONDS`: code of the user's that hangs must not hang the load.
+    """
+    doing = f"{name}()"
+
+    def work() -> object:
+        nonlocal doing
+        made = _call(factory, name)
+        if isinstance(made, Environment):
+            doing = f"{type(made).__qualname__}.close"
+            asyncio.run(made.close())
+        return made
+
+    try:
+        async with asyncio.timeout(LOAD_SECONDS):
+            return await in_thread(work)
+    except TimeoutError as error:
+        raise UsageError(f"{name} can't be loaded: {doing} did not return within {LOAD_SECONDS:g} s") from error
+    except (TapereelError, asyncio.CancelledError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise not_loaded(doing, error) from error
+
+
+def _pool(make: EnvironmentFactory, processes: int) -> Pool:
+    """A pool without limits of its own: those of the episodes hold."""
+    try:
+        from ...envs.remote.pool import Pool
+
+        return Pool(make, processes=processes, seconds=None, patience=None)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"env_processes = {processes}: {error}") from error
 
 
 def load_tasks(
@@ -288,9 +345,9 @@ def _call(thing: Any, name: str) -> Any:
         raise UsageError(f"{name} is async; name a plain function")
     try:
         return thing()
-    except TapereelError:
+    except (TapereelError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:
         raise not_loaded(name, error) from error
 
 

@@ -11,7 +11,7 @@ from ...tapes.store.run_directory import pin_line
 from ..console import Exit, answer, table
 from ..progress_bars import live_progress
 from ..scene_arguments import add_scene_arguments, run_directory, scene_settings
-from ..score_lines import read_k, score_lines
+from ..score_lines import lost_line, read_k, score_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -80,7 +80,7 @@ def _summary_lines(summary: RunSummary) -> list[str]:
     lines = [
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
-        f"{reward}; {summary.tokens['sampled']:,} tokens sampled.",
+        f"{lost_line(summary.scores)}; {reward}; {summary.tokens['sampled']:,} tokens sampled.",
         *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
         pin_line(summary.run),
         safe(f"Next: tapereel show {summary.run}"),

@@ -44,15 +44,15 @@ class Pool:
         make: str | EnvironmentFactory,
         *,
         processes: int,
-        seconds: float = 60.0,
-        patience: float = 60.0,
+        seconds: float | None = 60.0,
+        patience: float | None = 60.0,
         largest: int = 4 << 20,
     ) -> None:
         """`make`: an Environment class or a function with a return type, at the top of a module, or its name as
         `package.module:name` or `file.py:name`.
 
         seconds: time limit of a call, after which the process is killed. patience: the longest wait of an episode for a
-        free process, in seconds. largest: size limit of a message, in bytes.
+        free process, in seconds. None: no limit. largest: size limit of a message, in bytes.
         """
         if processes < 1:
             raise ValueError(f"processes is {processes}; a pool needs at least one")
@@ -184,6 +184,11 @@ class PooledEnvironment(Proxy):
         self._worker: Worker | None = None
         self._over = False
 
+    async def acquire(self) -> None:
+        """Wait for a process."""
+        if self._worker is None:
+            self._worker = await self._pool.take()
+
     async def close(self) -> None:
         """Close the remote environment and return the process to the pool."""
         if self._worker is None:
@@ -198,8 +203,8 @@ class PooledEnvironment(Proxy):
     async def _ask(self, call: Call) -> Answer:
         if self._over:
             raise SessionLost(f"the process of this {self.environment} is gone")
-        if self._worker is None:
-            self._worker = await self._pool.take()
+        await self.acquire()
+        assert self._worker is not None
         worker, seconds = self._worker, self._pool.seconds
         line = call.encoded().encode() + b"\n"
         if len(line) > self._pool.largest:

@@ -21,7 +21,7 @@ from ...agents.engines.engine import SleepingEngine, TrainableEngine, missing_me
 from ...agents.engines.team_engine import TeamEngine, lead_of
 from ...agents.episode.seeds import derive_seed
 from ...envs.environment import EnvironmentFactory, check_factory
-from ...envs.loop_watch import LoopWatch, Stall
+from ...envs.loop_watch import watch_episodes
 from ...envs.rewards.relative import training_reward
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
@@ -40,9 +40,6 @@ from .rollouts import Rollouts, Taken
 from .warm_start import batch_of
 
 log = logger("loop")
-
-STALL_SECONDS = 5.0
-"""Seconds for which the event loop may be blocked before a warning names the line. A forward pass takes far less."""
 
 
 class SamplerMismatch(TapereelError, AssertionError):
@@ -200,7 +197,7 @@ class Loop:
             await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
         try:
-            with LoopWatch(_stalled, seconds=STALL_SECONDS):
+            with watch_episodes():
                 await self._run()
         except BaseExceptionGroup as group:
             raise _first(group) from group
@@ -393,15 +390,6 @@ class Loop:
 
 async def _at_once() -> None:
     """For a loop without evaluations: new weights needn't wait."""
-
-
-def _stalled(stall: Stall) -> None:
-    log.warning(
-        "the event loop has been blocked for %.1f s at %s, and every episode waits: run blocking code in a thread (an "
-        "environment sets `blocking = True`)",
-        stall.seconds,
-        stall.where(),
-    )
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -106,10 +106,10 @@ def train(
     """
     config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
-    with launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
+    with setup, launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
         if not ranks.rank:
             check_free(out)  # before a model is loaded
-        run = TrainingRun(config, setup, Path(out), progress, ranks)
+        run = TrainingRun(config, setup, Path(out).absolute(), progress, ranks)
         if ranks.rank:
             return cast(TrainSummary, run.processes.follow())
         with run.processes.leading():

@@ -108,7 +108,7 @@ def _drop_demo_constants(data: dict[str, Any]) -> None:
             del data[key]
 
 
-def two_timers(limits: Mapping[str, Any]) -> dict[str, Any]:
+def two_timers(limits: Group) -> Group:
     """The limits of an episode, also those of a version that had one clock: each timer gets its value."""
     if "seconds" not in limits:
         return dict(limits)

@@ -251,7 +251,7 @@ def test_a_tape_with_kinds_nobody_imported_keeps_its_bytes():
 def test_the_table_of_statuses(status, cause):
     expected = (
         status in (Status.FINISHED, Status.TRUNCATED)
-        or (status is Status.LIMIT and cause in ("turns", "tokens", "context"))
+        or (status is Status.LIMIT and cause in ("turns", "tokens", "context", "agent_seconds"))
         or (status is Status.ERROR and cause == "agent")
     )
     assert trains(status, cause) == expected

@@ -70,9 +70,7 @@ class Asker(Agent):
 
 def taught(path: Path, seed: int, updates: int) -> list[list[float]]:
     server = McpServer.stdio(sys.executable, str(SERVER), "stdio", shared=True, effect="pure", only=["code_of"])
-    config = settings_of(
-        updates=updates, groups=8, group_size=8, limits=Limits(turns=2)
-    )
+    config = settings_of(updates=updates, groups=8, group_size=8, limits=Limits(turns=2))
     policy = tiny_model(WORDS, "micro", seed=seed, context=64)
 
     def make(phase: str) -> Trainer:
