@@ -199,6 +199,13 @@ class Episode:
         self.beside: list[Cause] = []
 
     async def run(self) -> Tape:
+        try:
+            return await self._run()
+        finally:
+            self.acting.close()
+            self.call.stop()
+
+    async def _run(self) -> Tape:
         status, cause, cancelled = Status.ERROR, None, None
         self.timers.start()
         try:
@@ -211,7 +218,6 @@ class Episode:
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
             self.timers.stop()
-            self.acting.close()
         if self.llm.stopped is not None and cancelled is None:  # also where the agent went on without an answer
             status, cause = Status.ERROR, _cause(CauseType.MODEL, self.llm.stopped)
         try:
@@ -281,7 +287,8 @@ class Episode:
     async def _reset(self) -> tuple[Status, Cause | None] | None:
         try:
             self.env.rng = random.Random(self.begin.env_seed)
-            await self.call("acquire", bounded=False)
+            if type(self.env).acquire is not Environment.acquire:
+                await self.call("acquire", bounded=False)
             if self.log.parent is not None:
                 return await self._restore(self.log.parent)
             self._record(as_observation(await self.call("reset", self.begin.task.given)), ENV, ())
@@ -421,8 +428,6 @@ class Episode:
             raise
         except BaseException as error:
             self.beside.append(_cause(CauseType.ENVIRONMENT, error))
-        finally:
-            self.call.stop()
 
     def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
         if by != ENV and not calls:
