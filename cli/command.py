@@ -18,12 +18,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from traceback import format_exception
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn, cast
 
 from ..tapes.common.extras import extra_of
 from ..tapes.common.run_async import GRACE
+from ..tapes.common.text import TerminalHandler, guard_terminal
 from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, RunStopped, TapereelError, UsageError
 from .console import Exit, Verb, say
 
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv` when None) and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        sys.excepthook = _print_traceback
+        guard_terminal()
         _keep_stdout()
         _outlive_alarms()
         # Thousands of live tapes make full collections dominate; what is imported so far is never garbage.
@@ -161,8 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.set_threshold(50_000, 20, 20)
     try:
         code = _dispatch(words)
-    except SystemExit as stop:  # argparse has printed the reason
-        code = int(stop.code or 0)
+    except SystemExit as stop:  # argparse has printed the reason; other code may give it here
+        if isinstance(stop.code, str):
+            say(stop.code)
+        code = Exit.BROKEN if isinstance(stop.code, str) else int(stop.code or 0)
     if argv is None:
         _leave_threads(code)
     return code
@@ -263,27 +265,18 @@ def _run(name: str, words: list[str]) -> int:
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
 
 
-def _print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A traceback quotes messages of environments and models, so a terminal gets none of their control characters."""
-    say("".join(format_exception(kind, error, trace)).rstrip())
-
-
-class _ProgressHandler(logging.Handler):
-    """Prints log records as the verbs print progress: control characters of a terminal are escaped."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(record.getMessage())
-
-
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Print the library's warnings to stderr while a verb runs."""
-    logger, handler = logging.getLogger("tapereel"), _ProgressHandler(logging.WARNING)
-    logger.addHandler(handler)
+    """Print warnings of all loggers to stderr while a verb runs."""
+    root, handler = logging.getLogger(), TerminalHandler(logging.WARNING)
+    if any(isinstance(one, TerminalHandler) for one in root.handlers):
+        yield
+        return
+    root.addHandler(handler)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        root.removeHandler(handler)
 
 
 def _sentence(error: Exception) -> str:

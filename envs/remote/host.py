@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Coroutine
 from typing import IO, Any, cast
 
+from ...tapes.common.text import guard_terminal
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
@@ -210,6 +211,7 @@ def main(name: str, largest: int) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
+    guard_terminal()
     make = cast(EnvironmentFactory, load_named(name))
     declared = Declared.of(make)
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

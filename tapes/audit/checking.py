@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.progress import Progress, silent
+from ..common.text import guard_terminal
 from ..errors import UsageError
 from .verdict import Verdict, Verdicts
 
@@ -99,7 +100,7 @@ def _verdicts(run: Path, plan: Plan, ids: Sequence[str], jobs: int) -> Iterator[
         return
     size = max(1, min(PER_JOB, -(-len(ids) // jobs)))
     # Spawned: a forked child of a process with threads (a tokenizer's, torch's) may hang.
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=guard_terminal) as pool:
         parts = [pool.submit(_work_all, run, plan, ids[k : k + size]) for k in range(0, len(ids), size)]
         for part in as_completed(parts):
             yield from part.result()

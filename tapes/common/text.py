@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+from traceback import format_exception
+from types import TracebackType
 
 
 def number(value: float | None) -> str:
@@ -36,3 +40,30 @@ def logger(name: str) -> logging.Logger:
     if not any(isinstance(one, _Escaped) for one in made.filters):
         made.addFilter(_Escaped())
     return made
+
+
+class TerminalHandler(logging.Handler):
+    """Prints a record of any logger on stderr, escaped."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(safe(self.format(record)), file=sys.stderr, flush=True)
+
+
+def guard_terminal() -> None:
+    """Escape what Python and its libraries print in this process: log records, warnings, and tracebacks of the process,
+    of threads and of finalisers. All of them quote environments, models and files. For the command line's processes."""
+    logging.getLogger().addHandler(TerminalHandler(logging.WARNING))
+    logging.captureWarnings(True)
+    sys.excepthook = _print_traceback
+    threading.excepthook = lambda args: _print_traceback(
+        args.exc_type, args.exc_value, args.exc_traceback, f"in thread {args.thread.name if args.thread else '?'}: "
+    )
+    sys.unraisablehook = lambda args: _print_traceback(
+        args.exc_type, args.exc_value, args.exc_traceback, f"ignored in {args.object!r}: "
+    )
+
+
+def _print_traceback(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, where: str = ""
+) -> None:
+    print(safe(where + "".join(format_exception(kind, error, trace)).rstrip()), file=sys.stderr, flush=True)
