@@ -391,9 +391,9 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
     for report in reports:
         if report.next is not None and report.next not in by_name:
             found.broken.append(f"segment {report.next} is gone, but segment {report.name} says that it follows")
-        if report.reason == CLOSED and report.live is False and report.name not in kept:
+        if report.reason == CLOSED and not report.live and report.name not in kept:
             sentences.append(f"segment {report.name} was closed, but {PINS} doesn't have its head")
-    if reports and not reports[-1].lines and reports[-1].live is False and reports[-1].problem is None:
+    if reports and not reports[-1].lines and not reports[-1].live and reports[-1].problem is None:
         sentences.append(f"segment {reports[-1].name}, the last one, has no line")
     leads = dict[int, Holder]()
     try:
