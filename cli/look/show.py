@@ -118,7 +118,7 @@ def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
     try:
         state = json.loads(read_file(checkpoint / "state.json"))
         return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{checkpoint} is not a checkpoint: its state.json can't be read: {error}") from error
 
 

@@ -129,7 +129,9 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
     wanted = _find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
         lineage = str(wanted.state["lineage"])
-        among = [c for c in found if c.update < wanted.update and c.state["lineage"] == lineage]
+        # A damaged one is named, whatever lineage its state says now.
+        among = [c for c in found if c.update < wanted.update]
+        among = [c for c in among if c.state.get("lineage") == lineage or store.damage(c.path)]
         try:
             rebuilt = RebuiltRun.of(run, store, Path(scratch), lineage)
         except Unknown as error:

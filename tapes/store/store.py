@@ -7,6 +7,7 @@ The store owns the folder `tapes/` (segments, media, index) and `pins.json`; oth
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -459,7 +460,7 @@ class Store:
 
 def check_folder(folder: str | Path) -> None:
     """Corrupt where a file of a run's checkpoint is not the one that the run recorded. Any other folder passes."""
-    path = Path(folder).resolve()
+    path = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
     run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
     if run is not None and (run / "tapes").is_dir():
         with Store.open(run) as store:

@@ -364,6 +364,8 @@ def _check_files(path: Path, found: _Fold) -> int:
     """Compare the files that records have digests of; returns how many. A checkpoint may be gone as a whole: old ones
     are deleted."""
     compared, whole = 0, dict[Path, dict[Path, str]]()
+    if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
+        found.broken.append(f"{path / 'checkpoints'} is not a folder")
     for name, digest in sorted(found.files.items()):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             found.broken.append(f"a record has the digest of {name}, which is outside the run")
@@ -402,12 +404,13 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
         found.broken.append(str(error))
     for epoch, name in found.leads.items():
         last = by_name[name]
-        while last.next in by_name:
+        while last.next in by_name and last.next > last.name:  # forged names may go round in a circle
             last = by_name[last.next]
         if epoch not in leads:
             sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
-        elif leads[epoch].ended and not last.sealed and (last.name, last.head) not in settled:
-            sentences.append(f"lead {epoch} ended, but its segment {last.name} has no seal")
+        elif (leads[epoch].ended or not leads[epoch].pid) and not last.sealed and (last.name, last.head) not in settled:
+            how = "ended" if leads[epoch].ended else "has an unreadable file"
+            sentences.append(f"lead {epoch} {how}, but its segment {last.name} has no seal")
     return sentences
 
 
