@@ -138,13 +138,20 @@ class LocalBackend:
                 command = [*unshare, sys.executable, "-I", "-S", sandbox_launcher.__file__]
                 none, env = subprocess.DEVNULL, order["environment"]
                 self._process = await asyncio.create_subprocess_exec(
-                    *command, cwd="/", env=env, stdin=theirs.fileno(), stdout=none, stderr=none, start_new_session=True
+                    *command,
+                    cwd="/",
+                    env=env,
+                    stdin=theirs.fileno(),
+                    stdout=none,
+                    stderr=subprocess.PIPE,
+                    start_new_session=True,
                 )
             async with asyncio.timeout(GRACE_SECONDS):
                 await self._ask(order)
         except (OSError, TimeoutError) as error:
             await self.stop()
-            raise NoSandbox(f"{self._kind} can't start: {error}") from error
+            said = await self._process.stderr.read(500) if self._process and self._process.stderr else b""
+            raise NoSandbox(f"{self._kind} can't start: {error} {said.decode(errors='replace')}".rstrip()) from error
 
     def _order(self, box: Path) -> dict[str, Any]:
         """What the launcher does for every snippet, and with which files."""

@@ -192,7 +192,8 @@ def execute(order: Order, words: list[str], output: int, status: int, cgroup: in
             os.chdir(f"{order['box']}/work")
         if order["backend"] != "podman":  # podman needs more than it grants: a container's limits are its arguments
             bound(order)
-        os.execve(words[0], words, order["environment"])
+        # This process started with the order's variables, to which `podman unshare` added its own.
+        os.execve(words[0], words, os.environ if order["backend"] == "podman" else order["environment"])
     except BaseException as error:
         os.write(status, json.dumps({"failed": f"{words[0]}: {error}"}).encode() + b"\n")
     os._exit(127)
