@@ -1,4 +1,4 @@
-"""Snippets that try to use more than a sandbox grants. Each function returns what went wrong; an empty text: it held."""
+"""Snippets that try to use more than a sandbox grants. Each function returns what went wrong, or an empty text."""
 
 from __future__ import annotations
 
