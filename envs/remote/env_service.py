@@ -24,12 +24,14 @@ from contextlib import contextmanager
 from pydantic import Field
 
 from ...tapes.common.http_service import (
+    BasicAuth,
     Handler,
     HttpService,
     WSCloseCode,
     WSMsgType,
     web,
 )
+from ...tapes.common.request_checks import same_token
 from ...tapes.common.text import logger
 from ...tapes.value import Value
 from ..environment import EnvironmentFactory
@@ -297,6 +299,14 @@ class Service(HttpService):
             if message.type is WSMsgType.BINARY:
                 await socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"text only")
             return None
+
+    def has_token(self, request: web.Request) -> bool:
+        """Also as the password of Basic authentication: OpenEnv's own client sends no token but one in its address."""
+        try:
+            sent = BasicAuth.decode(request.headers.get("Authorization", "")).password
+        except ValueError:
+            return super().has_token(request)
+        return same_token(sent, self.token)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         return web.json_response(

@@ -22,6 +22,7 @@ from .redact import guard_log
 from .request_checks import PRIVATE, SAFE, bearer, refused_change, refused_origin, same_token
 
 try:
+    from aiohttp import BasicAuth as BasicAuth
     from aiohttp import WSCloseCode as WSCloseCode
     from aiohttp import WSMsgType as WSMsgType
     from aiohttp import web

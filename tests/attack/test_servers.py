@@ -134,6 +134,8 @@ REFUSED: dict[str, tuple[dict[str, str | None], set[int]]] = {
     "no token": ({"Authorization": None}, {401}),
     "an empty token": ({"Authorization": "Bearer "}, {401}),
     "a wrong token": ({"Authorization": "Bearer " + "x" * 32}, {401}),
+    "a wrong password": ({"Authorization": "Basic dGFwZXJlZWw6eHh4eHh4eHh4eHh4eHh4eHh4eHh4eHh4"}, {401}),
+    "a password that is none": ({"Authorization": "Basic !!!"}, {401}),
     "another scheme": ({"Authorization": "Basic {token}"}, {401}),
     "half a token": ({"Authorization": "Bearer {half}"}, {401}),
     "a foreign cookie": ({"Authorization": None, "Cookie": "tapereel-token={token}"}, {401}),

@@ -114,6 +114,11 @@ def test_a_full_server_is_asked_again_when_there_is_place(echo: str) -> None:
     asyncio.run(run())
 
 
+def with_token(service: Service) -> str:
+    """The address for a client that sends no header: the token is the password in it."""
+    return f"http://tapereel:{service.token}@127.0.0.1:{service.port}"
+
+
 async def openenv_plays(url: str, arguments: dict[str, Any], actions: list[dict[str, Any]]) -> dict[str, Any]:
     """What OpenEnv's client saw."""
     process = await asyncio.create_subprocess_exec(
@@ -132,8 +137,8 @@ def test_openenv_s_client_plays_in_an_environment_of_ours(echo: str) -> None:
                 {"kind": "remote_guess", "number": 0},
                 {"kind": "remote_guess", "number": 7},
             ]
-            told = await openenv_plays(service.url, {"seed": 3, "episode_id": "one"}, actions)
-            again = await openenv_plays(service.url, {"seed": 3, "episode_id": "one"}, actions)
+            told = await openenv_plays(with_token(service), {"seed": 3, "episode_id": "one"}, actions)
+            again = await openenv_plays(with_token(service), {"seed": 3, "episode_id": "one"}, actions)
         assert told == again
         (first, _, _), (second, reward, done), last = told["results"]
         assert (first["text"], second["text"], reward, done) == ("a number from 1 to 9", "higher", -0.1, False)
@@ -147,7 +152,7 @@ def test_openenv_s_client_plays_in_an_environment_of_ours(echo: str) -> None:
 def test_with_one_kind_of_action_no_kind_is_needed(echo: str) -> None:
     async def run() -> None:
         async with add_openenv(Service(Waiting)).serving() as service:
-            told = await openenv_plays(service.url, {}, [{"number": 7}])
+            told = await openenv_plays(with_token(service), {}, [{"number": 7}])
         assert told["results"] == [[{"text": "go", "noise": 0.0}, None, False], [{}, 7.0, True]]
 
     asyncio.run(run())
@@ -156,7 +161,7 @@ def test_with_one_kind_of_action_no_kind_is_needed(echo: str) -> None:
 def test_an_action_that_is_none_is_told_to_openenv_s_client(echo: str) -> None:
     async def run() -> None:
         async with add_openenv(Service(Waiting)).serving() as service:
-            told = await openenv_plays(service.url, {}, [{"number": "x"}])
+            told = await openenv_plays(with_token(service), {}, [{"number": "x"}])
         assert "(code: VALIDATION_ERROR)" in told["error"]
 
     asyncio.run(run())
