@@ -137,7 +137,8 @@ class _Fold:
 class _Pins:
     """Hashes that some line must have."""
 
-    def __init__(self) -> None:
+    def __init__(self, pins: Iterable[str], disk: Disk) -> None:
+        """`pins`: those of the caller."""
         self.of_segment: set[tuple[str, str]] = set()
         self.anywhere: set[str] = set()
         self.outside = 0
@@ -147,6 +148,8 @@ class _Pins:
         self.met: dict[tuple[str, str], int] = {}
         """Pin -> the lines up to it, its own included."""
         self.problems: list[str] = []
+        for pin in pins:
+            self._add(disk, pin)
 
     def add_file(self, disk: Disk, path: Path) -> None:
         """Add the heads in a file like `pins.json`. ValueError where the file holds no pins."""
@@ -154,7 +157,7 @@ class _Pins:
         self.of_segment |= set(heads.items())
         self.outside += len(heads)
 
-    def add(self, disk: Disk, pin: str) -> None:
+    def _add(self, disk: Disk, pin: str) -> None:
         """Add one pin of the caller: `segment:hash`, a hash, or the path of a file of pins."""
         match = _PIN.fullmatch(pin)
         if match is not None:
@@ -198,24 +201,22 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     except (FileNotFoundError, NotADirectoryError):
         raise NoRun(f"{path} is no run: it has no folder `tapes`") from None
     names = segment_names(entries)
-    last = _gather_pins([*exact], disk)
-    wanted = _all_pins(path, names, [*pins, *exact], disk)
+    exact = [*exact]
+    wanted = _gather_pins(path, names, [*pins, *exact], disk)
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
     reports = [_segment(folder, name, disk, found, wanted, torn) for name in names]
     found.broken += wanted.unmet()
     numbers = {int(name[:6]) for name in names}
     holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
-    _check_forks(folder, names, disk, found)
+    _check_forks(folder, [report.name for report in reports if report.lines], disk, found)
     unnamed = _check_media(folder, disk, found)
     compared = _check_files(path, found)
     unsettled = _unsettled(path, reports, found, wanted, disk)
     open_files = tuple(_open_files(path, found))
-    if last.outside:
-        found.broken += [
-            *_after(folder, reports, last, wanted, disk),
-            *(f"after the pin: {text}" for text in open_files),
-        ]
+    if exact:
+        after = _after(folder, reports, _Pins(exact, disk), wanted, disk)
+        found.broken += [*after, *(f"after the pin: {text}" for text in open_files)]
     books = found.books.books()
     found.broken += [f"the books: {finding}" for finding in books.findings]
     return Report(
@@ -240,17 +241,9 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     )
 
 
-def _gather_pins(pins: Iterable[str], disk: Disk) -> _Pins:
-    """The caller's pins."""
-    wanted = _Pins()
-    for pin in pins:
-        wanted.add(disk, pin)
-    return wanted
-
-
-def _all_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
+def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
     """The caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
-    wanted = _gather_pins(pins, disk)
+    wanted = _Pins(pins, disk)
     with contextlib.suppress(FileNotFoundError):  # `not_checked` says what its absence leaves open
         try:
             wanted.add_file(disk, path / PINS)
@@ -426,7 +419,7 @@ def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pin
             todo += wanted.opens.get(name, [])
     for report in reports:
         after = report.lines - covered.get(report.name, 0)
-        if after or disk.size(folder / f"{report.name}.jsonl") > report.size:
+        if after or report.problem is not None or disk.size(folder / f"{report.name}.jsonl") > report.size:
             yield f"segment {report.name} goes on after the pin, by {after} lines"
 
 

@@ -206,7 +206,12 @@ def test_nothing_comes_after_an_exact_pin(single: Path, tmp_path: Path, capsys: 
         path.unlink()
         shutil.copy(kept, single / "pins.json")
     (path,) = segments(single)
-    path.write_bytes(path.read_bytes() + b"x")
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x")
+    assert exact(single, head).exit_code == 1
+    path.write_bytes(b"")
+    path.unlink()
+    path.symlink_to(path)
     assert exact(single, head).exit_code == 1
 
 
@@ -215,6 +220,8 @@ def test_an_exact_pin_before_the_end_is_not_the_end(single: Path) -> None:
     line = path.read_bytes().splitlines()[4]
     assert exact(single, line[-66:-2].decode()).exit_code == 1
     assert exact(single, f"{path.stem}:{'0' * 64}").exit_code == 1
+    (single / "none.json").write_text("{}")
+    assert exact(single, str(single / "none.json")).exit_code == 1
 
 
 def test_a_run_that_went_on_needs_a_new_exact_pin(run: Path) -> None:
@@ -246,6 +253,20 @@ def test_an_added_checkpoint_is_after_an_exact_pin(single: Path) -> None:
     (single / "checkpoints" / "update-000001" / "state.json").write_text("{}")
     assert verify(single).exit_code == 0
     assert "update-000001" in exact(single, head).broken[0]
+
+
+def test_a_fork_and_a_segment_that_is_no_file(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Store.create(run) as store:
+        write(store, "a")
+        parent = {"tape": "a", "records": 1, "digest": "0" * 64, "turn": 0}
+        store.writer.append(lab.begin("b", parent=parent))
+    with Store.open(run, write=True) as store:
+        write(store, "c")
+    path = segments(run)[1]
+    path.unlink()
+    os.mkfifo(path)
+    assert any("not a regular file" in text for text in verify(run).broken)
 
 
 # What can't be known without a pin that was kept elsewhere
