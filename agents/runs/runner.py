@@ -18,6 +18,7 @@ from pydantic import Field, model_validator
 from ...envs.loop_watch import watch_episodes
 from ...envs.rewards.relative import compared
 from ...tapes import Tape, Task
+from ...tapes.audit.advice import advice
 from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
@@ -109,6 +110,8 @@ class RunSummary(Value):
     """`sampled` and `authored` completion tokens."""
     seconds: float
     """Of this process."""
+    advice: tuple[str, ...] = ()
+    """What to look at, a sentence each."""
 
 
 def run(
@@ -275,6 +278,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
         turns=sum(s.actions for s in found) / len(found) if found else None,
         tokens={"sampled": books.sampled, "authored": books.authored},
         seconds=round(seconds, 3),
+        advice=advice(store, config.split),
     )
 
 

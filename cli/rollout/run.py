@@ -78,6 +78,7 @@ def _summary_lines(summary: RunSummary) -> list[str]:
         spread = "" if summary.error is None else f" ± {summary.error:.3f} (standard error over tasks)"
         reward = f"mean reward {summary.reward:.3f}{spread} of {summary.scored:,} scored attempts"
     lines = [
+        *map(safe, summary.advice),
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{lost_line(summary.scores)}; {reward}; {summary.tokens['sampled']:,} tokens sampled.",

@@ -77,6 +77,7 @@ def _table(summary: TrainSummary) -> Table:
 def _summary_lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
+        *map(safe, summary.advice),
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "

@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from pydantic import JsonValue
+
 from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together
 from ...envs.taskset import Taskset, overlap
 from ...tapes import Task
+from ...tapes.audit.advice import advice
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
@@ -85,6 +88,8 @@ class TrainSummary(Value):
     """The folder with the trained model, in Hugging Face format."""
     report: str
     """A page with all of this, for a browser."""
+    advice: tuple[str, ...] = ()
+    """What to look at, a sentence each, where training doesn't work."""
 
 
 def train(
@@ -126,6 +131,7 @@ class TrainingRun:
     """The run directory, from `lead` on."""
     training: Training
     """The training in the run directory, from `lead` on."""
+    advice: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -186,6 +192,7 @@ class TrainingRun:
                 books = directory.results.books = directory.store.books()
                 directory.results.books_close = books.closes
                 directory.save()
+                self.advice = advice(directory.store, "train", _loop_lines(self.out))
         return self.summary()
 
     def _new_results(self) -> Results:
@@ -278,7 +285,7 @@ class TrainingRun:
         """The results."""
         results, history = self.directory.results, self.training.history
         assert results.books is not None
-        lines = [line for line in read_metrics(self.out / METRICS) if line.get("phase") == "rl"]
+        lines = _loop_lines(self.out)
         return TrainSummary(
             run=str(self.out),
             lineage=results.lineage,
@@ -294,6 +301,7 @@ class TrainingRun:
             books_close=results.books.closes,
             model=_model(history),
             report=str(self.out / REPORT),
+            advice=self.advice,
         )
 
     def _player(self, name: str) -> PlayerSummary:
@@ -342,6 +350,10 @@ def _held_out(results: Results) -> dict[str, Any]:
     last = results.after or results.before
     every = {k: part["sampled"].mean for k, part in results.evaluations.items()}
     return {**found, "n": last["sampled"].n if last else 0, "every": every}
+
+
+def _loop_lines(run: Path) -> list[dict[str, JsonValue]]:
+    return [line for line in read_metrics(run / METRICS) if line.get("phase") == "rl"]
 
 
 def _model(history: History) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import Field
 
+from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
 from ..errors import TapereelError
 from ..records import End as EndRecord
@@ -131,7 +132,12 @@ def overview_of(
     return Overview(
         title=path.resolve().name if title is None else title,
         subtitle=f"{recipe}, lineage {results.lineage}, in {path}" if results.lineage else str(path),
-        notes=(*notes, *(f"{text}. No number of such files is shown." for text in edited), *_accounting(books)),
+        notes=(
+            *notes,
+            *(f"{text}. No number of such files is shown." for text in edited),
+            *_accounting(books),
+            *advice(store, "train" if lines else None, lines),
+        ),
         facts=_facts(results, lines, books, seconds, loop.get("updates")),
         plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
         scores=held_out_scores(results),

@@ -1,0 +1,139 @@
+"""What a run's numbers say that its owner should look at: one sentence each, with the next step.
+
+Printed at the end of `run` and `train` and shown on the run's overview. It reads summaries, metrics and the newest
+tapes, and never says that a run is right: no sentence means that none of these signs was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, variance
+
+from pydantic import JsonValue
+
+from ..errors import TapereelError
+from ..store.store import Store
+from ..tape import Tape
+
+NEWEST = 50
+"""Tapes that are read for what no number says."""
+OFTEN = 0.1
+"""Share of answers above which those that were cut off are reported."""
+FEW = 4
+"""Least number of rewards, or of called-for answers, that make a sentence."""
+LOOP = 10
+"""Least number of updates for a sentence about their reward: its interval compares five with five."""
+GONE = 0.05
+"""Nats per token. Below it the attempts of a group are copies of each other."""
+
+Lines = Sequence[Mapping[str, JsonValue]]
+
+
+def advice(store: Store, split: str | None = None, updates: Lines = ()) -> tuple[str, ...]:
+    """Sentences about the closed tapes of `split` (None: all), and about the loop's `updates`, lines of the metrics."""
+    try:
+        return (*_tapes(store, split), *_updates(updates))
+    except TapereelError as error:
+        return (f"The newest tapes can't be read, so nothing is said about them: {error}",)
+
+
+def _tapes(store: Store, split: str | None) -> Iterator[str]:
+    closed = store.summaries(split=split, closed=True)
+    rewards = {s.reward for s in closed if s.trainable and s.reward is not None}
+    scored = sum(s.trainable and s.reward is not None for s in closed)
+    if scored >= FEW and len(rewards) == 1:
+        yield (
+            f"All {scored:,} rewards are {rewards.pop():g}: no reward says which episode was better. Read an episode "
+            f"(tapereel show RUN {closed[-1].id}): does the environment see the answer, and are the tasks neither too "
+            "hard nor too easy for this model?"
+        )
+    newest = [store.tape(s.id, refresh=False) for s in closed[-NEWEST:]]
+    offered = [tape for tape in newest if any(call.tools is not None for call in tape.calls)]
+    if len(offered) >= FEW and not any(map(_called, offered)):
+        yield (
+            f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
+            f"answer (tapereel show RUN {offered[-1].id}): does the model know that it has tools, does it "
+            "write calls in a format that is read (docs/tools.md), and does your agent act on reply.tool_calls?"
+        )
+    # An agent that asks for few tokens itself (`max_tokens=1`) means the cut.
+    limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else None for tape in newest]
+    calls = [
+        call.finish == "length"
+        for tape, limit in zip(newest, limits, strict=True)
+        for call in tape.calls
+        if call.sampling is not None and call.sampling.max_tokens == limit
+    ]
+    if len(calls) >= FEW and sum(calls) > OFTEN * len(calls):
+        yield (
+            f"{sum(calls) / len(calls):.0%} of the newest answers were cut off at sampling.max_tokens "
+            f"({limits[-1]}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in training), "
+            "or ask for shorter answers."
+        )
+
+
+def _called(tape: Tape) -> bool:
+    """Whether a tool of the episode was called: by an action, or by a program whose requests have a result."""
+    names = {"tool_calls"}
+    for call in tape.calls:
+        schemas = (call.tools.schemas if call.tools is not None else None) or ()
+        functions = (schema.get("function", schema) for schema in schemas)
+        names |= {str(function.get("name")) for function in functions if isinstance(function, dict)}
+        if any(message["role"] == "tool" for message in call.messages):
+            return True
+    return any(getattr(step, "original", step.kind) in names for step in tape.actions)
+
+
+def _updates(lines: Lines) -> Iterator[str]:
+    some = max(LOOP // 2, len(lines) // 4)
+    first, last = lines[:some], lines[-some:]
+    low, high = _rise(_values(first, "reward"), _values(last, "reward"))
+    if low > 0:
+        return  # it learns: few groups that differ, or little entropy, are what success looks like
+    known = len(lines) >= LOOP and math.isfinite(high)
+    if known:
+        yield (
+            f"The reward did not rise beyond its interval: from the first to the last {some} updates it changed by "
+            f"{(low + high) / 2:+.3f} [{low:+.3f}, {high:+.3f}]."
+        )
+    trained = [line for line in last if line.get("trained_tokens")]
+    moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
+    flat, surprise = _values(last, "group/flat"), _values(last, "entropy") or [-x for x in _values(last, "logprob")]
+    still = bool(moves) and not any(moves)
+    alike = bool(flat) and fmean(flat) > (0.5 if known else 0.99)
+    gone = bool(surprise) and fmean(surprise) < GONE
+    if still:
+        yield (
+            f"The gradient or the learning rate was zero in the last {len(moves)} updates, so the weights did not "
+            "change: see loop.optimiser.lr and its schedule, and what each token was worth (tapereel explain RUN TAPE)."
+        )
+    if alike:
+        yield (
+            f"{fmean(flat):.0%} of the groups of the last {len(last)} updates had equal rewards, which teach nothing: "
+            "take tasks that the model solves sometimes (curriculum), a larger loop.group_size, or rewards for parts "
+            "of a solution."
+        )
+    if gone:
+        yield (
+            f"The entropy is gone ({fmean(surprise):.3f} nats a token), so all attempts are alike: begin again from an "
+            "earlier checkpoint with a lower loop.optimiser.lr, or with a KL or entropy term (loop.changes)."
+        )
+    if known and not (still or alike or gone):
+        yield (
+            "Groups differ and the weights move, so try other steps: loop.optimiser.lr ten times lower or higher, more "
+            "groups an update (loop.groups), more updates, or a warm start (warm.tapes)."
+        )
+
+
+def _values(lines: Lines, key: str) -> list[float]:
+    return [float(value) for line in lines if isinstance(value := line.get(key), int | float)]
+
+
+def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the difference of two means; infinite where one has fewer than two values."""
+    if len(before) < 2 or len(after) < 2:
+        return -math.inf, math.inf
+    error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
+    t = 1.96 + 2.8 / (len(before) + len(after) - 2)  # Student's, within 2 % from 8 degrees of freedom on
+    difference = fmean(after) - fmean(before)
+    return difference - t * error, difference + t * error

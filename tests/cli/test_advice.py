@@ -1,0 +1,137 @@
+"""What `run`, `train` and the page of a run say where an agent or its training doesn't work."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tapereel as tr
+from tapereel.cli.command import main
+from tapereel.envs import Outcome
+from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.tapes.audit.advice import advice
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.view.overview import overview_of
+
+from .world import EXAMPLE as DIGITS
+from .world import Digits
+
+WORLD = __name__
+
+
+def note(text: str) -> str:
+    """Take a note."""
+    return text
+
+
+class Noting(ToolEnvironment):
+    def __init__(self) -> None:
+        super().__init__([note])
+
+    async def answered(self, text: str) -> Outcome:
+        return Outcome(reward=float(text == self.task.private), terminated=True)
+
+
+class Flat(Digits):
+    async def step(self, action: Any) -> Outcome:
+        return Outcome(reward=0.5, terminated=True)
+
+
+chat = tr.ChatAgent()
+TASKS = [tr.Task(public=f"{k}?", private=str(k)) for k in range(6)]
+
+
+def rolled(tmp_path: Path, capsys: Any, *answers: str, **more: Any) -> tuple[str, ...]:
+    made = tr.run(chat, Noting, TASKS, list(answers), out=tmp_path / "r", **more)
+    assert made.summary is not None
+    with Store.open(tmp_path / "r") as store:
+        assert set(made.summary.advice) <= set(overview_of(store).notes)
+    return made.summary.advice
+
+
+def test_a_run_in_which_no_tool_was_called_says_so(tmp_path: Path, capsys: Any) -> None:
+    (equal, tools) = rolled(tmp_path, capsys, "call note please")
+    assert equal.startswith("All 6 rewards are 0:")
+    assert tools.startswith("Tools were offered in 6 of the newest 6 episodes, and none was called.")
+
+
+@pytest.mark.parametrize("call", ['{"name": "note", "parameters": {"text": "a"}}', "<tool_call>{"])
+def test_a_run_that_calls_tools_or_tries_to_is_told_apart(tmp_path: Path, capsys: Any, call: str) -> None:
+    said = rolled(tmp_path, capsys, call, "3", "3", "3")
+    assert any("none was called" in text for text in said) == (call == "<tool_call>{")
+    assert not any("rewards are" in text for text in said)
+
+
+def test_a_run_with_different_rewards_and_calls_has_no_advice(tmp_path: Path, capsys: Any) -> None:
+    assert rolled(tmp_path, capsys, '{"name": "note", "arguments": {"text": "a"}}', "3") == ()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tr.save_tiny_model(tmp_path_factory.mktemp("model"), "0123456789", size="micro")
+
+
+def trained(tmp_path: Path, model: str, env: str, *sets: str) -> list[str]:
+    """The words for `tapereel train`, on a tiny model."""
+    words = ["train", "--agent", f"{DIGITS}:player", "--env", env, "--tasks", f"{DIGITS}:tasks", "--model", model]
+    common = ("evaluation.fraction=0", "loop.groups=4", "loop.group_size=4", *sets)
+    return [*words, "--out", str(tmp_path / "r"), *[word for pair in common for word in ("--set", pair)]]
+
+
+def test_training_on_equal_rewards_says_so(tmp_path: Path, model: str, capsys: Any) -> None:
+    main(trained(tmp_path, model, f"{WORLD}:Flat", "loop.updates=2"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"All [0-9]+ rewards are 0.5:", said)
+    assert "100% of the groups of the last 2 updates had equal rewards" in said
+    assert "100% of the groups" in (tmp_path / "r" / "report.html").read_text()
+
+
+def test_training_that_does_not_rise_says_so(tmp_path: Path, model: str, capsys: Any) -> None:
+    sets = ("loop.updates=12", "loop.optimiser.lr=1e-9", "loop.group_size=24")
+    assert main([*trained(tmp_path, model, f"{DIGITS}:Digits", *sets), "--json"]) == 0
+    rise, what = json.loads(capsys.readouterr().out)["advice"]
+    assert rise.startswith("The reward did not rise beyond its interval: from the first to the last 5 updates")
+    assert "so try other steps" in what
+
+
+def lines(n: int, reward: Any, **more: Any) -> list[dict[str, Any]]:
+    """`n` updates of a loop. Reward: a function of the update."""
+    common = {"trained_tokens": 9, "grad_norm": 1.0, "lr": 0.1, "group/flat": 0.2, "logprob": -1.0}
+    return [{**common, "reward": reward(k), **more} for k in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lines(40, lambda k: k / 40 + k % 2 / 10), []),
+        (lines(40, lambda k: k / 40, **{"group/flat": 1.0, "logprob": 0.0}), []),  # solved: that is what success is
+        (lines(40, lambda k: 0.5 + k % 2 / 10), ["did not rise", "try other steps"]),
+        (lines(40, lambda k: -k / 40), ["did not rise", "try other steps"]),
+        (lines(40, lambda k: 0.5 + k % 3 / 10, logprob=-0.01), ["did not rise", "entropy is gone (0.010"]),
+        (lines(40, lambda k: 0.5 + k % 3 / 10, logprob=-0.01, entropy=1.0), ["did not rise", "try other steps"]),
+        (lines(40, lambda k: 0.1, **{"group/flat": 0.9}), ["did not rise", "90% of the groups"]),
+        (lines(40, lambda k: 0.5 + k % 3 / 10, grad_norm=0.0), ["did not rise", "was zero in the last 10 updates"]),
+        (lines(3, lambda k: 0.1), []),
+        (lines(3, lambda k: None, **{"group/flat": 1.0}), ["100% of the groups"]),
+        (lines(3, lambda k: 0.1, logprob=None, grad_norm=None), []),
+        ([], []),
+    ],
+)
+def test_each_sign_is_one_sentence(tmp_path: Path, made: list[Any], says: list[str]) -> None:
+    with Store.create(tmp_path / "r") as store:
+        found = advice(store, "train", made)
+    assert len(found) == len(says), found
+    for text, part in zip(found, says, strict=True):
+        assert part in text
+
+
+def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path: Path, model: str) -> None:
+    small = {"sampling.max_tokens": 3, "count": 6}
+    ours = tr.run(tr.ChatAgent(), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "a", settings=small)
+    own = tr.run(tr.ChatAgent(max_tokens=1), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "b", settings=small)
+    assert any("cut off at sampling.max_tokens (3)" in text for text in ours.summary.advice)
+    assert not any("cut off" in text for text in own.summary.advice)
