@@ -22,6 +22,8 @@ OFTEN = 0.1
 """Share of answers above which those that were cut off are reported."""
 FEW = 4
 """Least number of rewards, or of called-for answers, that make a sentence."""
+SHORT = 16
+"""Tokens. A lower limit is meant to cut answers."""
 LOOP = 10
 """Least number of updates for a sentence about their reward: its interval compares five with five."""
 GONE = 0.05
@@ -56,13 +58,13 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
             f"answer (tapereel show RUN {offered[-1].id}): does the model know that it has tools, does it "
             "write calls in a format that is read (docs/tools.md), and does your agent act on reply.tool_calls?"
         )
-    # An agent that asks for few tokens itself (`max_tokens=1`) means the cut.
+    # Limits of a few tokens, and those that an agent sets itself (`max_tokens=1`), mean the cut.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else None for tape in newest]
     calls = [
         call.finish == "length"
         for tape, limit in zip(newest, limits, strict=True)
         for call in tape.calls
-        if call.sampling is not None and call.sampling.max_tokens == limit
+        if call.sampling is not None and call.sampling.max_tokens == limit and limit >= SHORT
     ]
     if len(calls) >= FEW and sum(calls) > OFTEN * len(calls):
         yield (

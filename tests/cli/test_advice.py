@@ -130,8 +130,8 @@ def test_each_sign_is_one_sentence(tmp_path: Path, made: list[Any], says: list[s
 
 
 def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path: Path, model: str) -> None:
-    small = {"sampling.max_tokens": 3, "count": 6}
+    small = {"sampling.max_tokens": 16, "count": 6}
     ours = tr.run(tr.ChatAgent(), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "a", settings=small)
     own = tr.run(tr.ChatAgent(max_tokens=1), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "b", settings=small)
-    assert any("cut off at sampling.max_tokens (3)" in text for text in ours.summary.advice)
+    assert any("cut off at sampling.max_tokens (16)" in text for text in ours.summary.advice)
     assert not any("cut off" in text for text in own.summary.advice)
