@@ -59,17 +59,18 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
             "write calls in a format that is read (docs/tools.md), and does your agent act on reply.tool_calls?"
         )
     # Limits of a few tokens, and those that an agent sets itself (`max_tokens=1`), mean the cut.
-    limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else None for tape in newest]
+    limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]
     calls = [
         call.finish == "length"
         for tape, limit in zip(newest, limits, strict=True)
+        if limit >= SHORT
         for call in tape.calls
-        if call.sampling is not None and call.sampling.max_tokens == limit and limit >= SHORT
+        if call.sampling is not None and call.sampling.max_tokens == limit
     ]
     if len(calls) >= FEW and sum(calls) > OFTEN * len(calls):
         yield (
             f"{sum(calls) / len(calls):.0%} of the newest answers were cut off at sampling.max_tokens "
-            f"({limits[-1]}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in training), "
+            f"({max(limits)}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in training), "
             "or ask for shorter answers."
         )
 
