@@ -70,8 +70,8 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
     if len(calls) >= FEW and sum(calls) > OFTEN * len(calls):
         yield (
             f"{sum(calls) / len(calls):.0%} of the newest answers were cut off at sampling.max_tokens "
-            f"({max(limits)}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in training), "
-            "or ask for shorter answers."
+            f"({max(limits)}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in "
+            "training), or ask for shorter answers."
         )
 
 
