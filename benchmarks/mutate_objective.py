@@ -51,7 +51,7 @@ FILES = {
     **{
         f"recipes/{path.name}": "recipes"
         for path in sorted((ROOT / "finetune" / "recipes").glob("*.py"))
-        if path.stem not in ("__init__", "recipe_files")
+        if path.stem != "__init__"
     },
 }
 """Each file, and the test files that answer for it."""

@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,63 +87,32 @@ async def branch(
     doubt = await doubt_of(tape, turn, env, env_seed=env_seed, limits=limits)
     if doubt is not None and not unverified:
         raise doubt
-    return await _continue(
-        tape,
-        turn,
+    play = partial(
+        rollout,
         agent,
         env,
+        begin.task,
         engine=engine,
-        n=n,
-        seed=begin.seed if seed is None else seed,
         env_seed=env_seed,
         sampling=sampling or begin.sampling,
         limits=limits,
         split=split,
         journal=journal,
-        concurrency=concurrency,
-        doubt=doubt,
+        unverified=doubt.reason if doubt is not None else None,
     )
+    return await _continue(cut(tape, turn), play, n, begin.seed if seed is None else seed, concurrency)
 
 
 async def _continue(
-    tape: Tape,
-    turn: int,
-    agent: Agent,
-    env: EnvironmentFactory,
-    *,
-    engine: Engine | None,
-    n: int,
-    seed: int,
-    env_seed: int,
-    sampling: Sampling | None,
-    limits: Limits,
-    split: str,
-    journal: Journal | None,
-    concurrency: int,
-    doubt: PrefixUnverified | None,
+    prefix: Tape, play: Callable[..., Awaitable[Tape]], n: int, seed: int, concurrency: int
 ) -> list[Tape]:
-    """Roll the continuations out. doubt: why the prefix is not verified."""
-    prefix = cut(tape, turn)
-    group = Group(0, tape.begin.task, n)
-    name = f"branch/{prefix.id}/{turn}/{uuid.uuid4().hex[:8]}"
+    """Play `n` continuations of `prefix` as one group. play: `rollout` with everything that they share."""
+    group = Group(0, prefix.begin.task, n)
+    name = f"branch/{prefix.id}/{prefix.turns}/{uuid.uuid4().hex[:8]}"
 
     async def one(attempt: int, again: int) -> Tape:
-        return await rollout(
-            agent,
-            env,
-            tape.begin.task,
-            engine=engine,
-            seed=seed if attempt == again == 0 else derive_seed(seed, "branch", turn, attempt, again),
-            env_seed=env_seed,
-            group=name,
-            attempt=attempt,
-            split=split,
-            limits=limits,
-            sampling=sampling,
-            journal=journal,
-            fork=prefix,
-            unverified=doubt.reason if doubt is not None else None,
-        )
+        own = seed if attempt == again == 0 else derive_seed(seed, "branch", prefix.turns, attempt, again)
+        return await play(fork=prefix, group=name, attempt=attempt, seed=own)
 
     await fill(group, one, concurrency=concurrency)
     return [made for _, tapes in sorted(group.tapes.items()) for made in tapes]
@@ -310,22 +280,20 @@ async def _branch(
             raise doubt
         with Store.open(run, write=True) as store:
             store.record_weights(*publishes.values())
-            return await _continue(
-                tape,
-                turn,
+            play = partial(
+                rollout,
                 agent,
                 env,
+                tape.begin.task,
                 engine=engine,
-                n=config.attempts,
-                seed=config.seed,
                 env_seed=config.env_seed,
                 sampling=config.sampling,
                 limits=config.limits,
                 split=config.split,
                 journal=store.writer,
-                concurrency=config.concurrency,
-                doubt=doubt,
+                unverified=doubt.reason if doubt is not None else None,
             )
+            return await _continue(cut(tape, turn), play, config.attempts, config.seed, config.concurrency)
     finally:
         await engine.close()
 

@@ -29,9 +29,6 @@ from .engine_config import (
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
 
-if TYPE_CHECKING:
-    from ..rendering.renderer import Renderer
-
 EngineT = TypeVar("EngineT", bound=Engine)
 
 REST = ""

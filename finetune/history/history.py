@@ -8,21 +8,25 @@ no update is lost or applied twice.
 
 from __future__ import annotations
 
+import hashlib
+import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from pydantic import JsonValue
+from pydantic_core import to_json
 from torch import Tensor, nn
 
 from ...tapes.common.text import logger
 from ...tapes.errors import NoSuchTape, NotATape, TapereelError
 from ...tapes.records import Publish, Use
 from ...tapes.store.store import Store
-from ..data.provenance import ChangedTape, Pin, as_pinned, episode_of, known, weighed
+from ..data.provenance import ChangedTape, Pin, Range, as_pinned, episode_of, known, ranges_of, weighed
 from ..data.rows import Row, rows
 from ..data.staleness import version_name
 from ..data.stream import Episode
@@ -39,7 +43,6 @@ from ..trainer.checkpoint import (
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
-from .update_facts import computed_on, items, left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,14 +180,14 @@ class History:
 
     def _use(self, plan: Plan, batch: Batch, epoch: int, steps: list[UpdateStats]) -> Use:
         stats = together(steps)
-        used = items(batch.rows, stats) if stats.applied else []
+        used = weighed(batch.rows, stats.stream, stats.weight) if stats.applied else []
         for step in steps:
             if step.applied and step.shown is not None:
                 used += weighed(*step.shown)
         info = {
             **plan.info(),
             "stale": [list(r) for r in batch.stale],
-            "filtered": [list(r) for r in (*batch.filtered, *left_out(batch.rows, stats))],
+            "filtered": [list(r) for r in (*batch.filtered, *_left_out(batch.rows, stats))],
             "lr": stats.lr,
             "skipped": stats.skipped,
             "loss": known(stats.loss),
@@ -454,3 +457,42 @@ def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]
 def _differing_machine(use: Use, again: Use) -> str:
     other = elsewhere(*(cast("dict[str, JsonValue]", one.info.get("on")) for one in (use, again)))
     return f" (here is {other})" if other else ""
+
+
+def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
+    """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks."""
+    device = next(trainer.model.parameters()).device
+    chip = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    )
+    recipe = hashlib.sha256(to_json(trainer.recipe.model_dump(mode="json"))).hexdigest()
+    return {
+        "recipe": recipe,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "device": device.type,
+        "chip": chip,
+        "ranks": trainer.ranks.size,
+    }
+
+
+def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
+    """The tokens of scored episodes without a part in the loss: the recipe did not select them or their group, they are
+    no data for RL, or the whole update was skipped. No later update trains on them, so this update accounts for
+    them."""
+    stream = stats.stream
+    idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
+    chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()
+    cuts = np.cumsum([len(row.own) for row in rows])[:-1]
+    return (
+        [
+            entry
+            for row, part in zip(rows, np.split(chosen, cuts), strict=True)
+            if part.any()
+            for entry in ranges_of(row, part)
+        ]
+        if rows
+        else []
+    )

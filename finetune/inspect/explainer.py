@@ -36,7 +36,7 @@ from ..history.plan import UpdateInfo
 from ..objective import Context, Running
 from ..objective.loss import prepare_batches
 from ..objective.recipe import Recipe
-from ..recipes.recipe_files import read_recipes
+from ..recipes import read_recipes
 
 log = logger("inspect")
 

@@ -31,12 +31,11 @@ from ...tapes.errors import UsageError
 from ...tapes.records import Use
 from ...tapes.store.store import Store
 from ...tapes.value import Value
-from ..data.provenance import known
+from ..data.provenance import known, weighed
 from ..data.staleness import version_name
 from ..history.history import History, apply_again, as_read, with_threads
 from ..history.loop_config import RecipeConfig
 from ..history.plan import Batch, ComputedOn, UpdateInfo, by_update
-from ..history.update_facts import items
 from ..objective.recipe import Recipe
 from ..policies.phases import Frozen, frozen
 from ..policies.players import lineage_of
@@ -351,7 +350,7 @@ def _cosine(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float | None:
 
 def _as_recorded(trial: _Trial, batch: Batch, use: Use) -> bool:
     stats = trial.stats
-    weights = [list(item) for item in items(batch.rows, stats)] if stats.applied else []
+    weights = [list(item) for item in weighed(batch.rows, stats.stream, stats.weight)] if stats.applied else []
     recorded = [list(item) for item in use.items]
     if stats.applied and stats.shown is not None:
         recorded = recorded[: len(weights)]  # the weights of imitated demonstrations follow those of the batch

@@ -27,9 +27,8 @@ from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ..data.staleness import version_name
-from ..history.history import BrokenHistory, Differs, History, apply_again, elsewhere
+from ..history.history import BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
 from ..history.plan import Plan, by_update, taught_by
-from ..history.update_facts import computed_on
 from ..trainer.checkpoint import (
     STATE,
     BadCheckpoint,

@@ -1,14 +1,18 @@
-"""Recipes by name: frozen values of the eleven terms of the objective, by family.
+"""Recipes by name: frozen values of the eleven terms of the objective, by family; and the recipes that a run recorded.
 
 Each has its equation, source and deviations below it."""
 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 
 from ...envs.load_named import load_named
-from ...tapes.errors import UsageError
+from ...tapes.errors import TapereelError, UsageError
+from ...tapes.store import run_directory
+from ...tapes.store.disk import REAL, put_file, read_file
 from ..objective.recipe import Recipe, read
 from .clipped import cispo, cpgd, sapo
 from .grpo import dapo, dr_grpo, grpo, gspo
@@ -72,4 +76,36 @@ def _own_recipe(name: str) -> Recipe:
     return found
 
 
-__all__ = ["RECIPES", "Recipe", "get_recipe", "read"]
+class BrokenRecipes(TapereelError, ValueError):
+    """A run's file of recipes can't be read."""
+
+
+def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
+    """Write `recipes.json`, whole or not at all: the recipe of each phase, with every constant."""
+    plain = {phase: recipe.model_dump(mode="json") for phase, recipe in recipes.items()}
+    put_file(REAL, directory / run_directory.RECIPES, json.dumps(plain, indent=1).encode() + b"\n")
+
+
+def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
+    """The recipe of each phase, or why it can't be used here; empty where the run has no such file.
+
+    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes where
+    the file holds no recipes.
+    """
+    path = directory / run_directory.RECIPES
+    if not path.exists():
+        return {}
+    try:
+        recorded = json.loads(read_file(path)).items()
+    except (ValueError, AttributeError) as error:
+        raise BrokenRecipes(f"{path} holds no recipes: {error}") from error
+    found: dict[str, Recipe | UsageError] = {}
+    for phase, recipe in recorded:
+        try:
+            found[phase] = read(recipe, execute=False)
+        except UsageError as error:
+            found[phase] = error
+    return found
+
+
+__all__ = ["RECIPES", "BrokenRecipes", "Recipe", "get_recipe", "read", "read_recipes", "write_recipes"]

@@ -33,8 +33,7 @@ from ..loop.warm_start import warm_start
 from ..policies.phases import Phases, recipes_by_phase
 from ..policies.players import NO_WARM_START, Player, Team
 from ..policies.policy import Policy
-from ..recipes import get_recipe
-from ..recipes.recipe_files import write_recipes
+from ..recipes import get_recipe, write_recipes
 from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats

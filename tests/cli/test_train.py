@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.recipes.recipe_files import read_recipes
+from tapereel.finetune.recipes import get_recipe, read_recipes
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import load_config

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 
 from tapereel.agents import ScriptedEngine, rollout
-from tapereel.finetune.data.provenance import episode_of
+from tapereel.finetune.data.provenance import episode_of, weighed
 from tapereel.finetune.data.rows import Row, rows
 from tapereel.finetune.data.staleness import drop_stale
-from tapereel.finetune.history.update_facts import items
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, NotATape, Sampling, Tape
@@ -269,7 +268,7 @@ def test_what_was_not_drawn_from_the_recorded_distribution_is_no_rl_data():
     assert np.isnan(row.old).tolist() == [False, False, True, True]
     made, stats = trained(tapes)
     assert stats.applied
-    assert {name for _, name, *_ in items(made, stats)} == {"a"}
+    assert {name for _, name, *_ in weighed(made, stats.stream, stats.weight)} == {"a"}
 
 
 def test_tokens_older_than_the_bound_become_context_and_are_named():

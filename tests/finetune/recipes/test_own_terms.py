@@ -13,8 +13,7 @@ import torch
 
 from tapereel.finetune.objective import PPO, Baseline, Surrogate
 from tapereel.finetune.objective.recipe import read
-from tapereel.finetune.recipes import get_recipe
-from tapereel.finetune.recipes.recipe_files import BrokenRecipes, read_recipes, write_recipes
+from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
