@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.checks.findings import CheckReport, Finding, checked
 from ...tapes.records import Message, Sampling
-from .engine import Completion, Engine, Request, ScoringEngine, TrainableEngine, missing_members
+from .engine import Completion, Engine, Request, TrainableEngine, missing_members
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,6 @@ CHECKS = {
     "spans": "the spans cover all ids, in order",
     "determinism": "the same seed and prompt give the same tokens, alone and among other requests",
     "cancellation": "a cancelled request hands over its partial completion and ends",
-    "score": "score gives sampled ids the log-probs that they were sampled with",
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
@@ -38,8 +37,6 @@ CHECKS = {
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
 """The version under which `weights` are synced."""
-ROUNDING = 0.5
-"""Nats by which `score` and `complete` may differ: in bfloat16, two kernels do by tenths."""
 TURNS = 5
 """Turns of the event loop that a request gets before it is cancelled: enough to reach an engine in this process."""
 
@@ -160,7 +157,6 @@ class _Check:
             self._check_tokens(first)
             await self._check_determinism(engine, request, first)
             await self._check_cancellation(engine, request)
-            await self._check_score(engine, request, first)
             await self._check_weights(engine, request)
         finally:
             await self._check_close(engine)
@@ -276,22 +272,6 @@ class _Check:
             )
         elif partial[0].finish != "cancelled":
             self.found("cancellation", f"the partial completion has finish={partial[0].finish!r}: set `cancelled`")
-
-    async def _check_score(self, engine: Engine, request: Request, first: Completion) -> None:
-        self.current = "score"
-        ids = [*(request.prompt or ()), *(first.ids or ())]
-        if not isinstance(engine, ScoringEngine) or not first.logprobs or not request.prompt:
-            return self.skip("the engine has no `score`, or gives no log-probs", "score")
-        found = await self._bounded("score", engine.score(ids))
-        if len(found) != len(ids) - 1:
-            self.found(
-                "score", f"score gave {len(found)} log-probs for {len(ids)} ids: give one for each but the first"
-            )
-            return None
-        off = max(abs(a - b) for a, b in zip(found[-len(first.logprobs) :], first.logprobs, strict=True))
-        if not off <= ROUNDING:
-            self.found("score", f"score and complete differ by {off:.3g} nats for the same ids and weights")
-        return None
 
     async def _check_weights(self, engine: Engine, request: Request) -> None:
         self.current = "weights"

@@ -1,8 +1,8 @@
 """Protocols between the agent's model interface (`LLM`) and the engines that sample tokens.
 
-`Engine` samples completions; every engine has it. `TrainableEngine` also scores ids and takes new weights: the training
-loop needs all of its members. `FleetEngine` names its copies of the weights. `SleepingEngine` also gives its GPU memory
-back between rollouts. `RecordedEngine` returns recorded answers. `check_engine` tests an engine against them all.
+`Engine` samples completions; every engine has it. `TrainableEngine` also takes new weights: the training loop needs all
+of its members. `FleetEngine` names its copies of the weights. `SleepingEngine` also gives its GPU memory back between
+rollouts. `RecordedEngine` returns recorded answers. `check_engine` tests an engine against these protocols.
 
 All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
 request always carries messages; it carries prompt token ids as well where the engine has a renderer.
@@ -187,20 +187,7 @@ class ChangingEngine(Protocol):
 
 
 @runtime_checkable
-class ScoringEngine(Protocol):
-    """An engine that computes log-probs of given tokens."""
-
-    async def score(self, ids: Sequence[int]) -> array[float]:
-        """log softmax(logits) of each of `ids[1:]` after all ids before it: len(ids) - 1 values (float32, nats), at
-        temperature 1.
-
-        The current weights compute them from the ids alone, without cached keys and values. Raises `PromptTooLong` for
-        ids that `complete` wouldn't take as a prompt, and `EngineError` for every other failure."""
-        ...
-
-
-@runtime_checkable
-class TrainableEngine(MeasuredEngine, ChangingEngine, ScoringEngine, Protocol):
+class TrainableEngine(MeasuredEngine, ChangingEngine, Protocol):
     """An engine whose weights can be replaced while it samples: all that the training loop needs.
 
     `EmbeddedEngine`, `RemoteEngine`, `ReplayEngine` and `TeamEngine` are such engines.
@@ -221,13 +208,8 @@ class TrainableEngine(MeasuredEngine, ChangingEngine, ScoringEngine, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Sampler:
-    """One copy of an engine's weights, asked for by name. `complete` and `score` are as in the protocols."""
-
-    name: str
-    complete: Callable[[Request], Awaitable[Completion]]
-    score: Callable[[Sequence[int]], Awaitable[array[float]]]
+Sampler = Callable[[Request], Awaitable[Completion]]
+"""`complete` of one copy of an engine's weights."""
 
 
 @runtime_checkable
@@ -235,8 +217,8 @@ class FleetEngine(TrainableEngine, Protocol):
     """An engine with several copies of the weights, as one on each server."""
 
     @property
-    def samplers(self) -> Sequence[Sampler]:
-        """Each copy, so that the delivery of weights is checked on every one."""
+    def samplers(self) -> Mapping[str, Sampler]:
+        """Each copy, by name: the delivery of weights is checked on every one."""
         ...
 
 
@@ -311,11 +293,11 @@ class IncompleteEngine(TapereelError, TypeError):
 
 MEMBERS: dict[type, tuple[str, ...]] = {
     Engine: ("name", "renderer", "context", "complete", "forget", "close"),
-    TrainableEngine: ("stats", "version", "changing", "score", "sync_weights"),
+    TrainableEngine: ("stats", "version", "changing", "sync_weights"),
     SleepingEngine: ("sleep", "wake"),
 }
 """Protocol -> the members that it adds to the protocols above it."""
-METHODS = ("complete", "forget", "close", "score", "sync_weights", "sleep", "wake")
+METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake")
 
 
 def missing_members(engine: object, protocol: type = Engine) -> list[str]:

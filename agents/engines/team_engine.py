@@ -7,7 +7,6 @@ Answers of an engine without a renderer are recorded in the tokens of the others
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -137,18 +136,11 @@ class TeamEngine:
 
         return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
 
-    async def score(self, ids: Sequence[int]) -> array[float]:
-        """By the lead's weights. BadTeam where the lead takes none."""
-        return await self._trained().score(ids)
-
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
         """New weights for the lead's engine. BadTeam where the lead takes none."""
-        await self._trained().sync_weights(state, version, mode)
-
-    def _trained(self) -> TrainableEngine:
         if not isinstance(self.lead, TrainableEngine):
             raise BadTeam(f"The team's lead, {self.lead.name}, takes no weights: lead with a TrainableEngine")
-        return self.lead
+        await self.lead.sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
         """In every engine: the key doesn't say which engine held the conversation."""

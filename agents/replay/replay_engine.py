@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...tapes import Call, Tape
 from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences
 from ...tapes.records import Usage
-from ..engines.engine import Budget, Completion, EngineError, PromptTooLong, Request, SyncMode
+from ..engines.engine import Budget, Completion, EngineError, PromptTooLong, Request, Sampler, SyncMode
 from ..rendering.renderer import Renderer
 from .script import call_divergence
 
@@ -196,12 +195,8 @@ class ReplayEngine:
     def forget(self, cache_key: str) -> None:
         """This engine keeps nothing by key."""
 
-    samplers = ()
-    """No copy of any weights."""
-
-    async def score(self, ids: Sequence[int]) -> array[float]:
-        """Raises EngineError: recorded answers have no weights."""
-        raise EngineError("A replay engine has recorded answers and no weights, so it can't score tokens")
+    samplers: Mapping[str, Sampler] = {}
+    """Recorded answers come from no copy of the weights."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
         """Note the version alone: the answers, and the versions of their spans, are the recorded ones."""

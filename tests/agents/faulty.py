@@ -91,12 +91,10 @@ class FaultyServer:
             }
             for token in ids
         ]
-        scores = [None, *({str(token): {"logprob": -0.5}} for token in body["token_ids"][1:])]
         versions = [{"version": self.version, "start": 0, "end": length}] if length else []
         return {
             "request_id": "generate-tokens-x",
             "usage": {"prompt_tokens": len(body["token_ids"])},
-            "prompt_logprobs": scores if "prompt_logprobs" in body["sampling_params"] else None,
             "choices": [
                 {
                     "index": 0,

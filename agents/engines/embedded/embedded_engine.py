@@ -15,16 +15,15 @@ from __future__ import annotations
 import asyncio
 import copy as copying
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ....tapes.arrays import floats, ints
+from ....tapes.arrays import ints
 from ....tapes.errors import MissingExtra
-from ....tapes.records import Sampling, Usage
+from ....tapes.records import Usage
 from ..engine import Completion, EngineError, Finish, Listener, PromptTooLong, PublishMode, Request, one_temperature
 
 try:
@@ -162,12 +161,6 @@ class EmbeddedEngine:
             raise
         finally:
             self._heard.discard(flight)
-
-    async def score(self, ids: Sequence[int]) -> array[float]:
-        """As `ScoringEngine.score`: one plain forward of the copy that samples."""
-        self._check_loop()
-        asked = self._generation(Request(messages=(), prompt=ints(ids), sampling=Sampling(), seed=0))
-        return floats(self._decoder.score(asked.prompt).tolist())
 
     def forget(self, cache_key: str) -> None:
         """Drop the KV parked under `cache_key`. A request in flight with that key doesn't park its KV either."""

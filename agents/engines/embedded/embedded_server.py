@@ -45,7 +45,6 @@ OFF: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
     "min_tokens": 0,
-    "prompt_logprobs": 0,
 }
 """Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", *OFF}
@@ -163,10 +162,6 @@ class EngineServer(HttpService):
             task.cancel()
         top = self._likeliest(asked, found, int(body["sampling_params"].get("logprobs") or 0))
         answer = _answer(name, asked, found, top, aborted=task.cancelled())
-        if "prompt_logprobs" in body["sampling_params"]:
-            prompt = body["token_ids"]
-            values = zip(prompt[1:], await self.engine.score(prompt), strict=True)
-            answer["prompt_logprobs"] = [None, *({str(id): {"logprob": value}} for id, value in values)]
         return answer if stream is None else await stream.end(answer)
 
     def _request(self, body: dict[str, Any], on_partial: Callable[[Completion], None]) -> Request:

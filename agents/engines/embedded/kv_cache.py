@@ -11,7 +11,6 @@ The cache supports full-attention decoders whose cached forward equals their pla
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ....tapes.errors import TapereelError
-from .sampler import log_probs
 
 
 class UnsupportedModel(TapereelError, ValueError):
@@ -175,12 +173,6 @@ class SlotDecoder:
             logits_to_keep=1,
         )
         return out.logits[:, -1].float()
-
-    @torch.inference_mode()
-    def score(self, ids: array[int]) -> Tensor:
-        """(n - 1,) float32 log-probs of `ids[1:]`, by a plain forward without cached KV."""
-        at = torch.tensor(ids.tolist(), device=self.device)
-        return log_probs(self.model(input_ids=at[None], use_cache=False).logits[0], at)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the KV of the first `length` tokens from one slot to another."""

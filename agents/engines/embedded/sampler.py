@@ -41,12 +41,6 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def log_probs(logits: Tensor, ids: Tensor) -> Tensor:
-    """(n - 1,) log softmax of `ids[1:]`, where `logits` (n, vocabulary) are those after each of `ids`. float32."""
-    logits = logits[:-1].float()
-    return logits.gather(1, ids[1:, None])[:, 0] - logits.logsumexp(-1)
-
-
 def draw(
     logits: Tensor,
     temperature: NDArray[np.float64],

@@ -90,7 +90,7 @@ async def _connected(
     dialect, capabilities = found[0]
     if weights and dialect.streams:
         raise NotTrainable(
-            f"{list(servers)} answer by {dialect.route} alone, which scores no token ids, so the arrival of new "
+            f"{list(servers)} answer by {dialect.route} alone, which takes no token ids, so the arrival of new "
             "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
         )
     if weights and not adapted and not all(capability.takes_weights for _, capability in found):

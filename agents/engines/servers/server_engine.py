@@ -16,7 +16,6 @@ import shutil
 import tempfile
 import time
 import uuid
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -25,9 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ....tapes.arrays import ints
 from ....tapes.common.text import logger
-from ....tapes.records import Sampling
 from ..engine import (
     Completion,
     EngineError,
@@ -179,28 +176,9 @@ class RemoteEngine:
         return self._publishing.locked()
 
     @property
-    def samplers(self) -> tuple[Sampler, ...]:
-        """Each server; its name is its address."""
-        return tuple(
-            Sampler(server.url, partial(self.complete, server=server), partial(self.score, server=server))
-            for server in self._servers
-        )
-
-    async def score(self, ids: Sequence[int], *, server: Server | None = None) -> array[float]:
-        """As `ScoringEngine.score`. server: the one that computes; None: the one with the fewest requests."""
-        request = Request(messages=(), prompt=ints(ids), sampling=Sampling(max_tokens=1), seed=0)
-        self._check(request)
-        server = server or self._wellness.best(self._servers)
-        with self._sampling_with() as (model, _):
-            body = self._dialect.body(request, model=model, request_id=uuid.uuid4().hex, stops=())
-            with self.absence.request() as tries:
-                while True:
-                    try:
-                        answer = await server.post(self._dialect.route, self._dialect.scoring(body))
-                        tries.answered()
-                        return self._dialect.scored(answer, ids)
-                    except ServerFailed as error:
-                        await self._wait(server, error, tries)
+    def samplers(self) -> dict[str, Sampler]:
+        """Each server, by its address."""
+        return {server.url: partial(self.complete, server=server) for server in self._servers}
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
         """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples; None: the

@@ -7,14 +7,13 @@ server, which needs a GPU. SGLang returns log-probs from after temperature, as a
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from ..engine import PublishMode, Request
 from ..transport.http_channel import NO_ROUTE, Server, ServerFailed
-from ..transport.wire import BadAnswer, Json, Sampled, checked_logprob, field, reader, sampled
+from ..transport.wire import BadAnswer, Json, Sampled, field, reader, sampled
 from ..weights.sleeping import Part
 
 ALL = 1 << 30
@@ -77,16 +76,6 @@ class SGLangGenerate:
 
     def abort(self, request_id: str) -> tuple[str, Json]:
         return "/abort_request", {"rid": request_id}
-
-    def scoring(self, body: Json) -> Json:
-        return body | {"logprob_start_len": 0}
-
-    @reader
-    def scored(self, answer: object, ids: Sequence[int]) -> array[float]:
-        found = cast(list[object], field(answer, "meta_info", "input_token_logprobs"))
-        if [field(one, 1) for one in found] != list(ids):
-            raise BadAnswer(f"the prompt's log-probs of the answer are of other ids than the {len(ids)} that were sent")
-        return array("f", [checked_logprob(field(one, 0), k) for k, one in enumerate(found) if k])
 
     def listing(self, body: Json, count: int) -> Json:
         return body | {"top_logprobs_num": count}

@@ -10,12 +10,11 @@ generation_config.json would otherwise set the missing ones.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..engine import Request
-from ..transport.wire import Json, Sampled, checked_logprob, field, openai_messages, reader, sampled
+from ..transport.wire import Json, Sampled, field, openai_messages, reader, sampled
 
 _Said = dict[str, Any]
 
@@ -49,8 +48,6 @@ class _VLLM:
     names_ids = False
     """Whether each log-prob of an answer names its token id."""
     abort_route = "/abort_requests"
-    scored_at: tuple[str | int, ...] = ("prompt_logprobs",)
-    """Where an answer has the log-probs of the prompt's ids."""
     abort_id: str
     """vLLM's name of a request; `{}` stands for our request id."""
 
@@ -79,14 +76,6 @@ class _VLLM:
     def abort(self, request_id: str) -> tuple[str, Json]:
         return self.abort_route, {"request_ids": [self.abort_id.format(request_id)]}
 
-    def scoring(self, body: Json) -> Json:
-        return body | {"prompt_logprobs": 0}
-
-    @reader
-    def scored(self, answer: object, ids: Sequence[int]) -> array[float]:
-        found = field(answer, *self.scored_at)
-        return array("f", [checked_logprob(field(found, k, str(ids[k]), "logprob"), k) for k in range(1, len(ids))])
-
     @reader
     def listed(self, answer: object) -> list[float]:
         top = field(answer, "choices", 0, "logprobs", "content", 0, "top_logprobs")
@@ -112,9 +101,6 @@ class Generate(_VLLM):
             "stream": False,
         }
 
-    def scoring(self, body: Json) -> Json:
-        return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "prompt_logprobs": 0}}
-
     def listing(self, body: Json, count: int) -> Json:
         return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "logprobs": count}}
 
@@ -123,7 +109,6 @@ class Completions(_VLLM):
     """Dialect of `/v1/completions` with a prompt of token ids."""
 
     route = "/v1/completions"
-    scored_at = ("choices", 0, "prompt_logprobs")
     abort_id = "cmpl-{}-0"
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:

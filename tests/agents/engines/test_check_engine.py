@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,9 +60,6 @@ class Minimal:
     def _completion(self, ids: array[int], finish: Any) -> Completion:
         spans = ((self.version, 0, len(ids)),) if ids else ()
         return Completion(text="", ids=ids, logprobs=array("f", [-1.0] * len(ids)), spans=spans, finish=finish)
-
-    async def score(self, ids: Sequence[int]) -> array[float]:
-        return array("f", [-1.0] * (len(ids) - 1))
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: str = "reprefill") -> None:
         self.version = version
@@ -178,8 +175,8 @@ def test_a_broken_engine_is_reported(engine: Any, check: str, state: str, senten
 
 def test_a_scripted_engine_can_not_be_trained() -> None:
     report = check_engine(ScriptedEngine(lambda request: "a"), trainable=True)
-    assert "lacks stats, version, changing, score, sync_weights of `TrainableEngine`" in str(report)
-    with pytest.raises(IncompleteEngine, match="ScriptedEngine lacks stats, version, changing, score, sync_weights"):
+    assert "lacks stats, version, changing, sync_weights of `TrainableEngine`" in str(report)
+    with pytest.raises(IncompleteEngine, match="ScriptedEngine lacks stats, version, changing, sync_weights"):
         check_engines([ScriptedEngine("a")], settings_of())
     assert missing_members(Minimal(), SleepingEngine) == ["sleep", "wake"]
     with pytest.raises(ValueError, match=r"`loop\.sleep` needs a server engine .* minimal can't sleep"):
@@ -241,7 +238,7 @@ def test_train_uses_an_engine_of_ones_own_and_refuses_one_without_weights(tmp_pa
         settings["engine"] = {"kind": f"{module}:{name}", "model": str(folder), "options": {"folder": str(folder)}}
         return TrainConfig.model_validate({**settings, "loop": settings_of(updates=1, max_lag=0)})
 
-    with pytest.raises(IncompleteEngine, match="lacks stats, version, changing, score, sync_weights"):
+    with pytest.raises(IncompleteEngine, match="lacks stats, version, changing, sync_weights"):
         train(config("texts"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     summary = train(config("engine"), tmp_path / "run")

@@ -196,7 +196,7 @@ def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, mo
     again = lines[WARM + 4]
     assert again["train_seconds"] is None
     assert set(lines[WARM + 5]) - set(again) <= {"groups", "groups_aside", "filled"} | {
-        key for key in lines[WARM + 5] if key.startswith(("closed/", "lost/", "perf/"))
+        key for key in lines[WARM + 5] if key.startswith(("closed/", "delivery/", "lost/", "perf/"))
     }
     assert again["grad_norm"] > 0
 

@@ -12,7 +12,6 @@ import math
 import random
 from array import array
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,9 +66,6 @@ class Oracle:
         return Completion(
             text=letter, ids=ids, logprobs=array("f", [math.log(1 / 4), 0.0]), spans=((self.version, 0, 2),)
         )
-
-    async def score(self, ids: Sequence[int]) -> array[float]:
-        return array("f", [0.0] * (len(ids) - 1))
 
     async def sync_weights(self, state: Any, version: str, mode: Any = "reprefill") -> None:
         self.version = version
