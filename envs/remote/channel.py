@@ -181,7 +181,13 @@ class Line:
             raise Refused(f"{self.url}: the environment variable {self._key_variable} (the server's token) is not set")
         if token:
             sent["Authorization"] = f"Bearer {token}"
-        return await Channel.open(self.url + route, headers=sent, largest=self._largest, protocols=protocols)
+        try:
+            return await Channel.open(self.url + route, headers=sent, largest=self._largest, protocols=protocols)
+        except Refused as error:
+            if self._key_variable is None and token_for(self.url) != token:
+                # The server was started anew after the token was read, so another attempt can succeed.
+                raise Unreachable(str(error)) from error
+            raise
 
     async def answer(self, channel: Channel, method: str) -> str:
         """The next message of the channel, which answers a call of `method`. Hung after `seconds`."""

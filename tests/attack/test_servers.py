@@ -20,11 +20,13 @@ import pytest
 
 from tapereel.agents import ScriptedEngine
 from tapereel.agents.engines.embedded.embedded_server import EngineServer
+from tapereel.agents.engines.transport import http_channel
 from tapereel.agents.gateway import Control
-from tapereel.envs.remote import RemoteEnvironment, Service, ServiceLimits, add_openenv
+from tapereel.envs.remote import Refused, RemoteEnvironment, Service, ServiceLimits, add_openenv, channel
 from tapereel.envs.remote.env_client import ROUTE
 from tapereel.envs.remote.env_protocol import PROTOCOL, RandomState, ResetCall
 from tapereel.tapes.common import http_service
+from tapereel.tapes.common.access_token import token_for
 from tapereel.tapes.common.http_service import HttpService
 from tapereel.tapes.records import Task
 from tapereel.tapes.store.store import Store
@@ -407,5 +409,50 @@ def test_a_session_whose_client_may_come_back_keeps_its_place():
                 await begun(service, patience=0.3)
             assert len(service.sessions) == 1
             await env.close()
+
+    asyncio.run(scene())
+
+
+# A server that is started anew has a new token
+
+
+@pytest.fixture
+def stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client reads the old server's token first, and connects when the new server is there."""
+    for module in (channel, http_channel):
+        first = iter(["the-token-of-the-server-before"])
+        monkeypatch.setattr(module, "token_for", lambda url, first=first: next(first, None) or token_for(url))
+
+
+@pytest.mark.usefixtures("stale")
+def test_a_client_of_the_environment_tries_again_with_the_new_token():
+    async def scene() -> None:
+        async with Service(GuessNumber).serving() as service:
+            await (await begun(service, patience=60.0)).close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.usefixtures("stale")
+def test_a_client_of_the_model_says_that_another_try_can_succeed():
+    async def scene() -> None:
+        async with EngineServer(Served.policy(0), "micro").serving() as service:
+            client = http_channel.Server(service.url)
+            with pytest.raises(http_channel.ServerFailed, match="401") as caught:
+                await client.get("/health")
+            assert caught.value.retry
+            assert await client.get("/health") == {}
+            await client.close()
+
+    asyncio.run(scene())
+
+
+def test_a_client_with_a_wrong_token_does_not_try_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SOME_TOKEN", "x" * 32)
+
+    async def scene() -> None:
+        async with Service(GuessNumber).serving() as service:
+            with pytest.raises(Refused, match="is the token right"):
+                await begun(service, patience=60.0, key_variable="SOME_TOKEN")
 
     asyncio.run(scene())

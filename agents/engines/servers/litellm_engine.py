@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ....tapes.common.access_token import token_for
 from ....tapes.common.hub import split_name
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import MissingExtra
@@ -203,7 +204,7 @@ class LiteLLMEngine:
         Raises HostedFailed when the variable with the API key is not set."""
         supported = self._litellm.get_supported_openai_params(self._model) or ()
         body = parameters(request, seed="seed" in supported)
-        key = os.environ.get(self._key_variable) if self._key_variable is not None else None
+        key = os.environ.get(self._key_variable) if self._key_variable is not None else token_for(self._base_url or "")
         if self._key_variable is not None and not key:
             raise EngineStopped(
                 f"{self.name}: the environment variable {self._key_variable} (API key) is not set", "key"

@@ -194,7 +194,10 @@ class Server:
             ):
                 if answer.status >= 300:
                     content = await _read(answer.content, where)
-                    raise _refused(where, answer.status, content, answer.headers.get("Retry-After"), key)
+                    failed = _refused(where, answer.status, content, answer.headers.get("Retry-After"), key)
+                    # A server that was started anew after the key was read has another key.
+                    failed.retry |= answer.status == 401 and self._key(where) != key
+                    raise failed
                 yield answer, bound
         except TimeoutError as error:
             slow = ServerFailed(
