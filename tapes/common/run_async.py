@@ -63,14 +63,27 @@ def _run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
         return await main
 
     runner = asyncio.Runner()  # it turns Ctrl-C into a cancellation of `inside`
+    work = inside()
     try:
-        return runner.run(inside())
+        while True:
+            try:
+                return runner.run(work)
+            except SystemExit:
+                # asyncio stops the loop where any task raises it, also a helper of an agent or environment. The code
+                # that awaits that task gets it as well, so the loop goes on.
+                if not first or first[0].done():
+                    raise
+                work = _join(first[0])
     finally:
         try:
             runner.run(_end(first))
         finally:
             asyncio.set_event_loop(None)
             runner.get_loop().close()
+
+
+async def _join(task: asyncio.Task[ResultT]) -> ResultT:
+    return await task
 
 
 async def _end(first: list[asyncio.Task[Any]]) -> None:
