@@ -336,7 +336,7 @@ def _bubblewrap(box: Path, binds: list[str]) -> list[str]:
     words += [word for path in binds for word in ("--ro-bind", path, path)]
     words += [word for name in ("passwd", "group") for word in ("--ro-bind", f"{box}/{name}", f"/etc/{name}")]
     # The root is the last to become read-only: bubblewrap makes the mount points in it.
-    return [*words, "--remount-ro", "/", "--seccomp", "3", "--json-status-fd", "4", "--"]
+    return [*words, "--remount-ro", "/", "--seccomp", "{filter}", "--json-status-fd", "{status}", "--"]
 
 
 def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) -> list[str]:

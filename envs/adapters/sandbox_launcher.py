@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
+import functools
 import json
 import os
 import platform
@@ -24,8 +24,9 @@ import select
 import signal
 import socket
 import stat
+import subprocess
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID_NODEV, MS_REC_PRIVATE = 2 | 4, 16384 | 1 << 18
@@ -148,10 +149,21 @@ def read(order: Order, path: str, limit: int) -> bytes:
 # Snippets
 
 
-def bound(order: Order) -> None:
-    """Set the resource limits (soft and hard) of this process and its children; a lower hard limit stays."""
-    # In its namespace, bubblewrap and its first process are counted too; without one, all processes of the user are.
-    beside = processes_of(os.getuid()) - 1 if order["backend"] == "none" else 2
+def enter(order: Order, cgroup: int | None) -> None:
+    """Bring the process that will be the command into its cgroup, namespace and limits. Raises OSError."""
+    if cgroup is not None:
+        os.write(cgroup, b"0")
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
+        file.write("1000")  # where the machine's memory runs out, a snippet ends first, never the training run
+    if order["backend"] == "podman":
+        return  # podman needs more than a snippet may have: the limits of a container are podman's arguments
+    beside = 2  # bubblewrap and its first process are counted too
+    if order["backend"] == "none":
+        os.chmod(f"{order['box']}/work", 0o700)
+        os.chdir(f"{order['box']}/work")
+        beside = processes_of(os.getuid()) - 1
+    else:
+        new_user(SNIPPET_UID, SNIPPET_UID)
     for what, value in (
         # 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
         (resource.RLIMIT_CPU, int(order["seconds"]) + 2),
@@ -166,54 +178,32 @@ def bound(order: Order) -> None:
         resource.setrlimit(what, (least, least))
 
 
-def execute(order: Order, words: list[str], output: int, status: int, cgroup: int | None) -> NoReturn:
-    """Replace this process by the command `words`, with its descriptors, limits and cgroup. Never returns."""
-    bubblewrap = order["backend"] == "bubblewrap"
-    try:
-        os.setsid()
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and a program inherits that
-        if cgroup is not None:
-            os.write(cgroup, b"0")
-        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
-            file.write("1000")  # where the machine's memory runs out, a snippet ends first, never the training run
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        rules = os.open(f"{order['box']}/filter" if bubblewrap else os.devnull, os.O_RDONLY)
-        # The sources move above the targets first: a copy onto 0 to 4 would close a source that lies there.
-        sources = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (nothing, output, output, rules, status)]
-        for target, source in enumerate(sources):
-            os.dup2(source, target, inheritable=target < 3 or bubblewrap)
-        status = sources[-1]
-        os.closerange(len(sources), 10)
-        os.closerange(max(sources) + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        if bubblewrap:
-            new_user(SNIPPET_UID, SNIPPET_UID)
-        if order["backend"] == "none":
-            os.chmod(f"{order['box']}/work", 0o700)
-            os.chdir(f"{order['box']}/work")
-        if order["backend"] != "podman":  # podman needs more than it grants: a container's limits are its arguments
-            bound(order)
-        # This process started with the order's variables, to which `podman unshare` added its own.
-        os.execve(words[0], words, os.environ if order["backend"] == "podman" else order["environment"])
-    except BaseException as error:
-        os.write(status, json.dumps({"failed": f"{words[0]}: {error}"}).encode() + b"\n")
-    os._exit(127)
-
-
 def run(order: Order, connection: socket.socket, request: Order, cgroup: int | None) -> tuple[Order, bytes]:
     """Run one command to its end, its time limit or the end of the connection; (how it ended, its output)."""
     backend, pidfile = order["backend"], f"{order['box']}/pid-{os.getpid()}"
-    words = [word.replace("{pidfile}", pidfile) for word in order["command"]] + request["command"]
+    passed: list[int] = []
     if backend != "podman":  # orphans become children of this process, which so learns when the last one has ended
         check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
-    (output, output_end), (status, status_end) = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        execute(order, words, output_end, status_end, cgroup)
-    for pipe in (output_end, status_end):
-        os.close(pipe)
+    status, status_end = os.pipe()
+    if backend == "bubblewrap":
+        passed = [os.open(f"{order['box']}/filter", os.O_RDONLY), status_end]
+    places = {"{pidfile}": pidfile} | dict(zip(("{filter}", "{status}"), map(str, passed), strict=False))
+    child = subprocess.Popen(
+        [places.get(word, word) for word in order["command"]] + request["command"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        pass_fds=passed,
+        start_new_session=True,
+        # This process started with the order's variables, to which `podman unshare` added its own.
+        env=None if backend == "podman" else order["environment"],
+        preexec_fn=functools.partial(enter, order, cgroup),  # safe: this process has one thread
+    )
+    os.close(status_end)
+    assert child.stdout is not None
+    output, ended = child.stdout.fileno(), os.pidfd_open(child.pid)
     for pipe in (output, status):
         os.set_blocking(pipe, False)
-    ended = os.pidfd_open(child)
     kept, printed, said = bytearray(), 0, b""
     stopped, began, until = "", False, time.monotonic() + START_SECONDS
     while not stopped:
@@ -240,14 +230,13 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
     facts: Order = {}
     for line in (said + available(status)).splitlines():
         facts |= json.loads(line)
-    begun = os.path.exists(pidfile)
+    # bwrap that a signal ended: only the kernel for want of memory, or an administrator, can have sent it.
+    done = {"bubblewrap": "exit-code" in facts or code > 128, "podman": os.path.exists(pidfile), "none": True}[backend]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(pidfile)
-    # bwrap that a signal ended: only the kernel for want of memory, or an administrator, can have sent it.
-    done = {"bubblewrap": "exit-code" in facts or code > 128, "podman": begun, "none": True}[backend]
-    if "failed" in facts or stopped == "start" or not (done or stopped):
+    if stopped == "start" or not (done or stopped):
         what = "it did not start in time" if stopped else f"exit code {code}"
-        return {"failed": facts.get("failed", f"{what}: {kept[-500:].decode(errors='replace')}")}, b""
+        return {"failed": f"{what}: {kept[-500:].decode(errors='replace')}"}, b""
     return {"more": printed - len(kept), "code": None if stopped else facts.get("exit-code", code)}, bytes(kept)
 
 
@@ -259,7 +248,7 @@ def available(pipe: int) -> bytes:
         return b""
 
 
-def end(order: Order, child: int, ended: int, pidfile: str) -> int:
+def end(order: Order, child: subprocess.Popen[bytes], ended: int, pidfile: str) -> int:
     """End the command, if it runs, with all its processes. Returns its exit code, 128 + n for signal n."""
     until = time.monotonic() + KILL_SECONDS
     # podman's client ends after the first process of its container, and with that the kernel ends all others.
@@ -270,26 +259,21 @@ def end(order: Order, child: int, ended: int, pidfile: str) -> int:
             if os.stat(f"/proc/{first}").st_uid == order["owner"]:  # else the number is another process's by now
                 os.kill(first, signal.SIGKILL)
         select.select([ended], [], [], POLL_SECONDS)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    child.kill()
+    code = child.wait()
     while order["backend"] != "podman" and time.monotonic() < until:
         # Namespaces end with their first process. Without them, the children of a killed process are found next time.
-        for pid in children() if order["backend"] == "none" else ():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        if order["backend"] == "none":
+            with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
+                for pid in map(int, file.read().split()):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(POLL_SECONDS / 10)
         except ChildProcessError:
             break
     return 128 - code if code < 0 else code
-
-
-def children() -> list[int]:
-    """The ids of this process's children."""
-    with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
-        return [int(pid) for pid in file.read().split()]
 
 
 def processes_of(uid: int) -> int:
@@ -322,7 +306,7 @@ def keep(order: Order | None, connection: socket.socket, cgroup: int | None) -> 
             else:
                 data = read(order, request["path"], request["limit"])
     except OSError as error:
-        reply = {"refused": error.strerror or str(error)}
+        reply = {"failed" if request.get("op") == "run" else "refused": error.strerror or str(error)}
     except Exception as error:
         reply = {"failed": f"{type(error).__name__}: {error}"}
     with contextlib.suppress(OSError):  # a runner that closed the connection reads no answer

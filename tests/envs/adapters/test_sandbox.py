@@ -7,8 +7,10 @@ import contextlib
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,50 @@ def test_a_snippet_that_is_given_up_leaves_nothing_behind(mode: dict[str, Any]):
 
     within(give_up, **mode)
     assert running_as_sandbox() == []
+
+
+@pytest.mark.parametrize("backend", ["bubblewrap", pytest.param("podman", marks=pytest.mark.contract)])
+def test_a_fork_bomb_disturbs_no_call_beside_it(backend: str):
+    async def use(sandbox: Sandbox) -> str:
+        bomb = asyncio.ensure_future(sandbox.run(["/bin/sh", "-c", "f(){ f|f& }; f; sleep 1000"]))
+        await asyncio.sleep(1)
+        said = await asyncio.gather(*(sandbox.shell(f"sh -c 'echo {k}'; true") for k in range(4)))
+        bomb.cancel()
+        return "".join(said)
+
+    assert within(use, backend=backend) == "0\n1\n2\n3\n"
+
+
+HELD = """
+import asyncio, sys
+from tapereel.envs.adapters.sandbox import Sandbox
+async def hold():
+    sandbox = Sandbox(seconds=1000, backend=sys.argv[1])
+    await sandbox.open()
+    print(sandbox._backend._box, flush=True)
+    await sandbox.shell("(setsid sleep 1000 &) ; sleep 1000")
+asyncio.run(hold())
+"""
+
+
+@pytest.mark.parametrize("backend", ["bubblewrap", pytest.param("podman", marks=pytest.mark.contract)])
+def test_a_run_that_is_killed_leaves_no_process_and_no_file(backend: str):
+    with subprocess.Popen([sys.executable, "-c", HELD, backend], stdout=subprocess.PIPE, text=True) as runner:
+        assert runner.stdout is not None
+        box = Path(runner.stdout.readline().strip())
+        for _ in range(600):
+            if len(running_as_sandbox()) > 1:
+                break
+            time.sleep(0.05)
+        assert len(running_as_sandbox()) > 1
+        runner.kill()
+    for _ in range(600):
+        if not running_as_sandbox():
+            break
+        time.sleep(0.05)
+    assert running_as_sandbox() == []
+    assert list(box.iterdir()) == []
+    box.rmdir()
 
 
 def running_as_sandbox() -> list[str]:
