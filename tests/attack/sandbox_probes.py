@@ -320,7 +320,7 @@ class Host:
         for path in self.made:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(SECRET)
-        self.victim = subprocess.Popen(["sleep", "1000"], env={"TOKEN": SECRET})
+        self.victim = subprocess.Popen(["sleep", "4712"], env={"TOKEN": SECRET})
         self.paths = [str(self.tmp / "socket"), str(self.home / f"{SECRET}.sock")]
         self.listening = [self.listen(socket.AF_UNIX, path) for path in self.paths]
         self.datagrams = self.listen(socket.AF_UNIX, str(self.tmp / "datagrams"), socket.SOCK_DGRAM)
