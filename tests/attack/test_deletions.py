@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -245,6 +246,27 @@ def test_two_writers_at_once_need_both_heads(tmp_path: Path) -> None:
     assert set(pins(run)) == {path.stem for path in segments(run)}
     assert exact(run, head_of(run)).exit_code == 1, "the first went on after the second pinned it"
     assert exact(run, str(run / "pins.json")).exit_code == 0
+
+
+def test_two_writers_that_close_at_once_leave_both_heads(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    first = Store.create(run)
+    second = Store.open(run, write=True)
+    refresh, other = first.refresh, threading.Thread(target=second.close)
+
+    def between(*args: object) -> object:
+        """The second closes after the first has read the heads, and before it writes them, if nothing keeps it out."""
+        found = refresh()
+        if not other.ident:
+            other.start()
+            other.join(timeout=2)
+        return found
+
+    first.refresh = between  # type: ignore[method-assign, assignment]
+    first.close()
+    other.join()
+    assert set(pins(run)) == {path.stem for path in segments(run)}
+    assert verify(run).exit_code == 0
 
 
 def test_an_added_checkpoint_is_after_an_exact_pin(single: Path) -> None:
