@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
+from tapereel.agents.engines.servers.litellm_engine import is_hosted
+from tapereel.cli.command import main
+from tapereel.tapes.store.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGITS = str(ROOT / "examples" / "digits.py")
@@ -216,3 +219,49 @@ def test_local_datasets_and_chat_prompts_are_mapped_by_the_same_setting(home: Pa
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["reward"] == pytest.approx(1 / 4)
         __import__("shutil").rmtree(tmp_path / "r")
+
+
+def test_held_out_tasks_take_the_columns_of_the_others(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "world.py").write_text(WORLD)
+    words = ("--agent", "world.py:agent", "--env", "world.py:Sums", "--tasks", "openai/gsm8k", "--model", "org/tiny")
+    held_out = ("evaluation.tasks=openai/gsm8k@main", "evaluation.dataset.split=test", "loop.updates=0")
+    columns = "dataset.columns={prompt: question, answer: answer}"
+    done = tapereel(home, tmp_path, "train", *words, "--out", "r", "--json", *sets(columns, *held_out))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["held_out"]["n"] == 6
+
+
+def test_conversations_in_the_form_of_trl_are_imported_with_their_tools(tmp_path: Path) -> None:
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
+    user, answer = {"role": "user", "content": "2?"}, {"role": "assistant", "content": "2"}
+    calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "name": "add", "content": "2"}
+    rows = [
+        {"prompt": "2?", "completion": "2"},
+        {"prompt": [user], "completion": [answer], "tools": [schema]},
+        {"messages": [user, calling, result, answer], "tools": [schema]},
+        {"messages": [user, calling, result, answer], "tools": json.dumps([schema])},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["import", str(tmp_path / "rows.jsonl"), str(tmp_path / "r"), "--format", "sft"]) == 0
+    with Store.open(tmp_path / "r") as store:
+        tapes = [store.tape(summary.id) for summary in store.summaries()]
+    offered = [tape.calls[0].tools.schemas if tape.calls[0].tools else None for tape in tapes]
+    assert sorted(map(repr, offered)) == sorted(map(repr, [None, *[(schema,)] * 3]))
+
+
+@pytest.mark.parametrize(
+    ("name", "hosted"),
+    [
+        ("gpt-4o-mini", True),
+        ("openai/gpt-4o-mini", True),
+        ("anthropic/claude-sonnet-4-5", True),
+        ("openrouter/qwen/qwen3-8b", True),
+        ("Qwen/Qwen3-0.6B", False),
+        ("Qwen/Qwen3-0.6B@main", False),
+        ("meta-llama/Llama-3.1-8B-Instruct", False),
+    ],
+)
+def test_a_name_in_python_is_hosted_where_litellm_knows_its_provider(name: str, hosted: bool) -> None:
+    assert is_hosted(name) == hosted
