@@ -19,10 +19,12 @@ from tapereel.agents import (
     rollout,
     rollout_group,
 )
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
 from tapereel.tapes import Answer, CauseType, ParseError, Status, Text, ToolCalls, ToolResult, ToolResults
 from tapereel.tapes.steps import read_step
 
+from ..families import tokenizer
 from ..worlds import Guess, GuessNumber, Player
 
 
@@ -224,3 +226,11 @@ def test_replay_gives_the_recorded_answers_and_finds_a_changed_prompt():
     longer = run(Player(), GuessNumber(), 9, engine=ReplayEngine(tape), seed=4)
     assert "`messages[5].content` was 'lower', it is now 'higher'" in longer.cause.message
     assert issubclass(Diverged, EngineError)
+
+
+def test_a_call_in_a_thought_that_the_prompt_opened_is_not_made():
+    """DeepSeek's template ends a prompt with `<think>`: an answer that is cut off in the thought has no mark of it."""
+    call = '{"name": "w_guess", "arguments": {"number": 7}}'
+    model = ScriptedEngine([f"<tool_call>{call}</tool_call>", f"no.</think>{call}"], renderer=Renderer(tokenizer("r1")))
+    tape = run(ChatAgent(actions=[Guess]), GuessNumber(), 7, engine=model)
+    assert [type(s) for s in tape[1:]] == [ParseError, Guess]
