@@ -6,15 +6,15 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ...agents.runs.runner import ScoresConfig
+from ...agents.runs.runner import ScoresConfig, SuccessConfig
 from ...agents.setup.engine_config import check_models
 from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
+from ...envs.curriculum import EASY, HARD
 from ...tapes import Sampling
 from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
 from ..policies.player_config import Players, TrainedEngine, TrainerConfig, check_engine, check_players_of
 from ..report.trackers import TrackedConfig
-from .drawing import CurriculumConfig
 
 MeasuredBy = Literal["own", "loop"]
 """The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
@@ -50,6 +50,19 @@ class ImitationConfig(WarmStartConfig):
     """Only tapes of this split; None: `train` and `demo`."""
     min_reward: float | None = None
     """Only tapes with at least this reward."""
+
+
+class CurriculumConfig(SuccessConfig):
+    """Tasks drawn from pools: easy, normal and hard by the share of attempts that passed; new without any attempt."""
+
+    tapes: str
+    """A run directory: its attempts at these tasks are counted once, when training begins."""
+    easy: float = Field(default=EASY, ge=0, le=1)
+    """A task of which a larger share of attempts passed is easy."""
+    hard: float = Field(default=HARD, ge=0, le=1)
+    """A task of which a smaller share of attempts passed is hard."""
+    weights: dict[str, float] = Field(default={"easy": 1.0, "normal": 2.0, "hard": 1.0, "new": 1.0})
+    """How often each pool is drawn from, relative to the others; an empty pool gives its share to the others."""
 
 
 class TrainConfig(Setup, TrackedConfig):

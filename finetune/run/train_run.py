@@ -16,7 +16,8 @@ from pydantic import JsonValue
 
 from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together
-from ...envs.taskset import Taskset, overlap
+from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
+from ...envs.taskset import BadTasks, Taskset, overlap
 from ...tapes import Task
 from ...tapes.audit.advice import advice
 from ...tapes.common.config import Config
@@ -25,6 +26,7 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import METRICS, Results, RunDir, open_run, read_metrics
+from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ...tapes.view.overview import Overview
 
@@ -43,9 +45,8 @@ try:
     from ..report.trackers import check_trackers, tracking
     from ..trainer.distributed import Processes, launched
     from ..trainer.ranks import Ranks
-    from .drawing import drawn, rates_of
     from .longer import UPDATES, lengthening
-    from .train_config import EvaluationConfig, TrainConfig
+    from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
     from .training import Scene, Training, new_results
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
@@ -237,8 +238,8 @@ class TrainingRun:
         if config is None:
             return None
         if not results.task_rates:
-            results.task_rates = rates_of(config, tasks)
-        return drawn(config, tasks, results.task_rates, self.config.seed)
+            results.task_rates = _rates_of(config, tasks)
+        return _drawn(config, tasks, results.task_rates, self.config.seed)
 
     # What a run of another kind (the demo) does in another way
 
@@ -339,6 +340,31 @@ def _split_tasks(
     else:
         return list(tasks), []
     return list(train), list(held_out)[: config.limit]
+
+
+def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
+    """Task hash -> (passed, tried) of these tasks in the run `config.tapes`. UsageError where it tried none of them."""
+    with Store.open(config.tapes) as store:
+        found = pass_rates(store.tapes(closed=True), success=config.success)
+    rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}
+    if not rates:
+        raise UsageError(
+            f"curriculum.tapes: {config.tapes} has no scored attempt at any of the {len(tasks)} tasks to "
+            "train on, so their difficulty is unknown: record some with `tapereel run`"
+        )
+    return rates
+
+
+def _drawn(
+    config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, tuple[int, int]], seed: int
+) -> Callable[[int], Task]:
+    """A function from k to the task of group k. UsageError where the weights or bounds leave no task to draw."""
+    measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
+    try:
+        parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)
+        return Curriculum(parts, config.weights, seed=seed)
+    except BadTasks as error:
+        raise UsageError(f"curriculum: {error}") from error
 
 
 def _held_out(results: Results) -> dict[str, Any]:
