@@ -28,11 +28,11 @@ from pydantic import JsonValue
 
 from ....tapes.common import request_checks
 from ....tapes.common.access_token import check_token, drop_token, new_token, private_file, token_path
+from ....tapes.common.request_checks import is_loopback
 from ....tapes.errors import TapereelError
 from ....tapes.store.store import check_folder
 from ..transport.http_channel import Server, ServerFailed, free_port
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
 """vLLM flags that `options` must not contain: they decide the model, and who reaches the server with which key."""
 GUARD = "tapereel_request_checks"
@@ -103,12 +103,12 @@ class LocalServer:
         the interpreter then needs this package too. `lora_rank` reserves room for adapters of that rank. `port` 0 means
         a free port. The server's output goes to `log` (default: a temporary file). `start` fails when the server
         isn't up within `patience` seconds. ValueError for an unsafe or contradictory combination."""
-        if host not in LOOPBACK and key_variable is None:
+        if not is_loopback(host) and key_variable is None:
             raise ValueError(
                 f"a server at {host} can be reached by others: name the environment variable with its API "
                 "key (key_variable=, --key)"
             )
-        if host not in LOOPBACK and control:
+        if not is_loopback(host) and control:
             raise ValueError(
                 f"a server at {host} would take weights from any client that reaches it; serve those routes on "
                 "loopback, or turn them off (control=False, --no-weights)"

@@ -7,9 +7,10 @@ proxy, which can't reach this machine's loopback interface.
 from __future__ import annotations
 
 import os
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 from urllib.request import getproxies_environment
+
+from ....tapes.common.request_checks import is_loopback
 
 
 def past_proxies(url: str) -> dict[str, str]:
@@ -18,7 +19,7 @@ def past_proxies(url: str) -> dict[str, str]:
     host = urlsplit(url).hostname or ""
     named = getproxies_environment()
     spared = [one.strip() for one in named.pop("no", "").split(",") if one.strip()]
-    if not named or not _is_here(host) or host in spared or "*" in spared:
+    if not named or not is_loopback(host) or host in spared or "*" in spared:
         return {}
     all_spared = ",".join([*spared, host])
     # Libraries differ in which spelling they read, and in which of the two wins: both must name the host.
@@ -28,10 +29,3 @@ def past_proxies(url: str) -> dict[str, str]:
 def ask_directly(url: str) -> None:
     """Make libraries in this process, and processes started by it, connect to `url` directly. Changes `os.environ`."""
     os.environ.update(past_proxies(url))
-
-
-def _is_here(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False
