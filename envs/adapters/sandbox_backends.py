@@ -164,7 +164,7 @@ class LocalBackend:
         if self._kind == "none":
             order["owner"] = os.getuid() if user is None else user
             return order | {"environment": _PLAIN | {"HOME": f"{box}/work", "TMPDIR": f"{box}/tmp"}}
-        binds = _binds((*prefixes, *(() if self._image else _ETC), *bounds.paths))
+        binds = _binds((*prefixes, *(() if self._image else _ETC), *bounds.paths), image=bool(self._image))
         order["given"] = {
             "passwd": f"sandbox:x:{_UID}:{_UID}::/work:/bin/sh\n",
             "group": f"sandbox:x:{_UID}:\n",
@@ -306,10 +306,13 @@ def _roots() -> dict[str, str]:
     return links | dict.fromkeys(("proc", "dev", "sys", "tmp", "run", "home", "work", "etc"), "")
 
 
-def _binds(paths: Sequence[str]) -> list[str]:
-    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much."""
+def _binds(paths: Sequence[str], *, image: bool) -> list[str]:
+    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much.
+
+    An image has system folders of its own.
+    """
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-    found = [name for name in system if Path(name).is_dir() and not Path(name).is_symlink()]
+    found = [name for name in system if not image and Path(name).is_dir() and not Path(name).is_symlink()]
     for text in paths:
         real = Path(text).resolve()
         private = [Path(name) for name in (Path.home(), "/tmp", "/var", "/run", "/dev", "/proc", "/sys")]

@@ -271,6 +271,26 @@ def test_where_no_backend_passes_its_self_test_it_refuses(monkeypatch: pytest.Mo
         shell("true")
 
 
+@pytest.mark.contract
+def test_podman_runs_snippets_in_an_image_with_none_of_the_machines_folders(tmp_path: Path):
+    """The image holds a shell, cat and their libraries, nothing else."""
+    files = {"/bin/sh", "/bin/cat"}
+    for line in subprocess.run(["ldd", "/bin/sh", "/bin/cat"], capture_output=True, text=True).stdout.splitlines():
+        files |= {word for word in line.split() if word.startswith("/") and not word.endswith(":")}
+    for file in files:
+        (tmp_path / file[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, tmp_path / file[1:])
+    packed = tmp_path.parent / "image.tar"
+    subprocess.run(["tar", "-C", tmp_path, "-cf", packed, "."], check=True)
+    subprocess.run(["podman", "import", "-q", packed, "tapereel-test:1"], check=True, capture_output=True)
+    try:
+        ran = shell("cat /etc/hostname; echo /usr/*; python3", backend="podman:localhost/tapereel-test:1")
+        assert ran.code == 127
+        assert "/usr/*" in ran.output
+    finally:
+        subprocess.run(["podman", "rmi", "-f", "tapereel-test:1"], check=True, capture_output=True)
+
+
 def missing(name: str) -> str:
     raise NoSandbox(f"the program {name} is missing")
 
