@@ -224,7 +224,7 @@ def _parts(call: JsonValue) -> tuple[str, JsonValue]:
     Nothing beside name and arguments is dropped: it may be arguments in a place where no tool would get them.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str):
+    if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise ValueError(_SHAPE)
     unknown = ", ".join(map(repr, sorted(set(function) - _KEYS)))
     if unknown:

@@ -112,6 +112,8 @@ def test_a_mark_in_an_argument_is_part_of_the_argument(written: str) -> None:
         ('{"name": "add", "arguments": {"a": ', "not valid JSON"),
         ("<tool_call>[1]</tool_call>", "A call is a JSON object"),
         ("<tool_call></tool_call>", "not valid JSON"),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "A call is a JSON object"),
+        ('<tool_call>{"name": "add", "arguments": false}</tool_call>', "A call is a JSON object"),
         ("<tool_call>", "not valid JSON"),
         ("<|python_tag|>add(2, 3)", "not valid JSON"),
         ('<tool_call>{"name": "add", "a": 2, "b": 3}</tool_call>', "has 'a', 'b' beside its arguments"),
