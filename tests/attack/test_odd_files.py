@@ -169,7 +169,7 @@ def test_media_that_are_no_files_are_named(tmp_path: Path, kind: str, capsys: py
     lab = Lab()
     with Store.create(tmp_path / "run") as store:
         reference = store.media.put(b"picture", ".png")
-        for body in (lab.begin("a"), lab.step("a", reference), lab.end("a")):
+        for body in (lab.begin("a"), lab.look("a", reference), lab.end("a")):
             store.writer.append(body)
     path = tmp_path / "run" / "tapes" / "media" / reference.removeprefix("media:")
     path.unlink()
