@@ -32,7 +32,7 @@ from ...tapes.errors import TapereelError
 from ...tapes.journal import Journal
 from ...tapes.store.run_directory import open_run
 from ...tapes.tape import new_tape_id
-from ..engines.engine import Engine
+from ..engines.engine import Engine, EngineStopped
 from ..episode.agent import Agent
 from ..episode.limits import LimitReached, Limits
 from ..episode.llm import LLM
@@ -218,6 +218,8 @@ class Control(Gateway):
         self._open: dict[str, _Open] = {}
         self._done: OrderedDict[str, dict[str, JsonValue]] = OrderedDict()
         self._closed = False
+        self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
+        """The error after which the engine can answer no tape any more."""
 
     def routes(self) -> list[web.RouteDef]:
         """The routes of OpenAI's protocol, and the control routes."""
@@ -303,13 +305,20 @@ class Control(Gateway):
 
     def _over(self, open_: _Open, task: asyncio.Task[Tape]) -> None:
         del self._open[open_.id]
-        status, cause, reward = "cancelled", None, None
-        if not task.cancelled() and (failure := task.exception()) is not None:
+        status: str = "cancelled"
+        cause: JsonValue = None
+        reward: float | None = None
+        failure = None if task.cancelled() else task.exception()
+        if isinstance(failure, EngineStopped):
+            status, cause = "error", {"type": "model", "message": str(failure)}
+            if not self.stopped.done():
+                self.stopped.set_result(failure)
+        elif failure is not None:
             log.error("tape %s was not closed: %s: %s", open_.id, type(failure).__name__, failure)
             status = "failed"
         elif not task.cancelled():
             tape = task.result()
-            status, reward = tape.status, tape.reward
+            status, reward = str(tape.status), tape.reward
             cause = tape.cause.model_dump() if tape.cause is not None else None
         self._done[open_.id] = {**_use_of(open_), "status": status, "cause": cause, "reward": reward}
         if len(self._done) > REMEMBERED:

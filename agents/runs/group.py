@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
@@ -20,7 +21,7 @@ from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Status, Tape, Task
 from ...tapes.journal import Journal
-from ..engines.engine import Engine
+from ..engines.engine import Engine, WaitingEngine
 from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.rollout import rollout
@@ -143,6 +144,7 @@ async def fill(
     until: float | None = None,
     fresh: Callable[[], bool] = lambda: True,
     concurrency: int | None = None,
+    engine: Engine | None = None,
 ) -> Closing:
     """Sample the episodes that the group needs, and set `group.closed`.
 
@@ -151,6 +153,7 @@ async def fill(
     until: time of the event loop at which the group closes; episodes in flight end as cancelled, on tape too.
     fresh: asked before a retry; False: the attempt is not retried, because it would be too stale to be compared.
     concurrency: episodes at once; None: all attempts.
+    engine: while it waits for servers that don't answer, `until` waits too.
     """
 
     async def attempt(k: int) -> bool:
@@ -166,9 +169,9 @@ async def fill(
 
         return await run_attempt(usable, episode, may_retry=fresh)
 
-    timer = asyncio.timeout_at(until)
+    timer = asyncio.timeout(None)
     try:
-        async with timer:
+        async with timer, _closing(timer, until, engine):
             in_time = all(await run_all(group.open, attempt, concurrency=concurrency))
     except TimeoutError:
         if not timer.expired():  # a TimeoutError of the code inside, not the deadline
@@ -178,6 +181,30 @@ async def fill(
         whole = len(group.usable) == group.size
         group.closed = Closing.COMPLETE if whole else Closing.FAILED if in_time else Closing.LATE
     return group.closed
+
+
+@asynccontextmanager
+async def _closing(timer: asyncio.Timeout, until: float | None, engine: Engine | None) -> AsyncIterator[None]:
+    """End `timer` at `until` (time of the event loop), later by the time in which no server answered `engine`."""
+    loop = asyncio.get_running_loop()
+    absence = engine.absence if isinstance(engine, WaitingEngine) else None
+    counted = absence.seconds if absence is not None else 0.0
+
+    def ring() -> None:
+        nonlocal counted, handle
+        late = absence.seconds - counted if absence is not None else 0.0
+        counted += late
+        if late > 0:
+            handle = loop.call_later(max(late, 0.1), ring)  # more than a moment, since the absence may go on
+        else:
+            timer.reschedule(loop.time())
+
+    handle = loop.call_at(until, ring) if until is not None else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.cancel()
 
 
 async def rollout_group(
@@ -227,7 +254,7 @@ async def rollout_group(
         )
 
     until = None if deadline is None else asyncio.get_running_loop().time() + deadline
-    await fill(made, one, until=until, concurrency=concurrency)
+    await fill(made, one, until=until, concurrency=concurrency, engine=engine)
     every = [tape for _, tapes in sorted(made.tapes.items()) for tape in tapes]
     append = None if journal is None else lambda record: journal.append(record.body())
     rewarded = {tape.id: tape for tape in await compared(getattr(env, "rewards", None), made.usable, append)}

@@ -53,4 +53,8 @@ async def _serve(args: argparse.Namespace, config: GatewayConfig, own: str | Non
         }
         answer(args, data, f"{gateway.url}\nadmin token: {made or f'the value of {args.token or VARIABLE}'}")
         say("press Ctrl-C to stop; open tapes then end as cancelled")
-        await stop.wait()
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait([stopping, gateway.stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if gateway.stopped.done():
+            raise gateway.stopped.result().at("The gateway has ended; its tapes are on disk")

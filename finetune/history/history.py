@@ -250,12 +250,14 @@ class History:
         *,
         until: int | None = None,
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
+        checkpoint_every: int | None = None,
     ) -> int:
         """Bring the weights to the last recorded update: load the newest checkpoint, then apply the updates after it
         again.
 
         Returns the number of updates that were applied again; `report` gets each of them. until: only updates below
-        this one. BrokenHistory where a record and its update differ.
+        this one. checkpoint_every: updates between the checkpoints that are written, those that the process before had
+        no time for; None: none are. BrokenHistory where a record and its update differ.
         """
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
@@ -277,6 +279,9 @@ class History:
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
+            if checkpoint_every is not None and self.updates % checkpoint_every == 0 and not self.unrecorded:
+                self._check_published()
+                self.checkpoint()
             if on_update is not None:
                 on_update(k + 1, len(redo))
         self._check_published()

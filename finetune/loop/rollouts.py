@@ -237,7 +237,14 @@ class Rollouts:
 
     async def _sample(self, group: Group) -> None:
         until = asyncio.get_running_loop().time() + self.config.group_deadline
-        sampling = partial(fill, group, partial(self._attempt, group), until=until, fresh=lambda: self._fresh(group))
+        sampling = partial(
+            fill,
+            group,
+            partial(self._attempt, group),
+            until=until,
+            fresh=lambda: self._fresh(group),
+            engine=self.engine,
+        )
         closing = await sampling()
         if closing is not Closing.DEADLINE and self._fork(group):
             await sampling()

@@ -177,9 +177,9 @@ class Team:
         """The folder of the model that a player began with."""
         return str(getattr(self.players[name].engine, "model", name))
 
-    def restore(self, progress: Progress) -> tuple[int, dict[int, dict[str, object]]]:
+    def restore(self, progress: Progress, checkpoint_every: int) -> tuple[int, dict[int, dict[str, object]]]:
         """Bring each player to its last recorded update; returns how many updates were applied again, and the players'
-        metrics of each update."""
+        metrics of each update. checkpoint_every: as for `History.restore`."""
         again, metrics = 0, dict[int, dict[str, object]]()
         for name, history in self.histories.items():
             say = f"re-applying recorded updates of {name}"
@@ -187,7 +187,9 @@ class Team:
             def report(stats: UpdateStats, uses: Sequence[Use], name: str = name) -> None:
                 metrics.setdefault(uses[0].update + 1, {}).update(player_metrics(name, stats))
 
-            again += history.restore(lambda done, of, say=say: progress(say, done, of, ""), report=report)
+            again += history.restore(
+                lambda done, of, say=say: progress(say, done, of, ""), report=report, checkpoint_every=checkpoint_every
+            )
             if history.updates == 0:
                 history.record_version("base")
         return again, metrics

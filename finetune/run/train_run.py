@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
+from ...agents.engines.engine import EngineStopped
 from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks
 from ...agents.setup.team_config import check_together
 from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
@@ -189,7 +190,13 @@ class TrainingRun:
             )
             with reporting(report):
                 with directory.timed("total"), tracking(directory, self.config.trackers):
-                    self._work()
+                    try:
+                        self._work()
+                    except EngineStopped as stopped:
+                        made = self.training.history.updates
+                        raise stopped.at(
+                            f"{made:,} updates are recorded; repeat the command with --resume for the others"
+                        ) from stopped
                 books = directory.results.books = directory.store.books()
                 directory.results.books_close = books.closes
                 directory.save()

@@ -170,9 +170,11 @@ class Training:
                 self.run.metrics({**self._line(stats, uses), **others.get(update, {})})
 
         with self.run.timed("restore"):
-            again, others = self.team.restore(self.progress)
+            again, others = self.team.restore(self.progress, self.loop.checkpoint_every)
             again += self.history.restore(
-                lambda done, of: self.progress("re-applying recorded updates", done, of, ""), report=report
+                lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
+                report=report,
+                checkpoint_every=self.loop.checkpoint_every,
             )
         # A line without a recorded update: the next process makes that update again and writes its line.
         drop_metrics(

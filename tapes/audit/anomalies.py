@@ -10,7 +10,7 @@
 | cut episodes | more than `OFTEN` of the episodes ended as truncated or at a limit |
 | impossible log-probs | above 0 by more than rounding |
 | unknown log-probs | sampled tokens without a log-prob |
-| log-prob mismatch | an update whose trainer and sampler differ on a token by more than its age explains (`MISMATCH`) |
+| log-prob mismatch | an update whose trainer and sampler differ on a token (`MISMATCH`), which no update explains |
 | reward without evidence | a component that has evidence elsewhere |
 | reward without action | a tape without actions earned a reward other than 0 |
 | reward that is no number | NaN or an infinity |
@@ -36,9 +36,6 @@ OFTEN = 0.1
 """Share of all above which cut completions and episodes are reported."""
 MISMATCH = 0.1
 """Nats. Differences by rounding stay far below, in bfloat16 almost always."""
-PER_UPDATE = 2.0
-"""Nats added for each update of the oldest token's age, because updates move log-probs. Twice the largest value
-measured in 127 updates with `max_lag` 1."""
 ROUNDING = 1e-6
 """Nats. A log-softmax in float32 may exceed 0 by this much."""
 
@@ -112,9 +109,9 @@ class _Group:
 class Anomalies:
     """Counts anomalies while `AuditFold` feeds it one run."""
 
-    def __init__(self, examples: int, repeats: int) -> None:
-        """examples: how many tapes each anomaly names. repeats: as for `AuditFold`."""
-        self._examples, self._repeats = examples, repeats
+    def __init__(self, examples: int, repeats: int, diverged: Container[str] = ()) -> None:
+        """examples: how many tapes each anomaly names. repeats, diverged: as for `AuditFold`."""
+        self._examples, self._repeats, self._diverged = examples, repeats, diverged
         self._odd: dict[tuple[str, str], _Odd] = {}
         self._groups: dict[str, _Group] = {}
         self._tapes_of: dict[str, list[str]] = {}
@@ -187,11 +184,16 @@ class Anomalies:
             self._uses.append((use, mismatch, tapes))
 
     def _mismatches(self) -> None:
-        """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on."""
+        """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on.
+
+        The trainer compares with the weights that it has. It explains no mismatch of tokens that these weights sampled.
+        Older tokens may differ by whatever the updates since moved, which depends on the learning rate and has no
+        bound: only the weights that sampled them tell (`replay --model`), so its verdict is asked for.
+        """
         for use, mismatch, tapes in self._uses:
             versions = (version for item in use.items for version in self._oldest.get(item[1], ()))
-            ages = (_age(version, use.lineage, use.update) for version in versions)
-            if mismatch > MISMATCH + PER_UPDATE * max(ages, default=0):
+            older = any(_age(version, use.lineage, use.update) for version in versions)
+            if not older or any(tape in self._diverged for tape in tapes):
                 self._note("log-prob mismatch", use.lineage, tapes, most=mismatch)
         self._uses.clear()
 
@@ -285,7 +287,7 @@ class Anomalies:
             "unknown log-probs": "sampled tokens without a log-prob",
             "impossible log-probs": "log-probs above 0, up to {most:.3g}",
             "log-prob mismatch": "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
-            "more than the age of their tokens explains",
+            "which the weights that sampled it don't explain",
             "retries": "calls that were tried again, up to {most:.0f} tries",
             "failed calls": "calls whose last try failed",
             "failed tries": "tries of calls that failed so",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import NotATape
@@ -26,6 +27,7 @@ from ..store.books import Books, BooksFold, Lost, bucket
 from ..store.summary import CallFacts, EndFacts, Facts, RewardFacts, StepFacts, Summary, TapeFold, read_facts
 from ..value import Value
 from .anomalies import Anomalies, Anomaly, Component
+from .verdict_files import Checks
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -193,12 +195,18 @@ class AuditFold:
     """Feed it every record of a run, in order; then call `audit()`."""
 
     def __init__(
-        self, *, only: Container[str] | None = None, repeats: int = 3, inherited: Callable[[str], int] | None = None
+        self,
+        *,
+        only: Container[str] | None = None,
+        repeats: int = 3,
+        inherited: Callable[[str], int] | None = None,
+        diverged: Container[str] = (),
     ) -> None:
         """only: ids of the tapes that count; None for all.
 
         repeats: from how many equal actions in a row a tape is reported. inherited: gives, for the id of a fork, how
-        many steps it has from its parent; a run with forks needs it.
+        many steps it has from its parent; a run with forks needs it. diverged: ids of the tapes whose log-probs differ
+        from those of the weights that sampled them (`replay --model`).
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}
@@ -207,7 +215,7 @@ class AuditFold:
         self._spent: dict[tuple[str, str, str | None], dict[str, Any]] = {}
         self._components: dict[tuple[str | None, str, bool], _Scores] = {}
         self._earned: dict[tuple[str, str | None], _Earnings] = {}
-        self._odd = Anomalies(EXAMPLES, repeats)
+        self._odd = Anomalies(EXAMPLES, repeats, diverged)
 
     def add(self, t: str, tape: str | None, body: bytes) -> None:
         """One record, by its `t` and `tape`. NotATape when it can't be read."""
@@ -413,7 +421,12 @@ def audit_run(
     store.refresh()
     only = None if split is None and limit is None else _chosen(store, split, limit)
     books = BooksFold()
-    fold = AuditFold(only=only, repeats=repeats, inherited=lambda tape: store.tape(tape, refresh=False).inherited)
+    fold = AuditFold(
+        only=only,
+        repeats=repeats,
+        inherited=lambda tape: store.tape(tape, refresh=False).inherited,
+        diverged=_diverged(store.path),
+    )
     records = sum(segment.n for segment in store.index.segments())
     done = 0
     for done, stored in enumerate(store.records(), start=1):
@@ -431,6 +444,17 @@ def audit_run(
     if progress is not None and done >= _EVERY:
         progress("audit", done, done, "records")
     return books.books(), fold.audit()
+
+
+def _diverged(run: Path) -> frozenset[str]:
+    """The tapes whose newest kept verdict of `replay --model`, by the run's own weights, is `diverged`."""
+    checks = Checks(run)
+    found: set[str] = set()
+    for tape in checks.refresh():
+        own = [verdict for check, verdict in checks.of(tape) if check.verb == "requery" and "model" not in check.given]
+        if own and own[0].outcome == "diverged":
+            found.add(tape)
+    return frozenset(found)
 
 
 def _chosen(store: Store, split: str | None, limit: int | None) -> frozenset[str]:

@@ -11,8 +11,11 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,7 @@ def serve(model: str, port: int) -> subprocess.Popen[bytes]:
     raise AssertionError("the server ended")
 
 
-def run(out: Path, *more: str, attempts: int = 3) -> subprocess.Popen[str]:
+def run(out: Path, *more: str, attempts: int = 3, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     words = ["run", "--agent", f"{EXAMPLE}:player", "--env", f"{SLOW}:Slow", "--tasks", f"{EXAMPLE}:tasks"]
     words += ["--out", str(out), "--json", "--set", f"attempts={attempts}", "--set", "concurrency=8", *more]
     return subprocess.Popen(
@@ -60,7 +63,7 @@ def run(out: Path, *more: str, attempts: int = 3) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=ENVIRONMENT,
+        env={**ENVIRONMENT, **(env or {})},
     )
 
 
@@ -145,3 +148,69 @@ def test_a_server_that_stays_away_stops_the_run_and_resume_finishes_it(model: st
     assert after["finished"] == 300
     assert summary["scored"] == 300
     assert summary["recorded"] == 300 - before["finished"]
+
+
+class Provider(BaseHTTPRequestHandler):
+    """OpenAI's wire form: 20 answers, then `code` with `error` for ever."""
+
+    code, error, asked = 401, "Incorrect API key provided", 0
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        kind = type(self)
+        kind.asked += 1
+        if kind.asked <= 20:
+            message = {"role": "assistant", "content": "7"}
+            usage = {"prompt_tokens": 10, "completion_tokens": 1, "total_tokens": 11}
+            choice = {"index": 0, "finish_reason": "stop", "message": message}
+            body, code = {"id": "x", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}, 200
+            body["usage"] = usage
+        else:
+            body, code = {"error": {"message": kind.error, "type": "x", "code": kind.error}}, kind.code
+        data = json.dumps(body).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Prints nothing."""
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "more", "expected"),
+    [
+        (401, "Incorrect API key provided", (), 77),
+        (404, "The model `m` does not exist", (), 78),
+        (402, "Insufficient Balance", (), 75),
+        (429, "insufficient_quota", (), 75),
+        (200, "", ("engine.budget=2.15e-4", "engine.prices=[1.0,1.0]"), 75),
+        (503, "overloaded", ("engine.patience=2",), 69),
+    ],
+)
+def test_a_hosted_model_that_refuses_every_request_stops_the_run(
+    code: int, error: str, more: tuple[str, ...], expected: int, tmp_path: Path
+) -> None:
+    provider = type("Answering", (Provider,), {"code": code, "error": error, "asked": 0 if code != 200 else -(10**6)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), provider) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            address = f"http://127.0.0.1:{server.server_address[1]}/v1"
+            settings = ("engine.kind=litellm", "engine.model=openai/m", f"engine.base_url={address}", *more)
+            words = [word for setting in settings for word in ("--set", setting)]
+            key = {"OPENAI_API_KEY": "sk-test"}
+            exited, _, err = ended(run(tmp_path / "run", *words, env=key))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert exited == expected, err
+    assert "of 300 attempts have ended" in err
+    assert "--resume" in err
+    if code not in (200, 503):
+        assert provider.asked <= 20 + 8, "one request for each episode in flight, and no retry"
+    ends = statuses(tmp_path / "run")
+    assert 8 <= ends["finished"] <= 28
+    assert sum(ends.values()) <= 20 + 8 + 1

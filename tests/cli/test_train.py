@@ -124,6 +124,23 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys):
     assert answer_of(capsys, *words, "--resume")["updates"] == 6
 
 
+def test_every_version_that_resume_applies_again_has_a_checkpoint(model: str, tmp_path: Path, capsys):
+    """Without it, no one could check what that version sampled: here the kill came before two checkpoints."""
+    out = tmp_path / "r"
+    more = ("loop.updates=6", "loop.checkpoint_every=1", "loop.keep_checkpoints=null")
+    words = train_words(model, out, *more, scene=DEADLY)
+    killed(38, *words)
+    newest = checkpoints(out / "checkpoints")[-2:]
+    assert len(newest) == 2
+    for one in newest:
+        shutil.rmtree(one.path)
+    found = answer_of(capsys, *words, "--resume")
+    assert found["updates"] == 6
+    assert [one.update for one in checkpoints(out / "checkpoints")] == [1, 2, 3, 4, 5, 6]
+    verdicts = answer_of(capsys, "replay", str(out), "--model")["verdicts"]
+    assert {verdict["outcome"] for verdict in verdicts} == {"verified"}
+
+
 def test_a_used_directory_another_configuration_and_another_model_are_refused(model: str, tmp_path: Path, capsys):
     base = tmp_path / "base"
     shutil.copytree(model, base)

@@ -29,9 +29,13 @@ from pydantic import JsonValue
 from ....tapes.common import request_checks
 from ....tapes.common.access_token import check_token, drop_token, new_token, private_file, token_path
 from ....tapes.common.request_checks import is_loopback
+from ....tapes.common.text import logger
 from ....tapes.errors import TapereelError
 from ....tapes.store.store import check_folder
 from ..transport.http_channel import Server, ServerFailed, free_port
+from .shared_memory import remember, sweep
+
+log = logger("launch")
 
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
 """vLLM flags that `options` must not contain: they decide the model, and who reaches the server with which key."""
@@ -49,6 +53,15 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LORA_SLOTS = 4
 """Maximum number of adapters in one batch. With fewer slots, completions of older versions wait for a free slot."""
 _NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
+_CHILD = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; it outlives exec
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that starts this server has ended")
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Becomes the server, and has it end when the process that started it ends, also by SIGKILL."""
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
@@ -184,9 +197,13 @@ class LocalServer:
     async def start(self) -> str:
         """Start the server, wait until it answers, and return its address. Raises ServerStart."""
         self._check_port()
+        for name in sweep():
+            log.warning("deleted %s, shared memory that a killed vLLM left", name)
         self._spawn()
+        assert self._process is not None
         try:
             await self._up()
+            remember(self._process.pid)
         except BaseException:
             self.stop()
             raise
@@ -226,7 +243,7 @@ class LocalServer:
             self.token_file = str(private_file(token_path(self.url), self._key))
         self._log = self._log_path.open("ab") if self._log_path else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
-            self.command,
+            [sys.executable, "-c", _CHILD, str(os.getpid()), *self.command],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
@@ -272,6 +289,11 @@ class LocalServer:
             log.seek(max(0, size - end))
             return log.read().decode(errors="replace")
 
+    @property
+    def exit_code(self) -> int | None:
+        """The exit code of a server that ended by itself; None while it runs, or where it was not started."""
+        return self._process.poll() if self._process is not None else None
+
     def wait(self) -> int:
         """Block until the server ends by itself, and return its exit code."""
         if self._process is None:
@@ -297,6 +319,7 @@ class LocalServer:
         drop_token(self.url, self._key)
         if self._guard is not None:
             self._guard.cleanup()
+        sweep()  # what a killed vLLM left; one that ends in order leaves nothing
         atexit.unregister(self.stop)
         if self._log is not None:
             self._log.close()
@@ -315,6 +338,11 @@ class OwnServer(Server):
     def __init__(self, local: LocalServer, *, seconds: float) -> None:
         super().__init__(local.url, seconds=seconds)
         self._local = local
+
+    def ended(self) -> str | None:
+        """The exit code and the last output of the server, which no other process starts again."""
+        code = self._local.exit_code
+        return None if code is None else f"vLLM ended with exit code {code}; it printed:\n{self._local.printed(2000)}"
 
     async def close(self) -> None:
         """Close the connections and stop the server."""

@@ -234,6 +234,8 @@ class RemoteEngine:
         if not self._takes_weights:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
         check_weights(state, Path(self._config.model))
+        for server in self._servers:
+            await self._there(server)
         async with self._publishing:
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
@@ -359,6 +361,13 @@ class RemoteEngine:
                 if request.listener is not None:
                     # The stream may have broken off after some tokens; the next attempt samples from the beginning.
                     request.listener.again()
+
+    async def _there(self, server: Server) -> None:
+        """Wait until the server answers on `/health`, since a step of a weight sync is never repeated."""
+        with self.absence.request() as tries:
+            while not await server.healthy(HEALTH_SECONDS):
+                error = ServerFailed(f"{server} does not answer, and new weights are to be sent there", retry=True)
+                await self._wait(server, error, tries)
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
         """Wait before the next try, after a request that failed since `server` is away. Raises `error` where it isn't,

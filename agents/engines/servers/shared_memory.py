@@ -1,0 +1,84 @@
+"""Shared memory that a killed vLLM leaves: its segments in /dev/shm outlive its processes, hundreds of MiB each time.
+
+`remember` notes the segments of a running server, in a file of this user. `sweep` deletes noted segments that no
+process maps any more; another program's segments are in no note. Linux only: elsewhere both do nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ..weights.weight_transfer import SHARED_MEMORY
+
+
+def _notes() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tapereel" / "shared_memory"
+
+
+def remember(session: int) -> None:
+    """Note the segments that the processes of that session map now; OSError where the note can't be written."""
+    noted = {}
+    for name in _mapped(session):
+        with contextlib.suppress(FileNotFoundError):  # a semaphore whose name is gone already
+            noted[name] = _identity(name)
+    if noted:
+        _notes().mkdir(parents=True, exist_ok=True, mode=0o700)
+        (_notes() / f"{session}.json").write_text(json.dumps(noted))
+
+
+def sweep() -> list[str]:
+    """Delete the noted segments that no process maps; returns their names."""
+    swept = []
+    used = _mapped(None) if _notes().is_dir() else set()
+    for note in _notes().glob("*.json"):
+        try:
+            noted = json.loads(note.read_text())
+        except (OSError, ValueError):
+            continue  # another start of ours writes it at this moment, or has read it
+        for name, identity in noted.items():
+            # A name alone proves nothing: another program may have a segment of this name by now.
+            with contextlib.suppress(OSError):
+                if name not in used and _identity(name) == identity:
+                    os.unlink(name)
+                    swept.append(name)
+        if not used.intersection(noted):
+            note.unlink(missing_ok=True)
+    return swept
+
+
+def _identity(name: str) -> list[int]:
+    found = os.stat(name)
+    return [found.st_dev, found.st_ino, found.st_uid]
+
+
+def _mapped(session: int | None) -> set[str]:
+    """Files in shared memory that processes map or hold open; of one session, or of all (None).
+
+    Processes of other users can't be read. Segments have the mode 0600, so those processes can't map them."""
+    return {
+        name
+        for process in Path("/proc").glob("[0-9]*")
+        if session is None or _session(int(process.name)) == session
+        for name in _files(process)
+        if name.startswith(f"{SHARED_MEMORY}/")
+    }
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+def _files(process: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):  # the process has ended, or is another user's
+        for line in (process / "maps").read_text(errors="replace").splitlines():
+            yield line.split(maxsplit=5)[-1]
+        for number in (process / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                yield os.readlink(number)
