@@ -362,8 +362,8 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
     words += [word for volume in volumes for word in ("--volume", volume)]
     words += [image] if image else ["--rootfs", f"{box}/root"]
     # podman sets no limit of address space. The command is the shell's arguments, which it runs and doesn't interpret.
-    script = 'ulimit -v "$0"; exec 2>/dev/null; "$@" 2>&1; exit $?'
-    return [*words, "/bin/sh", "-c", script, str(bounds.memory // 1024)]
+    script = 'ulimit -v "$1"; shift; exec 2>/dev/null; "$@" 2>&1; exit $?'
+    return [*words, "/bin/sh", "-c", script, "sh", str(bounds.memory // 1024)]
 
 
 # Memory of all processes
