@@ -100,10 +100,8 @@ def run(args: argparse.Namespace) -> int:
         if args.tape is not None:
             _show_tape(args, store.tape(args.tape))
         else:
-            running = args.status == RUNNING
-            found = store.summaries(
-                status=None if running else args.status, split=args.split, closed=False if running else None
-            )
+            status, closed = (None, False) if args.status == RUNNING else (args.status, None)
+            found = store.summaries(status=status, split=args.split, closed=closed)
             if args.taught is not None:
                 trained_on = _trained_on(store, Path(args.taught))
                 found = [summary for summary in found if summary.id in trained_on]

@@ -104,10 +104,11 @@ class Delivery:
             self._ids = ints(ids[:length]) or None
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
-        """Go on from a recorded check: with its places, and with its bound."""
-        self._clean, self._tape = float(str(found["clean"])), str(found["tape"])
-        self._places = cast("list[int]", found["places"])
-        self._ids = ints(max((row.input_ids for row in source(self._tape)), key=len)[: max(self._places)])
+        """Go on from a recorded check: with its bound, and with its places unless a later layer took the row away."""
+        self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
+        ids = max((row.input_ids for row in source(tape)), key=len, default=())
+        if len(ids) >= max(places):
+            self._tape, self._places, self._ids = tape, places, ints(ids[: max(places)])
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
         """NotDelivered unless every sampler has the model's present weights, named `version`. Does nothing before

@@ -116,11 +116,11 @@ class Index:
         self._versions: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         """Keep the index for later processes, where much of it is new. Raises nothing: the file is a cache."""
         with self._lock:
             path, self._path = self._path, None
-            if path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
+            if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
                 try:
                     data = self._db.serialize()
                     put_file(self.disk, path, data + _code(data))

@@ -175,7 +175,8 @@ class Store:
 
     def _close_index(self) -> None:
         if "index" in self.__dict__:
-            self.index.close()
+            # After a failed write the disk is the problem, and its error is told: a second file on it would fail too.
+            self.index.close(keep=self._writer is None or self._writer.failure is None)
 
     # Writing
 

@@ -186,8 +186,8 @@ def write_report(
     """
     with RunView(run, insight=lambda store: _Decoder(store, decode)) as view:
         data: dict[str, dict[str, str]] = {}
+        about = view.overview()  # reads the records that the index lacks
         rows = view.store.index.among([one.tape for one in overview.tapes])
-        about = view.overview()
         integrity = about["integrity"]
         integrity["not_checked"].append("this file itself: it can be edited, and nothing here would show it")
         if len(rows) < about["tapes"]:

@@ -21,6 +21,7 @@ from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer import logprobs as scoring
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import CONFIG
+from tapereel.tapes.store.store import Store
 
 from .lab import WORDS, Letters, Speaker, model
 
@@ -149,5 +150,7 @@ def test_what_was_trained_elsewhere_is_looked_at_and_gone_on_with_here(folder: P
     settings = yaml.safe_load((run / CONFIG).read_text())
     settings["trainer"]["device"] = "cuda:99"
     (run / CONFIG).write_text(yaml.safe_dump(settings))
+    with Store.open(run, write=True) as store:
+        store.record_files(run / CONFIG)  # as a run that was trained there has it
     assert main(["reproduce", str(run)]) == 0
     assert train(config(folder, updates=2), run, resume=True).updates == 2

@@ -28,7 +28,7 @@ def settings(models: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint_every": 1,
         "keep_checkpoints": None,
         "sampling": {"max_tokens": 1},
-        "limits": {"turns": 1, "seconds": 60.0},
+        "limits": {"turns": 1, "agent_seconds": 60.0},
         "optimiser": {"lr": 1e-2},
     }
     groups = {
