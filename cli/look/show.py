@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
         if args.tape is not None:
             _show_tape(args, store.tape(args.tape))
         else:
-            status, closed = (None, False) if args.status == RUNNING else (args.status, None)
-            found = store.summaries(status=status, split=args.split, closed=closed)
+            closed = False if args.status == RUNNING else None
+            found = store.summaries(status=args.status if closed is None else None, split=args.split, closed=closed)
             if args.taught is not None:
                 trained_on = _trained_on(store, Path(args.taught))
                 found = [summary for summary in found if summary.id in trained_on]
@@ -172,7 +172,6 @@ def _list_table(summaries: list[Summary]) -> Table:
         fold=("task", "split", "status", "agent", "group"),
     )
     for s in summaries:
-        group = f"{s.group}/{s.attempt}" if s.group is not None else ""
         made.add_row(
             _text(s.id),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
@@ -183,7 +182,7 @@ def _list_table(summaries: list[Summary]) -> Table:
             str(s.actions),
             str(s.sampled),
             _text(s.agent),
-            _text(group),
+            _text(f"{s.group}/{s.attempt}" if s.group is not None else ""),
         )
     return made
 

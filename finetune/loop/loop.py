@@ -317,7 +317,7 @@ class Loop:
             for player, (_, _, theirs, name) in zip(self.players, others, strict=True):
                 await player.engine.sync_weights(theirs, name.version, self.config.publish)
         await self._check_delivery(plan.tapes)
-        self.rollouts.applied(plan.every)
+        self.rollouts.applied(plan.every, more=not self.done)
         found = self.history.delivery.found
         line = {
             **rollout_line(stats, uses, taken.tapes, seconds),

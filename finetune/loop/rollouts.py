@@ -142,6 +142,8 @@ class Rollouts:
         self._closings: Counter[Closing] = Counter()
         self._lost: Counter[str] = Counter()
         self._changed = asyncio.Event()
+        self._more = True
+        """Whether further groups may begin."""
         """Set when pacing may allow more groups."""
         self._closed = asyncio.Event()
         """Set when a group has closed."""
@@ -218,7 +220,7 @@ class Rollouts:
         """
         async with asyncio.TaskGroup() as jobs:
             while True:
-                while self.pacer.capacity > 0:
+                while self._more and self.pacer.capacity > 0:
                     group = self._unfinished.pop(0) if self._unfinished else self._new_group()
                     self.pacer.start()
                     jobs.create_task(self._sample(group))
@@ -387,11 +389,13 @@ class Rollouts:
             )
         return taken
 
-    def applied(self, tapes: tuple[str, ...]) -> None:
-        """Forget these tapes and allow more groups: their update is recorded, and its weights are published."""
+    def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
+        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups; after
+        the last update they would be sampled for nothing."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()
+        self._more = more
         self._changed.set()
 
 

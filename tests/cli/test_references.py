@@ -144,7 +144,7 @@ def test_rows_of_a_file_become_tasks(tmp_path: Path):
     ("source", "row", "count", "says"),
     [
         (named("few"), None, 3, "count is 3, but there are 2 tasks"),
-        (named("few"), named("to_task"), None, "gives tasks already; leave task_row out"),
+        (named("few"), named("to_task"), None, "gives tasks already; leave task_row and dataset.columns out"),
         (named("few"), named("number"), None, "not a function from a row to a task"),
         (named("by_index"), None, None, "pass `size`"),
         (named("listed_later"), None, None, "is async"),

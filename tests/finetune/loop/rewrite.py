@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from tapereel.tapes.store.store import Store
 
 Change = Callable[[dict[str, Any]], dict[str, Any] | None]
@@ -26,7 +28,7 @@ def rewrite(path: Path, change: Change) -> None:
         for body in bodies:
             changed = change(body)
             if changed is not None:
-                store.writer.append(json.dumps(changed, ensure_ascii=False, separators=(",", ":")).encode())
+                store.writer.append(to_json(changed))  # writes 1e-5 as the store does, where json writes 1e-05
     shutil.rmtree(path / "tapes")
     shutil.move(aside / "tapes", path / "tapes")
     shutil.rmtree(aside)

@@ -130,7 +130,7 @@ class Queue:
                 self.taken.append(taken)
                 await asyncio.sleep(3.0)
                 self.rollouts.history.updates += 1
-                self.rollouts.applied(tuple(tape.id for tape in taken.tapes))
+                self.rollouts.applied(tuple(tape.id for tape in taken.tapes), more=True)
             feeder.cancel()
 
 
@@ -307,8 +307,8 @@ def test_where_all_is_flat_the_bound_ends_it_and_says_so(
         assert line["reward"] == 0.25, "of all that was sampled, not of what is left"
     assert ("loop.extra_groups is" in caplog.text) == (extra != 0)
     assert loop.history.updates == 2
-    fresh = history_in(loop.store, tmp_path / "fresh", config)
-    assert fresh.restore() == 2
+    with Store.open(tmp_path / "run") as store:
+        assert history_in(store, tmp_path / "fresh", config).restore() == 2
 
 
 @pytest.mark.ledger("X5", "X12")

@@ -182,20 +182,29 @@ def test_a_world_that_is_broken_for_good_stops_the_loop_with_its_cause(path: Pat
 
 
 def test_cancelled_rollouts_leave_books_that_close(path: Path) -> None:
+    twice, under_way = asyncio.Event(), asyncio.Event()
+
+    class Watched(Letters):
+        async def step(self, action: Answer) -> Outcome:
+            outcome = await super().step(action)
+            if twice.is_set() and not outcome.terminated:
+                under_way.set()
+            return outcome
+
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of())
-        twice = asyncio.Event()
         loop = loop_in(
             store,
             history,
             settings_of(updates=1000),
+            env=Watched,
             tasks=tasks(6),
             on_update=lambda report: twice.set() if report.update == 2 else None,
         )
 
         async def main() -> None:
             job = asyncio.ensure_future(loop.run())
-            await twice.wait()
+            await under_way.wait()
             job.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await job
