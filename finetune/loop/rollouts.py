@@ -390,8 +390,8 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups; after
-        the last update they would be sampled for nothing."""
+        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups; they
+        would be sampled for nothing after the last update."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()

@@ -79,7 +79,7 @@ def test_a_subclass_of_a_kind_keeps_its_class_and_its_constants():
 
 
 def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_path: Path):
-    script = tmp_path / "scripted.py"
+    script = tmp_path / "own_term_script.py"
     script.write_text(
         "from tapereel.finetune.objective import Surrogate\n"
         "from tapereel.finetune.recipes import get_recipe\n"
@@ -95,13 +95,13 @@ def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_pa
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
     plain = json.loads(done.stdout)
-    assert plain["surrogate"]["kind"] == "scripted:Mine"
+    assert plain["surrogate"]["kind"] == "own_term_script:Mine"
     with pytest.raises(UsageError, match="run in the folder of that module, or add it to PYTHONPATH"):
         read(plain)
     (tmp_path / "recipes.json").write_text(json.dumps({"rl": plain}), encoding="utf-8")
     found = read_recipes(tmp_path)["rl"]
     assert isinstance(found, UsageError)
-    assert "scripted:Mine is code that was not imported" in str(found)
+    assert "own_term_script:Mine is code that was not imported" in str(found)
     (tmp_path / "recipes.json").write_text("[]", encoding="utf-8")
     with pytest.raises(BrokenRecipes, match="holds no recipes"):
         read_recipes(tmp_path)
