@@ -143,7 +143,7 @@ class Lease:
             try:
                 self._write()
             except OSError as error:
-                # As after a crash: the free lock tells the next lead. No warning, for the store tells of the same disk.
+                # As after a crash: the free lock tells the next lead. No warning: the store reports the same disk.
                 log.info("%s doesn't say that the lead ended: %s", self._path(self.epoch), error)
             finally:
                 self._disk.close(self._handle)

@@ -175,7 +175,7 @@ class Store:
 
     def _close_index(self) -> None:
         if "index" in self.__dict__:
-            # After a failed write the disk is the problem, and its error is told: a second file on it would fail too.
+            # Not after a failed write, whose error is reported: another file on the same disk would fail too.
             self.index.close(keep=self._writer is None or self._writer.failure is None)
 
     # Writing
