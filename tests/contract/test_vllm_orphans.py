@@ -45,19 +45,19 @@ def test_a_kill_leaves_no_process_and_no_shared_memory(
     words = [str(folder), str(PYTHON), str(tmp_path / "log"), *OPTIONS]
     run = subprocess.Popen([sys.executable, "-c", STARTS % ENVIRONMENT, *words], stdout=subprocess.PIPE, text=True)
     try:
-        with run:
-            assert run.stdout is not None
-            pid = int(run.stdout.readline())
-            server = psutil.Process(pid)
-            family = [server, *server.children(recursive=True)]
-            assert any("EngineCore" in process.name() for process in family)
-            (note,) = (tmp_path / "cache").rglob("*.json")
-            left = [Path(name) for name in json.loads(note.read_text())]
-            assert left
-            assert all(path.exists() for path in left)
-            if killed == "all of it":
-                os.killpg(pid, signal.SIGKILL)
-            run.kill()
+        assert run.stdout is not None
+        pid = int(run.stdout.readline())
+        server = psutil.Process(pid)
+        family = [server, *server.children(recursive=True)]
+        assert any("EngineCore" in process.name() for process in family)
+        (note,) = (tmp_path / "cache" / "tapereel").rglob("*.json")
+        left = [Path(name) for name in json.loads(note.read_text())]
+        assert left
+        assert all(path.exists() for path in left)
+        if killed == "all of it":
+            os.killpg(pid, signal.SIGKILL)
+        run.kill()
+        run.wait()
         deadline = time.monotonic() + 120
         while any(process.is_running() and process.status() != "zombie" for process in family):
             assert time.monotonic() < deadline, "processes of vLLM outlive the run"
@@ -70,4 +70,5 @@ def test_a_kill_leaves_no_process_and_no_shared_memory(
         assert not note.exists()
     finally:
         run.kill()
+        run.communicate()
         other.unlink()
