@@ -189,7 +189,7 @@ def trained(model: str, url: str, run: str) -> dict[str, Any]:
                 "sampling": {"max_tokens": 2},
                 "max_lag": 1,
                 "optimiser": {"lr": 1e-2},
-                "limits": {"turns": 6, "seconds": 120.0},
+                "limits": {"turns": 6, "agent_seconds": 120.0},
                 "checkpoint_every": 1,
                 "keep_checkpoints": None,
             },

@@ -40,7 +40,7 @@ def main() -> None:
                 "sampling": {"max_tokens": 2},
                 "max_lag": 1,
                 "optimiser": {"lr": 1e-2},
-                "limits": {"turns": 6, "seconds": 120.0},
+                "limits": {"turns": 6, "agent_seconds": 120.0},
                 "checkpoint_every": 1,
                 "keep_checkpoints": None,
             },

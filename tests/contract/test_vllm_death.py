@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
@@ -33,11 +34,22 @@ from .vllm_cpu import ENVIRONMENT, OPTIONS, PYTHON
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
 
+KEY = "MORTAL_SERVER_KEY"
+"""The variable with the server's key: by the proxy's address, no client finds the file of the key."""
+
+
 @pytest.fixture
-def mortal(folder: Path, tmp_path: Path) -> Iterator[LocalServer]:
+def mortal(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalServer]:
     vllm_is_there()
+    monkeypatch.setenv(KEY, "the-key-of-a-mortal-server")
     server = LocalServer(
-        folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, log=tmp_path / "log", patience=300.0
+        folder,
+        python=str(PYTHON),
+        environment=ENVIRONMENT,
+        options=OPTIONS,
+        log=tmp_path / "log",
+        patience=300.0,
+        key_variable=KEY,
     )
     asyncio.run(server.start())
     yield server
@@ -70,13 +82,15 @@ def test_an_engine_killed_in_mid_update(mortal: LocalServer, folder: Path, tmp_p
                 "model": str(folder),
                 "urls": [proxy.url],
                 "control_seconds": 60.0,
+                "patience": 20.0,
+                "key_variable": KEY,
                 "weights_folder": str(tmp_path / "weights"),
             },
         )
         proxy.moment = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
         # What notices first: the publish, or the episodes, which have no other server.
-        told = rf"failed at `update` on {proxy.url}.*start it anew|{proxy.url}.*resume the run"
-        with pytest.raises((PublishFailed, NothingUsable), match=told):
+        told = rf"failed at `update` on {proxy.url}.*start it anew|{proxy.url}.*(resume the run|engine.patience is 20)"
+        with pytest.raises((PublishFailed, NothingUsable, EngineStopped), match=told):
             train(config, run)
         assert proxy.moment.happened
         assert verify(run).exit_code == 0

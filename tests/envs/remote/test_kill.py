@@ -43,7 +43,7 @@ def test_a_killed_server_costs_the_episodes_that_were_there_and_no_others(tmp_pa
             groups=GROUPS,
             group_size=SIZE,
             group_deadline=250.0,
-            limits=lab.LIMITS.model_copy(update={"seconds": 200.0}),
+            limits=lab.LIMITS.model_copy(update={"agent_seconds": 200.0, "system_seconds": 200.0}),
         )
         _, reports = lab.run(tmp_path / "run", config, env=remote, tasks=lab.tasks(4))
     assert all(restart.exception() is None for restart in restarts)
