@@ -381,6 +381,7 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
     with contextlib.suppress(OSError, ValueError):  # read after the locks were tested: a writer may just have closed
         kept = read_pin_file(disk, path / PINS)
     settled = {pin for pins in wanted.opens.values() for pin in pins}
+    pinned = {name for name, _ in settled}
     by_name = {report.name: report for report in reports}
     sentences = list[str]()
     for report in reports:
@@ -401,6 +402,9 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
             last = by_name[last.next]
         if epoch not in leads:
             sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
+        elif epoch < max(found.leads) and last.name in pinned:
+            # A later lead ended this one, which may then write no seal. That lead's first line pins what there was.
+            continue
         elif (leads[epoch].ended or not leads[epoch].pid) and not last.sealed and (last.name, last.head) not in settled:
             how = "ended" if leads[epoch].ended else "has an unreadable file"
             sentences.append(f"lead {epoch} {how}, but its segment {last.name} has no seal")

@@ -34,6 +34,8 @@ UPDATES, EPISODES = 30, 16
 """Versions that the run makes, each of so many episodes."""
 PAUSE, RELOAD, NAME, RESUME = "/pause", "/collective_rpc", "/update_weight_version", "/resume"
 ASK = "/inference/v1/generate"
+KEY = "DEADLY_SERVERS_KEY"
+"""The variable with the servers' key: by the proxy's address, no client finds the file of the key."""
 
 
 class Scene:
@@ -50,6 +52,8 @@ class Scene:
                 path / f"server-{k}.log",
                 "--engine",
                 "embedded",
+                "--key",
+                KEY,
                 verb="serve model",
                 environment={"OMP_NUM_THREADS": "1"},
             )
@@ -72,6 +76,7 @@ class Scene:
                 "urls": [self.servers[0].url, self.proxy.url],
                 "weights_folder": str(self.path / "weights"),
                 "control_seconds": control_seconds,
+                "key_variable": KEY,
             },
             evaluation={"fraction": 0},
             loop=lab.settings_of(
@@ -133,7 +138,8 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Scene]:
+def scene(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
+    monkeypatch.setenv(KEY, "the-key-of-deadly-servers")
     made = Scene(tmp_path)
     with made.servers[0], made.servers[1], made.proxy:
         made.write(getattr(request, "param", 60.0))
