@@ -77,6 +77,7 @@ class Scene:
                 "weights_folder": str(self.path / "weights"),
                 "control_seconds": control_seconds,
                 "key_variable": KEY,
+                "patience": 10.0,
             },
             evaluation={"fraction": 0},
             loop=lab.settings_of(
