@@ -366,7 +366,10 @@ class RemoteEngine:
         """Wait until the server answers on `/health`, since a step of a weight sync is never repeated."""
         with self.absence.request() as tries:
             while not await server.healthy(HEALTH_SECONDS):
-                error = ServerFailed(f"{server} does not answer, and new weights are to be sent there", retry=True)
+                text = (
+                    f"{server} does not answer, and new weights are to be sent there: start it anew and resume the run"
+                )
+                error = ServerFailed(text, retry=True)
                 await self._wait(server, error, tries)
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:

@@ -162,9 +162,14 @@ def test_whoever_dies_in_mid_update_the_run_says_so_and_goes_on(scene: Scene) ->
     ]
     for moment, step in deaths:
         code, _, told = scene.until_the_end(moment)
-        assert code == 1, told
-        assert re.search(f"failed at `{step}` on {re.escape(scene.proxy.url)}", told), told
-        assert "start it anew" in told
+        url = re.escape(scene.proxy.url)
+        # A sync's error ends the run with 1. Where episodes notice first, the run waits for the server, then stops.
+        assert code == 1 or (moment.route == ASK and code == 69), told
+        said = re.search(
+            f"failed at `{step}` on {url}|{url} does not answer, and new weights|{url}.*engine.patience", told
+        )
+        assert said, told
+        assert "start it anew" in told or "--resume" in told
         assert scene.verb("verify", str(scene.run))[0] == 0
         with Store.open(scene.run) as store:
             assert all(tape.status is not None for tape in store.tapes()), "who can still write, ends every tape"
