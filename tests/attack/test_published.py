@@ -331,7 +331,8 @@ def test_no_damaged_model_is_served_sampled_or_compared(
     run: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run / CHECKPOINT / "hf"
-    spoil(run / CHECKPOINT / name, DAMAGES[name])
+    for update in ("update-000002", CHECKPOINT.name):  # the last one sampled no training episode
+        spoil(run / "checkpoints" / update / name, DAMAGES[name])
     kinds = {"--agent": "player", "--env": "Digits", "--tasks": "tasks"}
     names = [word for kind, name in kinds.items() for word in (kind, f"{EXAMPLE}:{name}")]
     for words in (
