@@ -121,7 +121,7 @@ def test_a_pattern_that_never_ends_is_stopped_and_the_page_lives(page, tmp_path:
     with served(tmp_path / "run") as server:
         _open(page, server, "#/?text=%28a%2B%29%2B%24&re=1")
         _note(page, "the pattern took more than 3 s")
-        page.goto(f"{server.url}#/tape/t")
+        page.evaluate("location.hash = '#/tape/t'")
         page.wait_for_selector("article.item.observation")
         page.get_by_label("Find in this tape").fill("(a|aa)+$")
         page.locator("#find-regex").check()
@@ -183,7 +183,7 @@ def test_tokens_are_shaded_by_what_is_asked_for(page, server):
     assert "log-prob −3 (4.98 %)" in page.locator(".details").inner_text()
     tokens.nth(1).hover()
     assert "log-prob unknown" in page.locator(".details").inner_text()
-    page.goto(f"{server.url}#/tape/g0a0/call/g0a0.1")
+    page.evaluate("location.hash = '#/tape/g0a0/call/g0a0.1'")
     page.locator("h1", has_text="g0a0").wait_for()
     page.get_by_label("Colour tokens by").select_option("label")
     assert _shades(page) == ["trained", "trained", "unused"]
@@ -299,11 +299,11 @@ def test_an_empty_run_says_so_until_something_is_on_tape(page, tmp_path: Path):
         with served(tmp_path / "run") as server:
             page.goto(server.url)
             page.locator(".state", has_text="No tape yet").wait_for()
-            page.goto(f"{server.url}#/curve")
+            page.evaluate("location.hash = '#/curve'")
             page.locator(".state", has_text="No point yet").wait_for()
-            page.goto(f"{server.url}#/group/nobody")
+            page.evaluate("location.hash = '#/group/nobody'")
             page.locator(".state", has_text="No such group").wait_for()
-            page.goto(f"{server.url}#/")
+            page.evaluate("location.hash = '#/'")
             episode(store, "first", ["42"], 1.0)
             store.writer.sync()
             page.locator('[data-tape="first"]').wait_for()
@@ -394,9 +394,9 @@ def test_a_link_holds_when_the_run_is_indexed_again(page, tmp_path: Path):
         chosen = page.locator("article.chosen", has_text="step 3")
         chosen.wait_for()
         assert "41" in chosen.inner_text()
-        page.goto(f"{server.url}#/tape/g0a1/step/99")
+        page.evaluate("location.hash = '#/tape/g0a1/step/99'")
         page.locator("#toast", has_text="has no step 99").wait_for()
-        page.goto(f"{server.url}#/tape/nobody")
+        page.evaluate("location.hash = '#/tape/nobody'")
         page.locator(".state", has_text="no tape 'nobody'").wait_for()
     page.trouble[:] = [text for text in page.trouble if "404" not in text]
 
@@ -459,7 +459,7 @@ def test_what_checks_said_stands_in_the_table_and_on_the_tape(page, tmp_path: Pa
         page.get_by_label("Check").select_option("replay diverged, requery verified")
         page.wait_for_function("() => T.app.table.found.length === 1")
         assert _tapes(page) == ["g0a1"]
-        page.goto(f"{server.url}#/tape/g0a1")
+        page.evaluate("location.hash = '#/tape/g0a1'")
         newest = page.locator(".tape-head > .checked", has_text="replay ✗")
         newest.get_by_text("the agent says 43").wait_for()
         newest.get_by_text("likely cause: code; action.text").click()
@@ -470,7 +470,7 @@ def test_what_checks_said_stands_in_the_table_and_on_the_tape(page, tmp_path: Pa
         newest.get_by_role("link", name="go there").click()
         page.wait_for_selector("article.chosen.action")
         assert page.url.endswith("#/tape/g0a1/step/3")
-        page.goto(f"{server.url}#/tape/g0a0")
+        page.evaluate("location.hash = '#/tape/g0a0'")
         page.locator(".tape-head > .checked", has_text="<script>window.pwned = 1</script>").wait_for()
         said_of(run, verified("rescore", "g0a0"))
         page.locator(".tape-head > .checked .chip.good", has_text="rescore ✓").wait_for()
