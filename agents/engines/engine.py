@@ -149,7 +149,7 @@ class EngineAbsence(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds, since the engine was made, in which no request was answered; it grows while none is."""
+        """Seconds, since the engine was made, in which no request was answered. It grows while the servers are away."""
         ...
 
     async def over(self) -> None:

@@ -421,7 +421,7 @@ class Episode:
         return status, cause
 
     async def _close(self) -> None:
-        """Close the environment. The episode has its result: an error while closing stands beside it on the tape."""
+        """Close the environment. The episode keeps its result; an error while closing is recorded in `End.beside`."""
         try:
             await self.call("close")
         except NOT_FAULTS:

@@ -188,7 +188,7 @@ class LocalBackend:
         with theirs:
             if self._control is None:
                 raise NoSandbox("the sandbox is closed")
-            with contextlib.suppress(OSError):  # the launcher has ended: so has what it would answer on
+            with contextlib.suppress(OSError):  # the launcher has ended, and the read below fails
                 socket.send_fds(self._control, [b"."], [theirs.fileno(), *([] if cgroup is None else [cgroup])])
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         self._requests.add(writer)

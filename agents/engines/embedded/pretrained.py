@@ -56,8 +56,8 @@ class Pretrained:
 def load_pretrained(
     folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32", attention: Attention | None = None
 ) -> Pretrained:
-    """Load the model and tokenizer in `folder`, also a name of the hub, to `device` (as for `device_of`), with weights
-    in `dtype`.
+    """Load the model and tokenizer in `folder`, which may also be a name of the hub, to `device` (as for `device_of`),
+    with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
     folder or device is missing, BadModel if the folder has no usable model, Corrupt as `check_folder`."""
@@ -158,8 +158,9 @@ def placed(model: ModelT, device: torch.device) -> ModelT:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in `folder`, also a name of the hub. Raises UsageError where there is none, BadModel for an
-    unusable tokenizer."""
+    """Load the tokenizer in `folder`, which may also be a name of the hub.
+
+    Raises UsageError if there is no such folder or model, and BadModel if its tokenizer can't be used."""
     folder = model_folder(folder)
     odd = next((path for path in sorted(folder.iterdir()) if not (path.is_file() or path.is_dir())), None)
     if odd is not None:

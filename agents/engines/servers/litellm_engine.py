@@ -272,7 +272,7 @@ class LiteLLMEngine:
         return HostedFailed(message, retry=retry, after=_asked_for(error), away=away)
 
     async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
-        """Wait before the next attempt, and return the number of retries. Raises the error when none is left.
+        """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left.
 
         A `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
         away = error.away if isinstance(error, HostedFailed) else False

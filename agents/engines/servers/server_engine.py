@@ -373,8 +373,8 @@ class RemoteEngine:
                 await self._wait(server, error, tries)
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
-        """Wait before the next try, after a request that failed since `server` is away. Raises `error` where it isn't,
-        and EngineStopped."""
+        """Wait before the next try of a request that failed because `server` is away. Raises `error` if the server is
+        not away, and EngineStopped as `Tries.failed`."""
         if not await is_away(server, error, min(HEALTH_SECONDS, self._config.seconds)):
             tries.answered()
             raise error
@@ -386,9 +386,10 @@ class RemoteEngine:
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
 
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
-        """Bring the newest weights to a server that was started anew, and so has those that it was started with.
+        """Send the newest weights to a server that was restarted: it has the weights that it was started with.
 
-        Raises EngineStopped where this engine published none: what the server samples is not the run's model."""
+        Raises EngineStopped if this engine has published no weights: the server then samples from another model than
+        the run's."""
         if not self._written:
             raise EngineStopped(str(error), "model") from error
         async with self._publishing:
@@ -510,8 +511,8 @@ class RemoteEngine:
 
 
 async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
-    """Whether the server, which failed so, is away; `seconds` bounds the question. Raises EngineStopped for an error
-    that every request meets."""
+    """Whether the server is away, after it failed with `error`. `seconds` is the time limit of the health check.
+    Raises EngineStopped if no later request can succeed either, as after a wrong API key."""
     reason = stop_reason(error.status, str(error))
     if reason is not None:
         raise EngineStopped(str(error), reason) from error

@@ -25,6 +25,8 @@ from tapereel.envs.adapters.sandbox_backends import Bounds, LocalBackend
 from tapereel.envs.adapters.tools import ToolEnvironment, ToolFailed
 from tapereel.tapes import Answer, CauseType, Status, Task, ToolCalls, ToolOffer, ToolResults
 
+from ...attack.sandbox_limits import BOMB
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
 SMALL = {"seconds": 30.0, "memory": 300 << 20, "processes": 20, "limit": 2000}
 
@@ -86,20 +88,7 @@ def test_it_ends_when_its_time_is_up(mode: dict[str, Any]):
 
 @MODES
 def test_a_fork_bomb_stays_within_its_number_and_ends_with_its_time(mode: dict[str, Any]):
-    bomb = """
-import os, time
-made = 0
-while True:
-    try:
-        if os.fork() == 0:
-            os.setsid()
-            time.sleep(1000)
-        made += 1
-    except OSError:
-        print(made, flush=True)
-        time.sleep(1000)
-"""
-    ran = python(bomb, seconds=2.0, **mode)
+    ran = python(BOMB, seconds=2.0, **mode)
     assert ran.code is None
     if ran.output.strip():  # it got as far as that in its time
         assert int(ran.output) < 20
