@@ -127,8 +127,7 @@ class Store:
             raise NoRun(
                 f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to"
             ) from None
-        cached = cache and isinstance(disk, Disk)
-        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cached else None)
+        store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache else None)
         if write:
             if "durability" in options:
                 options["durability"] = Durability(options["durability"])

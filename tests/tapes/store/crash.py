@@ -73,7 +73,7 @@ class Trace:
 def two_writers(trace: Trace) -> Iterator[None]:
     """Two writers, several segments, media, a training record, a clean end of one and none of the other."""
     lab, disk, clock = trace.lab, trace.disk, Clock()
-    options = {"disk": disk, "thread": False, "clock": clock}
+    options = {"disk": disk, "cache": False, "thread": False, "clock": clock}
     one = lab.Store.create(RUN, rotate_bytes=2200, **options)
     yield
     trace.ask(one.writer, lab.begin("a"), lab.step("a", "first", action=False))
@@ -159,7 +159,7 @@ class Enumerator:
         lab = self.lab
         before = lab.verifier.verify(RUN, disk=disk)
         _expect(not before.broken, f"a crash is called tampering: {before.broken}")
-        store = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+        store = lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False, clock=Clock())
         torn = {t.segment: t for t in store.recovered.torn}
         if self.counts["distinct"] % 2:
             store.close()
@@ -174,19 +174,19 @@ class Enumerator:
         report = lab.verifier.verify(RUN, disk=disk)
         _expect(not report.broken and not report.torn, f"after recovery: {report.broken} {report.torn}")
         _expect(report.open == 0, f"{report.open} episodes are open after recovery")
-        records = list(lab.Store.open(RUN, disk=disk).records())
+        records = list(lab.Store.open(RUN, disk=disk, cache=False).records())
         ends = Counter(stored.tape for stored in records if stored.t == "end")
         _expect(all(n == 1 for n in ends.values()), f"tapes with more than one end: {ends}")
         self._check_media(disk, records)
         self._check_used(records)
         if self.counts["distinct"] % 4 == 0:
-            again = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+            again = lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False, clock=Clock())
             _expect(not again.recovered.crashed and not again.recovered.torn, "a second recovery finds more to do")
             again.abandon()
         return Recovery(frozenset(stored.body for stored in records), segments, disk)
 
     def _check_media(self, disk: SimDisk, records: list[Any]) -> None:
-        media = self.lab.Store.open(RUN, disk=disk).media
+        media = self.lab.Store.open(RUN, disk=disk, cache=False).media
         for stored in records:
             for name in self.lab.media.references(stored.body):
                 try:
@@ -220,7 +220,7 @@ class Enumerator:
         disk.after_operation = lambda: moments.append(  # type: ignore[method-assign]
             [disk.image(), *disk.crash_images(self.stale, thorough=False)]
         )
-        store = self.lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+        store = self.lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False, clock=Clock())
         store.close()
         every = _written(disk)
         for cut in itertools.chain.from_iterable(moments):
@@ -258,7 +258,7 @@ def _written(disk: SimDisk) -> dict[str, bytes]:
 def old_segment(lab: Lab) -> bytes:
     """A segment of another, earlier run with the same name: what a reused block may still hold."""
     disk = SimDisk(seed=1)
-    with lab.Store.create(RUN, disk=disk, thread=False, clock=Clock(1_600_000_000.0)) as store:
+    with lab.Store.create(RUN, disk=disk, cache=False, thread=False, clock=Clock(1_600_000_000.0)) as store:
         for k in range(6):
             for body in lab.episode(f"old{k}"):
                 store.writer.append(body)

@@ -23,7 +23,7 @@ def crash_in_recovery(lab: Lab) -> None:
 def failed_sync(lab: Lab) -> None:
     """A sync fails once; after that the disk forgets what it could not write, and says that all is well."""
     disk = SimDisk()
-    store = lab.Store.create(RUN, disk=disk, thread=False, clock=Clock())
+    store = lab.Store.create(RUN, disk=disk, cache=False, thread=False, clock=Clock())
     told: list[bool] = []
     body = lab.begin("a")
     disk.failing_syncs = 1
@@ -44,11 +44,11 @@ def failed_sync(lab: Lab) -> None:
 def live_writer(lab: Lab) -> None:
     """Somebody opens the run while its writer works: nothing of the writer's is touched."""
     disk = SimDisk()
-    one = lab.Store.create(RUN, disk=disk, thread=False, clock=Clock())
+    one = lab.Store.create(RUN, disk=disk, cache=False, thread=False, clock=Clock())
     one.writer.append(lab.begin("a"))
     one.writer.commit()
     before = disk.image()
-    two = lab.Store.open(RUN, write=True, disk=disk, thread=False, clock=Clock())
+    two = lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False, clock=Clock())
     if two.recovered.crashed or any(disk.image()[path] != data for path, data in before.items()):
         raise Broken(f"a live writer's episodes were ended, or its files changed: {two.recovered}")
 
@@ -56,7 +56,7 @@ def live_writer(lab: Lab) -> None:
 def stale_tail(lab: Lab) -> None:
     """Sectors that were never written hold whole lines of an older run's segment, at every offset."""
     disk = SimDisk()
-    store = lab.Store.create(RUN, disk=disk, thread=False, clock=Clock())
+    store = lab.Store.create(RUN, disk=disk, cache=False, thread=False, clock=Clock())
     for body in lab.episode("a"):
         store.writer.append(body)
     store.writer.commit()

@@ -18,7 +18,7 @@ def closed_run(lab: Lab, *, episodes: int = 6) -> Image:
     """Two sealed segments, the second by a writer that pinned the first."""
     disk = SimDisk()
     for part in range(2):
-        with lab.Store.open(RUN, write=True, disk=_started(disk), thread=False, clock=Clock()) as s:
+        with lab.Store.open(RUN, write=True, disk=_started(disk), cache=False, thread=False, clock=Clock()) as s:
             for k in range(episodes // 2):
                 for n, body in enumerate(lab.episode(f"t{part}{k}")):
                     s.writer.append(body)
@@ -30,7 +30,7 @@ def closed_run(lab: Lab, *, episodes: int = 6) -> Image:
 def crashed_run(lab: Lab, *, episodes: int = 5) -> tuple[Image, int]:
     """One segment without a seal, and how many of its lines were durable when its last line was written."""
     disk = SimDisk()
-    store = lab.Store.open(RUN, write=True, disk=_started(disk), thread=False, clock=Clock())
+    store = lab.Store.open(RUN, write=True, disk=_started(disk), cache=False, thread=False, clock=Clock())
     for k in range(episodes):
         for body in lab.episode(f"t{k}"):
             store.writer.append(body)

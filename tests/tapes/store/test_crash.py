@@ -53,7 +53,7 @@ def test_the_simulated_disk_loses_what_was_not_synced() -> None:
 def test_closing_with_many_lines_queued_seals_them_all() -> None:
     """A commit line that the writer adds of itself while it closes stands before the seal."""
     lab, disk = Lab(), SimDisk()
-    with Store.create(RUN, disk=disk, thread=False, clock=Clock()) as store:
+    with Store.create(RUN, disk=disk, cache=False, thread=False, clock=Clock()) as store:
         for k in range(100):
             for body in lab.episode(f"t{k}"):
                 store.writer.append(body)

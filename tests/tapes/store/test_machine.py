@@ -36,7 +36,9 @@ class StoreMachine(RuleBasedStateMachine):
         self.acknowledged = 0
         self.kept: list[tuple[str, bytes]] = []
         """What earlier recoveries found: it stays for ever."""
-        self.store: Any = Store.create(RUN, disk=self.disk, thread=False, clock=self.clock, rotate_bytes=2500)
+        self.store: Any = Store.create(
+            RUN, disk=self.disk, cache=False, thread=False, clock=self.clock, rotate_bytes=2500
+        )
 
     def bodies(self, tape: str) -> list[bytes]:
         return [body for name, body in [*self.kept, *self.appended] if name == tape]
@@ -113,7 +115,9 @@ class StoreMachine(RuleBasedStateMachine):
         report = verify(RUN, disk=disk)
         assert not report.broken, report.broken
         open_before = {tape for tape, _ in [*self.kept, *self.appended] if self.is_open(tape)}
-        self.store = Store.open(RUN, write=True, disk=disk, thread=False, clock=self.clock, rotate_bytes=2500)
+        self.store = Store.open(
+            RUN, write=True, disk=disk, cache=False, thread=False, clock=self.clock, rotate_bytes=2500
+        )
         found = [(stored.tape, stored.body) for stored in self.store.records() if stored.tape is not None]
         old = len(self.kept)
         assert found[:old] == self.kept

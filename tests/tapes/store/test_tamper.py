@@ -88,14 +88,14 @@ def test_who_would_write_after_a_cut_tail_is_refused_and_the_pins_stay() -> None
         cut = {**image, last: b"".join(lines[:keep])}
         disk = SimDisk(cut)
         with pytest.raises(lab.errors.Corrupt, match="that was pinned"):
-            lab.Store.open(RUN, write=True, disk=disk, thread=False)
+            lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False)
         assert disk.image() == cut
         assert check(disk) == 1
     disk = SimDisk({**image, pins: b"[1]"})
     with pytest.raises(lab.errors.Corrupt, match="does not hold pins"):
-        lab.Store.open(RUN, write=True, disk=disk, thread=False)
+        lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False)
     disk = SimDisk(image)
-    with lab.Store.open(RUN, write=True, disk=disk, thread=False) as store:
+    with lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False) as store:
         assert set(image) < set(disk.image()), "an unharmed run is written on"
         assert store.recovered.torn == []
     assert len(from_json(disk.image()[pins])) == 3
@@ -124,9 +124,9 @@ def test_a_damaged_last_line_is_torn_without_a_pin_and_broken_with_one() -> None
 def test_a_missing_segment_that_nothing_pins_is_a_hole() -> None:
     lab = Lab()
     disk = SimDisk()
-    writers = [lab.Store.create(RUN, disk=disk, thread=False)]
+    writers = [lab.Store.create(RUN, disk=disk, cache=False, thread=False)]
     disk.inodes[-1].data.clear()  # nothing of it was durable when the second began, so the second pins nothing
-    writers.append(lab.Store.open(RUN, write=True, disk=disk, thread=False))
+    writers.append(lab.Store.open(RUN, write=True, disk=disk, cache=False, thread=False))
     image = disk.image()
     report = verify(RUN, disk=SimDisk({path: data for path, data in image.items() if "/000001-" not in path}))
     assert (report.exit_code, report.holes) == (2, ("000001",))
