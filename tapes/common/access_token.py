@@ -45,17 +45,17 @@ def check_token(token: str) -> str:
 def private_file(name: str, text: str) -> Path:
     """Write a file that only this user can read, in the folder of this user's running servers. UsageError if it can't
     be written."""
-    path = _folder() / name
     try:
+        path = state_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # `mkstemp` makes files of mode 0600. The rename replaces a link in place of the file instead of following it.
         handle, made = tempfile.mkstemp(dir=path.parent)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(made, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         raise UsageError(
-            f"{path}: the token of the server can't be written for its clients ({error}): set XDG_STATE_HOME to a "
+            f"{name}: the token of the server can't be written for its clients ({error}): set XDG_STATE_HOME to a "
             "folder that can be written"
         ) from error
     return path
@@ -77,9 +77,9 @@ def token_for(url: str) -> str | None:
     PermissionError if another user owns the file or can read it: its token is then no secret of this user.
     """
     try:
-        path = _folder() / token_path(url)
+        path = state_folder() / token_path(url)
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError):
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError):  # the last: no home
         return None
     with open(handle, encoding="utf-8") as file:
         info = os.fstat(handle)
@@ -92,9 +92,11 @@ def drop_token(url: str, token: str) -> None:
     """Remove the file with the server's token, unless another server has replaced it."""
     with contextlib.suppress(OSError):
         if token_for(url) == token:
-            (_folder() / token_path(url)).unlink()
+            (state_folder() / token_path(url)).unlink()
 
 
-def _folder() -> Path:
+def state_folder() -> Path:
+    """The folder of what Tapereel keeps for this user between processes: `$XDG_STATE_HOME/tapereel`. RuntimeError where
+    the user has no home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "tapereel"

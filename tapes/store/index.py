@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from ..common.access_token import state_folder
 from ..common.text import logger
 from ..records import IN_TAPE
 from .disk import REAL, Disk, put_file, read_file
@@ -391,7 +392,7 @@ def _code(data: bytes) -> bytes:
 
 def _secret() -> bytes:
     """32 random bytes that only this user can read; made at the first use."""
-    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tapereel" / "index.key"
+    path = state_folder() / "index.key"
     with contextlib.suppress(FileNotFoundError):
         found = read_file(path)
         if len(found) == _CODE:

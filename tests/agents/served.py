@@ -87,21 +87,25 @@ class Heard:
 
 
 async def hears_what_is_sampled(engine: RemoteEngine) -> None:
-    """An answer is the same whether somebody listens or not."""
-    request, heard = long_one(3, length=100), Heard()
-    whole = await engine.complete(request)
-    found = await engine.complete(replace(request, listener=heard))
-    assert found.ids is not None
-    assert (found.ids, found.spans, found.finish, found.usage.completion_tokens) == (
-        whole.ids,
-        whole.spans,
-        whole.finish,
-        whole.usage.completion_tokens,
-    )
-    assert found.usage.prompt_tokens == whole.usage.prompt_tokens == len(request.prompt or ())
-    assert list(found.logprobs or ()) == pytest.approx(list(whole.logprobs or ()), abs=CLOSE)
-    assert heard.ids == list(found.ids)
-    assert len(heard.pieces) > 1
+    """An answer is the same whether somebody listens or not, and comes in several pieces: a fast server sends a short
+    one as a whole."""
+    for length in (100, 500, 1900):
+        request, heard = long_one(3, length=length), Heard()
+        whole = await engine.complete(request)
+        found = await engine.complete(replace(request, listener=heard))
+        assert found.ids is not None
+        assert (found.ids, found.spans, found.finish, found.usage.completion_tokens) == (
+            whole.ids,
+            whole.spans,
+            whole.finish,
+            whole.usage.completion_tokens,
+        )
+        assert found.usage.prompt_tokens == whole.usage.prompt_tokens == len(request.prompt or ())
+        assert list(found.logprobs or ()) == pytest.approx(list(whole.logprobs or ()), abs=CLOSE)
+        assert heard.ids == list(found.ids)
+        if len(heard.pieces) > 1:
+            return
+    pytest.fail(f"an answer of {length} tokens came in one piece")
 
 
 async def leaves_what_was_heard(engine: RemoteEngine) -> tuple[Request, Completion]:
