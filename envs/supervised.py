@@ -84,7 +84,7 @@ class Supervised:
             if timer is not None:
                 timer.cancel()
         if self._stopped is not None:
-            raise self._stopped(f"{what} did not return within {seconds} s") from error
+            raise self._stopped(f"{what} did not return within {seconds or 0:g} s") from error
         if isinstance(error, asyncio.CancelledError):
             raise StrayCancellation(
                 "it raised CancelledError, and its episode was not cancelled: it awaited a task that was cancelled"

@@ -32,6 +32,7 @@ from ...tapes.common.http_service import (
     web,
 )
 from ...tapes.common.request_checks import same_token
+from ...tapes.common.run_async import GRACE
 from ...tapes.common.text import logger
 from ...tapes.value import Value
 from ..environment import EnvironmentFactory
@@ -139,7 +140,7 @@ class Session:
         """Cancel the running call."""
         if self.work is not None and not self.work.done():
             self.work.cancel()
-            await asyncio.wait({self.work}, timeout=5.0)
+            await asyncio.wait({self.work}, timeout=GRACE + 1)  # the host leaves a call behind after GRACE
 
     async def close(self) -> None:
         """Cancel the running call and release the environment."""
@@ -236,17 +237,9 @@ class Service(HttpService):
             return
         if session.expires is not None:
             session.expires.cancel()
-        task = asyncio.create_task(self._release(session))
+        task = asyncio.create_task(session.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    async def _release(self, session: Session) -> None:
-        try:
-            async with asyncio.timeout(self.limits.call_seconds):
-                await session.close()
-        except Exception as error:
-            kind = type(error).__qualname__
-            log.warning("an instance of %s could not be closed: %s: %s", self.declared.name, kind, str(error)[:500])
 
     @contextmanager
     def _connected(self, session: Session) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Host: carries out the calls to one environment instance and reports its errors as `Fault` messages.
 
-A server (`env_service.py`) uses it, and so do the processes of a pool. Every exception of the environment, `SystemExit`
-included, becomes a `Fault`. After a call that exceeds its time limit the host accepts no more calls.
+A server (`env_service.py`) uses it, and so do the processes of a pool. Whatever the environment raises,
+KeyboardInterrupt excepted, becomes a `Fault`. After a call that exceeds its time limit the host accepts no more calls.
 
 This module is also the worker process of a pool. Calls and answers are lines of JSON on stdin and stdout:
 
@@ -22,7 +22,8 @@ import traceback
 from collections.abc import Coroutine
 from typing import IO, Any, cast
 
-from ...tapes.common.text import guard_terminal
+from ...tapes.common.text import guard_terminal, logger
+from ...tapes.errors import error_message
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
@@ -37,6 +38,7 @@ from ..environment import (
     new_environment,
 )
 from ..load_named import load_named
+from ..supervised import Supervised, TimedOut
 from .declared import Declared
 from .env_protocol import (
     Answer,
@@ -57,6 +59,7 @@ from .env_protocol import (
 )
 from .remote_errors import BadAnswer
 
+log = logger("service")
 _MESSAGE = 2000
 """Longest message of a fault, in characters; tapes keep as much."""
 _ENDING = 3.0
@@ -77,31 +80,39 @@ class Host:
         self._declared = declared
         self._seconds = seconds
         self._alone = alone
+        self._code = Supervised()
         self._env: AnyEnvironment | None = None
         self._thread: EnvironmentThread | None = None
 
     async def answer(self, call: Call) -> Answer:
-        """Carry out the call. Raises only CancelledError."""
-        timer = asyncio.timeout(self._seconds)
+        """Carry out the call. Raises CancelledError where the caller was cancelled, and KeyboardInterrupt."""
         try:
-            async with timer:
-                return await self._do(call)
-        except TimeoutError as error:
-            if not timer.expired():
-                return _raised(call, error)
+            return await self._code(self._do(call), f"{self._declared.name}.{call.t}", self._seconds)
+        except TimedOut as error:
             self.dead = True
-            return Fault(
-                id=call.id, code="hung", message=f"{self._declared.name}.{call.t} did not return in {self._seconds:g} s"
-            )
+            return Fault(id=call.id, code="hung", message=str(error))
         except BadAnswer as error:
             return Fault(id=call.id, code="refused", error="BadAnswer", message=_clean(str(error)))
         except RestoreMismatch as error:
             return Fault(id=call.id, code="mismatch", error="RestoreMismatch", message=_clean(str(error)))
-        except (Exception, SystemExit) as error:
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
             return _raised(call, error)
 
     async def close(self) -> None:
-        """Release the instance, if there is one."""
+        """Release the instance, if there is one. No call waits for an answer: a fault of its `close` is a warning."""
+        try:
+            await self._code(self._release(), f"{self._declared.name}.close", self._seconds)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            kind, message = type(error).__qualname__, error_message(error)[:500]
+            log.warning("an instance of %s could not be closed: %s: %s", self._declared.name, kind, message)
+        finally:
+            self._code.close()
+
+    async def _release(self) -> None:
         env, self._env = self._env, None
         try:
             if env is not None:
@@ -113,7 +124,7 @@ class Host:
 
     async def _do(self, call: Call) -> Answer:
         if isinstance(call, CloseCall):
-            await self.close()
+            await self._release()
             return Done(id=call.id)
         if isinstance(call, ResetCall | RestoreCall):
             return await self._begin(call)
@@ -195,7 +206,9 @@ class Host:
 def _raised(call: Call, error: BaseException) -> Fault:
     frames = traceback.extract_tb(error.__traceback__)
     frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
-    return Fault(id=call.id, code="raised", error=type(error).__qualname__, message=_clean(str(error)), frame=frame)
+    return Fault(
+        id=call.id, code="raised", error=type(error).__qualname__, message=_clean(error_message(error)), frame=frame
+    )
 
 
 def _clean(text: str) -> str:
@@ -231,10 +244,7 @@ def _serve(
             except BadAnswer as error:
                 _write(answers, Fault(id=0, code="refused", error="BadAnswer", message=str(error)))
                 continue
-            answer = runner.run(host.answer(call))
-            if isinstance(call, CloseCall):
-                host = Host(make, declared, None, alone=True)
-            _write(answers, answer)
+            _write(answers, runner.run(host.answer(call)))
         runner.run(host.close())
 
 

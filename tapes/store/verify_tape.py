@@ -19,7 +19,9 @@ Unlike `tapereel verify`, this script takes any sound line after a break as evid
 
 import hashlib
 import json
+import os
 import re
+import stat
 import sys
 from pathlib import Path
 
@@ -92,10 +94,13 @@ def take(line: tuple, name: str, run: dict) -> None:
 
 def check(folder: Path, pins: list) -> tuple[int, dict]:
     run = {"hashes": {}, "pins": list(pins), "digests": {}, "closed": set(), "corrupt": [], "torn": []}
-    if (folder / "pins.json").exists():
-        run["pins"] += list(json.loads((folder / "pins.json").read_text()).items())
-    paths = sorted((folder / "tapes").glob("[0-9]*-*.jsonl"))
-    segments = {path.stem: read_segment(path, run) for path in paths}
+    files = [folder / "pins.json", *sorted((folder / "tapes").glob("[0-9]*-*.jsonl"))]
+    # Anything else is not opened: a pipe would wait for a writer, and a link could lead to a file without an end.
+    odd = [path for path in files if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode)]
+    run["corrupt"] += [f"{path} is no regular file" for path in odd]
+    if files[0].exists() and files[0] not in odd:
+        run["pins"] += list(json.loads(files[0].read_text()).items())
+    segments = {path.stem: read_segment(path, run) for path in files[1:] if path not in odd}
     run["corrupt"] += [
         f"segment {name} does not hold the pinned {h}"
         for name, h in dict.fromkeys(run["pins"])

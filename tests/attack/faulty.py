@@ -150,6 +150,26 @@ class Player(Agent):
                 await self._fault()
 
 
+class Named(Environment[Answer]):
+    """The task names the method that goes wrong and how, as `step:SystemExit`."""
+
+    async def reset(self, task: Task) -> str:
+        self.place, _, self.name = str(task.private).partition(":")
+        return "q"
+
+    async def _at(self, place: str) -> None:
+        if self.place == place:
+            await (RAISED | STUCK)[self.name]()
+
+    async def step(self, action: Answer) -> Outcome:
+        await self._at("step")
+        return Outcome(reward=1.0, terminated=True)
+
+    async def close(self) -> None:
+        if hasattr(self, "place"):
+            await self._at("close")
+
+
 class Leaving(Environment[Answer]):
     """In a process of its own, each way to leave it."""
 

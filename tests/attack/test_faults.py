@@ -8,20 +8,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tapereel.agents import Limits
+from tapereel.agents import Limits, ScriptedEngine, rollout
 from tapereel.agents.runs.runner import RunConfig, RunSummary, run
 from tapereel.envs import Outcome
+from tapereel.envs.remote import Pool, RemoteEnvironment, Service, ServiceLimits
+from tapereel.envs.remote.env_protocol import ResetCall
+from tapereel.tapes import Task
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
-from .faulty import RAISED, STUCK, TASKS, Faulty, Player, Tools
+from ..envs.remote.worlds import until
+from .faulty import RAISED, STUCK, TASKS, Faulty, Named, Player, Tools
 
 HERE = Path(__file__).parent
 LIMITS = Limits(agent_seconds=3.0, environment_seconds=3.0)
@@ -61,6 +65,9 @@ def test_a_fault_of_the_environment(tmp_path: Path, name: str, place: str) -> No
         assert found.scores.without == 10
     assert found.faults[0].cause == "environment"
     assert found.faults[0].episodes == 10
+    if name in RAISED:  # and no call after it is disturbed
+        assert len(found.faults) == 1
+        assert "did not return" not in found.faults[0].error
     if name == "swallows":
         with Store.open(tmp_path / "run") as store:
             left = [fault.message for tape in store.tapes() for fault in tape.end.beside if fault.error is None]
@@ -231,6 +238,50 @@ def test_an_environment_in_a_process_of_its_own_may_exit(tmp_path: Path) -> None
     assert found["scored"] == 80
     said = " ".join(fault["error"] for fault in found["faults"])
     assert "exit code 7" in said or "exit code -9" in said
+
+
+def error_of(name: str) -> str:
+    """The class that a tape names for this fault in another process or event loop."""
+    if "group" in name:
+        return "BaseExceptionGroup"
+    stray = ("CancelledError", "a cancelled task", "cancels itself")
+    other = {"StopIteration": "RuntimeError", "cancels itself late": "ValueError", "hangs": "Hung", "swallows": "Hung"}
+    return "StrayCancellation" if name in stray else other.get(name, name)
+
+
+async def meets(make: Any, place: str, names: Iterable[str]) -> None:
+    for name in names:
+        task = Task(public=0, private=f"{place}:{name}")
+        tape = await rollout(Player(), make, task, engine=ScriptedEngine(["7"]))
+        assert tape.end is not None
+        told = tape.cause if place == "step" else tape.end.beside[0]
+        assert told is not None, task
+        assert (told.type, told.error) == ("environment", error_of(name)), told
+        assert (tape.reward == 1.0) == (place == "close")
+
+
+@pytest.mark.timeout(120)
+def test_a_fault_in_a_process_is_the_answer_to_its_call() -> None:
+    with Pool(f"{HERE}/faulty.py:Named", processes=1) as pool:
+        for place in ("step", "close"):
+            asyncio.run(meets(pool, place, RAISED))
+        assert (pool.started, pool.killed) == (1, 0), "each fault leaves the process to the next episode"
+
+
+@pytest.mark.timeout(120)
+def test_a_fault_at_a_server_is_the_answer_to_its_call(caplog: pytest.LogCaptureFixture) -> None:
+    async def served() -> None:
+        async with Service(Named, limits=ServiceLimits(call_seconds=1.0)).serving() as service:
+            for place, names in (("step", (*RAISED, *STUCK)), ("close", RAISED)):
+                await meets(lambda: RemoteEnvironment(service.url, Named), place, names)
+            for name in (*RAISED, *STUCK):  # the client leaves, and the server closes the environment
+                session = service.begin()
+                await session.carry_out(ResetCall(id=1, task=Task(private=f"close:{name}")))
+                service.end(session)
+            await until(lambda: not service.occupied)
+
+    asyncio.run(served())
+    assert caplog.text.count("an instance of Named could not be closed") == len(RAISED) + len(STUCK)
 
 
 def test_the_share_without_a_result_stands_before_the_mean(tmp_path: Path) -> None:

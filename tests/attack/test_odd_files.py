@@ -16,6 +16,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes.errors import TapereelError
+from tapereel.tapes.store import verify_tape
 from tapereel.tapes.store.media import Media
 from tapereel.tapes.store.store import Store
 
@@ -180,3 +181,23 @@ def test_media_that_are_no_files_are_named(tmp_path: Path, kind: str, capsys: py
     with pytest.raises(OSError, match="not a regular file"):
         Media(path.parent).get(reference)
     assert main(["view", str(tmp_path / "run"), "--out", str(tmp_path / "view")]) in (0, 1)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "loop", "endless", "folder", "socket", "dangling"])
+@pytest.mark.parametrize("name", ["pins.json", "tapes/000001"])
+def test_the_script_that_verifies_alone_names_what_is_no_file(tmp_path: Path, kind: str, name: str) -> None:
+    from ..tapes.store.lab import Lab
+
+    lab = Lab()
+    with Store.create(tmp_path / "run") as store:
+        for body in (lab.begin("a"), lab.end("a")):
+            store.writer.append(body)
+    run = tmp_path / "run"
+    assert verify_tape.check(run, [])[0] == 0
+    path = next(run.glob(f"{name}*"))
+    path.unlink()
+    KINDS[kind](path)
+    signal.alarm(LIMIT)
+    code, report = verify_tape.check(run, [])
+    assert code == 1
+    assert path.name in str(report["corrupt"])

@@ -230,7 +230,7 @@ def test_a_call_that_hangs_there_ends_that_episode_alone():
             hung, fine = await asyncio.gather(play(remote, "1"), play(remote, "7"))
             assert hung.cause is not None
             assert hung.cause.error == "Hung"
-            assert "Waiting.step did not return in 1 s" in str(hung.cause.message)
+            assert "Waiting.step did not return within 1 s" in str(hung.cause.message)
             assert fine.reward == 7.0
 
     asyncio.run(check())
