@@ -33,7 +33,8 @@ from ...tapes.value import Value
 from ..engines.engine import Engine, EngineStopped
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
-from ..setup.engine_config import check_models
+from ..setup.engine_config import LiteLLMConfig, check_models
+from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
 from .group import RETRIES, needs_episode, run_all, run_attempt
@@ -65,6 +66,11 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     retries: int = Field(default=RETRIES, ge=0)
     """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
     limit."""
+
+    def fitted(self) -> Self:
+        """With the limits and answer length that `train` has for this model, where nothing is set."""
+        hosted = isinstance(self.engine, LiteLLMConfig)
+        return fitted(self, None if hosted else getattr(self.engine, "model", None))
 
 
 FREE = ("concurrency", "k", "success")
@@ -132,9 +138,9 @@ def run(
     """
     started = time.perf_counter()
     # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
-    config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
-    check_free(out)  # before a model is loaded
     check_models([config.engine, *(player.engine for player in config.players.values())])
+    config, setup = config.fitted().resolve(agent=agent, env=env, tasks=tasks)
+    check_free(out)  # before a model is loaded
     with setup:
         return run_async(_run(config, setup, Path(out).absolute(), resume, progress, started))
 

@@ -38,7 +38,12 @@ def run(args: argparse.Namespace) -> int:
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
     if args.dry_run:
-        answer(args, config, dump_config(config))
+        from ...finetune.run.estimate import estimate
+
+        config = config.fitted()
+        needs = estimate(config)
+        data = {**config.model_dump(mode="json"), "estimate": needs}
+        answer(args, data, dump_config(config), *(f"# {line}" for line in _needs(needs)))
         return Exit.HOLDS
     out = run_directory(args)
     config.check_models()
@@ -50,6 +55,14 @@ def run(args: argparse.Namespace) -> int:
         summary = train(config, out, resume=args.resume, progress=progress)
     answer(args, summary, _table(summary), *_summary_lines(summary))
     return _exit_code(summary)
+
+
+def _needs(found: dict[str, dict[str, float]] | None) -> list[str]:
+    if found is None:
+        return ["the shape of the model isn't known here, so its memory isn't either"]
+    memory = [f"  {name}: {size:.2f}" for name, size in found["memory"].items()]
+    tokens = ", ".join(f"{count:,} of the {name}" for name, count in found["tokens"].items())
+    return [f"memory in GiB, at most: {sum(found['memory'].values()):.2f}", *memory, f"tokens, at most: {tokens}"]
 
 
 def _exit_code(summary: TrainSummary) -> int:

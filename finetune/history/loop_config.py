@@ -132,8 +132,8 @@ class LoopConfig(RecipeConfig):
     optimiser: OptimiserConfig = OptimiserConfig()
     critic: CriticConfig | None = None
     """None: a critic with the defaults if the recipe takes values, otherwise no critic."""
-    sampling: Sampling = Sampling(max_tokens=64)
-    limits: Limits = Limits(turns=8, agent_seconds=120.0, system_seconds=600.0)
+    sampling: Sampling = Sampling()
+    limits: Limits = Limits()
     publish: Literal["reprefill", "drain"] = "reprefill"
     """What happens to completions in flight when weights change; both ways keep log-probs exact."""
     sleep: bool = False

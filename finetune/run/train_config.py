@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from ...agents.runs.runner import ScoresConfig, SuccessConfig
 from ...agents.setup.engine_config import check_models
+from ...agents.setup.profiles import fitted
 from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...envs.curriculum import EASY, HARD
@@ -95,6 +96,10 @@ class TrainConfig(Setup, TrackedConfig):
     def check_models(self) -> None:
         """Find all models, and download what is on the hub alone. UsageError, before torch is imported."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
+
+    def fitted(self) -> TrainConfig:
+        """With the profile of the model of `engine` where nothing is set (`agents/setup/profiles.py`)."""
+        return fitted(self, self.engine.model, lora=self.trainer.lora is not None)
 
     @property
     def threads(self) -> int:

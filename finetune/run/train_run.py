@@ -111,7 +111,7 @@ def train(
     (`accelerate launch`, `torchrun`), rank 0 does all of this and the other ranks compute shares of its updates; every
     rank returns the summary. Works inside a running event loop too.
     """
-    config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
+    config, setup = config.fitted().resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
     with setup, launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
         if not ranks.rank:
