@@ -1,12 +1,14 @@
 """Runs in a process of its own, since a device can't be taken back: training there and on the CPU, side by side.
 
-    python -m tests.contract.device_run FOLDER
+    python -m tests.contract.device_run FOLDER [DEVICE]
 
-Prints one JSON object with what both came to.
+DEVICE is `elsewhere` (standin/elsewhere.py) or a device of torch's, as `cuda`. Prints one JSON object with what both
+came to.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 
 import torch
 
+from tapereel.agents.engines.embedded.embedded_server import EngineServer
 from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main as tapereel
 from tapereel.finetune.recipes import get_recipe
@@ -24,9 +28,9 @@ from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.store import Store
 
+from ..agents.served import ask, servers
 from ..finetune.build import batch, row, tiny_model
-from ..finetune.loop.lab import WORDS, model
-from .standin import elsewhere
+from ..finetune.loop.lab import RENDERER, WORDS, model
 
 SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
 KL = {"regulariser": [{"kind": "kl", "beta": 0.5}]}
@@ -89,10 +93,10 @@ def updated(
     return losses, {name: tensor.cpu() for name, tensor in there.state_dict().items()}
 
 
-def compared() -> list[dict[str, Any]]:
+def compared(device: str) -> list[dict[str, Any]]:
     found = []
     for name, changes, how in CASES:
-        (here, mine), (there, theirs) = (updated(device, name, changes, **how) for device in ("cpu", "elsewhere"))
+        (here, mine), (there, theirs) = (updated(where, name, changes, **how) for where in ("cpu", device))
         off = max(float((mine[key] - theirs[key]).abs().max()) for key in mine)
         found.append(
             {"case": f"{name} {changes} {how}", "here": here, "there": there, "off": off, "narrow": "autocast" in how}
@@ -140,17 +144,34 @@ def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, An
     }
 
 
+async def served(start: Path, device: str) -> dict[str, float]:
+    """What a server with its model on the device says of a token: its log-prob, and the likeliest beside it."""
+    async with EngineServer(load_pretrained(start, device=device).model, "m").serving() as server:
+        engine = await connect(servers(server.url, model=start), RENDERER)
+        try:
+            completion = await engine.complete(ask(max_tokens=4))
+        finally:
+            await engine.close()
+        assert completion.logprobs is not None
+        return {"logprob": completion.logprobs[0], "tokens": len(completion.logprobs)}
+
+
 def main() -> None:
-    folder = Path(sys.argv[1])
-    assert elsewhere.LIBRARY.exists()
+    folder, device = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "elsewhere"
+    if device == "elsewhere":
+        from .standin import elsewhere
+
+        assert elsewhere.LIBRARY.exists()
     start = folder / "start"
     model().save_pretrained(start)
     WORDS.save_pretrained(start)
-    runs = {device: trained(folder, start, device) for device in ("cpu", "elsewhere")}
+    runs = {where: trained(folder, start, where) for where in ("cpu", device)}
     here, there = (torch.load(folder / f"{device}.pt", weights_only=True) for device in runs)
     off = max(float((here[name] - there[name]).abs().max()) for name in here)
-    critic = trained(folder / "ppo", start, "elsewhere", recipe="ppo")
-    print(json.dumps({"compared": compared(), "runs": runs, "off": off, "critic": critic}))
+    critic = trained(folder / "ppo", start, device, recipe="ppo")
+    answers = [asyncio.run(served(start, where)) for where in ("cpu", device)]
+    found = {"compared": compared(device), "runs": runs, "off": off, "critic": critic, "served": answers}
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

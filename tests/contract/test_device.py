@@ -42,3 +42,5 @@ def test_what_trains_on_another_device_comes_to_the_same(tmp_path: Path) -> None
     assert found["runs"]["elsewhere"]["devices"] == found["critic"]["devices"] == ["elsewhere"]
     assert found["runs"]["elsewhere"]["reward"] == pytest.approx(found["runs"]["cpu"]["reward"])
     assert found["off"] < 1e-4
+    here, there = found["served"]
+    assert there == pytest.approx(here, abs=1e-4)

@@ -204,7 +204,7 @@ class EngineServer(HttpService):
         import torch
 
         with torch.inference_mode():
-            whole = torch.tensor([list(asked.prompt + found.ids)])
+            whole = torch.tensor([list(asked.prompt + found.ids)], device=self._model.device)
             logits = self._model(input_ids=whole, use_cache=False).logits[0, len(asked.prompt) - 1 : -1].float()
             values, ids = (logits / (asked.sampling.temperature or 1.0)).log_softmax(-1).topk(min(n, logits.shape[-1]))
         return [list(zip(at, value, strict=True)) for at, value in zip(ids.tolist(), values.tolist(), strict=True)]
