@@ -22,6 +22,9 @@ from tapereel.cli import command as cli
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+WHOLE = {"tutorial.md", "reward_does_not_climb.md"}
+"""Pages whose commands run too, in order with their Python, as a reader follows them."""
+
 
 class Fence(NamedTuple):
     language: str
@@ -48,14 +51,16 @@ def fences(text: str) -> Iterator[Fence]:
             quiet = False
 
 
-def _blocks(path: Path) -> list[tuple[int, str, str | None]]:
-    blocks: list[tuple[int, str, str | None]] = []
+def _blocks(path: Path) -> list[tuple[int, str, str, str | None]]:
+    """(line, language, code, what it prints or None) of each block that a reader runs or saves."""
+    runs = ("python", "yaml", "bash") if path.name in WHOLE else ("python",)
+    blocks: list[tuple[int, str, str, str | None]] = []
     before = ""
     for fence in fences(path.read_text(encoding="utf-8")):
-        if fence.language == "python":
-            blocks.append((fence.line, fence.body, None))
+        if fence.language in runs:
+            blocks.append((fence.line, fence.language, fence.body, None))
         elif fence.language == "text" and fence.follows and before == "python":
-            blocks[-1] = (*blocks[-1][:2], fence.body)
+            blocks[-1] = (*blocks[-1][:3], fence.body)
         before = fence.language
     return blocks
 
@@ -88,11 +93,20 @@ def test_the_command_lines_of_a_document_parse(path: Path):
             cli._top_parser().parse_args(words)
 
 
+def _anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = [re.sub(r"\]\([^)]*\)", "", heading) for heading in re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
 def test_the_links_of_a_document_lead_somewhere(path: Path):
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
-    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
-    assert [target for target in targets if target and not (path.parent / target).exists()] == []
+    targets = [target.partition("#") for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [page for page, _, _ in targets if page and not (path.parent / page).exists()] == []
+    places = [(path.parent / page if page else path, anchor) for page, _, anchor in targets if anchor]
+    assert [(page.name, anchor) for page, anchor in places if anchor not in _anchors(page)] == []
 
 
 def test_every_page_is_reached_from_the_index():
@@ -141,3 +155,18 @@ def test_a_fence_is_found_with_its_line_and_its_output():
         Fence("text", 6, "1", True),
         Fence("text", 10, "2", False),
     ]
+
+
+def test_the_blocks_of_a_page_run_in_order_and_a_failed_command_fails_it(tmp_path: Path):
+    def played(*blocks: tuple[int, str, str, str | None]) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "blocks.json").write_text(json.dumps(blocks), encoding="utf-8")
+        runner = Path(__file__).with_name("snippets.py")
+        return subprocess.run([sys.executable, runner, "blocks.json"], cwd=tmp_path, capture_output=True, text=True)
+
+    saved = (1, "python", "# mine.py\nprint(7)", None)
+    read = (7, "python", "print(open('seen').read())", "7")
+    assert played(saved, (4, "bash", "python mine.py > seen", None), read).returncode == 0
+    assert (tmp_path / "seen").read_text() == "7\n"
+    failed = played((3, "bash", "tapereel show nowhere | cat", None))
+    assert failed.returncode == 1
+    assert "line 3: the command ends with" in failed.stdout
