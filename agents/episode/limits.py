@@ -29,8 +29,9 @@ class Limits(Value):
     """Seconds of the agent's own code, of its model calls while the model is at work for them, and of its tools. An
     episode that reaches it is scored and trained on, as at the limit of turns."""
     system_seconds: float | None = Field(default=1800.0, gt=0)
-    """Seconds of all the rest of an episode up to its last step: the engine's queue, the environment, Tapereel. An
-    episode that reaches it is never trained on, and is repeated."""
+    """Seconds of all the rest of an episode up to its last step: the engine's queue, the environment, Tapereel. The
+    wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this one is never
+    trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
     """Wall clock of each `reset`, `step`, `finish` and `close`; a longer call is an error of the environment."""
 

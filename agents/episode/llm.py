@@ -106,7 +106,7 @@ class LLM:
         self._limits = limits
         self._retries = retries
         self._backoff = backoff
-        self.timers = Timers(limits)
+        self.timers = Timers(limits, engine)
         self._asking: set[asyncio.Task[Any]] = set()
         """Tasks with a call in flight."""
         self._closed = False

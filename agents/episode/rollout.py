@@ -44,7 +44,7 @@ from ...tapes.journal import Journal
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending, new_tape_id, step_record
-from ..engines.engine import Engine, WaitingEngine
+from ..engines.engine import Engine, EngineStopped, WaitingEngine
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
@@ -376,6 +376,9 @@ class Episode:
         for found in _parts(error):
             if isinstance(found, StoreFailed):
                 raise found
+            if isinstance(found, EngineStopped):  # of a judge: one of the agent's is a ModelFailed
+                self.llm.stopped = found
+                return Status.ERROR, _cause(CauseType.MODEL, found)
             if isinstance(found, LimitReached):
                 return _limit(found)
             if isinstance(found, ModelFailed):

@@ -2,7 +2,8 @@
 
 Agent time is what the policy causes: the agent's own code, its model calls while the model is at work for them, and its
 tools. At its limit the episode is scored, as at the limit of turns. System time is all the rest: the engine's queue,
-retries, the environment and Tapereel. At its limit the episode says nothing of the policy: it is repeated.
+retries, the environment and Tapereel, without the wait for servers that don't answer. At its limit the episode says
+nothing of the policy: it is repeated.
 
 An engine reports that a model begins to work at a request by `Request.on_start`. A call whose engine doesn't report it
 is system time, since a policy must not be punished for a queue that no one measured.
@@ -16,13 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...tapes import CauseType
+from ..engines.engine import Engine, WaitingEngine
 from .limits import LimitReached, Limits
 
 
 class Timers:
     """Runs from `start` to `stop`. Beyond a limit, `reached` has it, and `on_limit` is called once."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, engine: Engine | None = None) -> None:
+        self._absence = engine.absence if isinstance(engine, WaitingEngine) else None
         self.on_limit: Callable[[LimitReached], None] = lambda _: None
         self.reached: LimitReached | None = None
         self._limits = {True: limits.agent_seconds, False: limits.system_seconds}
@@ -44,7 +47,7 @@ class Timers:
 
     def start(self) -> None:
         """Start the system's timer. Needs a running event loop."""
-        self._running, self._since = True, time.monotonic()
+        self._running, self._since = True, self._now()
         self._change()
 
     def stop(self) -> None:
@@ -84,21 +87,29 @@ class Timers:
         """Charge the time since the last change, and start the timer that is due now."""
         if not self._running:
             return
-        now = time.monotonic()
-        self._spent[self._agents] += now - self._since
+        now = self._now()
+        self._spent[self._agents] += max(now - self._since, 0.0)  # several absent engines of a team count several times
         self._since = now
         self._check()
-        self._agents = self._acting and (self._working > 0 or not self._calls)
+        agents = self._acting and (self._working > 0 or not self._calls)
+        if agents != self._agents:
+            self._agents = agents
+            self._since = self._now()
         limit = self._limits[self._agents]
         if limit is None or self.reached is not None:
             return
-        # The alarm may be early, never late: then it is set again. So most changes leave it alone.
+        # The alarm may be early, and then it is set again. So most changes leave it alone. It is at most 10 ms late:
+        # without that, it would ring without a pause where servers go away in the last moment before the limit.
         loop = asyncio.get_running_loop()
-        due = loop.time() + limit - self._spent[self._agents]
+        due = loop.time() + max(limit - self._spent[self._agents], 0.01)
         if self._alarm is None or self._alarm.cancelled() or due < self._alarm.when():
             if self._alarm is not None:
                 self._alarm.cancel()
             self._alarm = loop.call_at(due, self._ring)
+
+    def _now(self) -> float:
+        """Seconds of the running timer's clock. That of the system stands still while no server answers the engine."""
+        return time.monotonic() - (self._absence.seconds if self._absence is not None and not self._agents else 0.0)
 
     def _ring(self) -> None:
         self._alarm = None

@@ -179,7 +179,7 @@ class _Attempts:
             # An episode that the model failed counts in this process, as a retry; a later process repeats it, with the
             # same seed: the server may answer now.
             cut = (Status.CANCELLED, Status.CRASHED)
-            failed = summary.status is Status.ERROR and summary.cause == CauseType.MODEL
+            failed = summary.status == Status.ERROR and summary.cause == CauseType.MODEL
             if summary.group is not None and summary.status not in cut and not failed:
                 self.usable.setdefault((summary.group, summary.attempt), []).append(summary.trainable)
 

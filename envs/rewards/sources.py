@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
-from ...tapes.errors import UsageError
+from ...tapes.errors import RunStopped, UsageError
 from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
 from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, check_factory, new_environment
@@ -264,6 +264,8 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
     except TimeoutError as error:
         late = timer.expired()
         return _failure(source, f"no score within {source.timeout} s" if late else f"TimeoutError: {error}", error)
+    except RunStopped:
+        raise  # no fault of this episode: a judge's server, key or budget, without which no other is scored either
     except Exception as error:  # the boundary: the fault becomes a record, or is raised by `outcome`
         return _failure(source, f"{type(error).__qualname__}: {error}", error)
 

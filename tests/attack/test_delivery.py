@@ -119,7 +119,7 @@ def lora(path: Path, kind: str) -> Loop:
 def sampled_here(path: Path, kind: str, policy: Any) -> Loop:
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of(), policy=policy)
-        loop = loop_in(store, history, settings_of(max_lag=1))
+        loop = loop_in(store, history, settings_of(updates=BEGIN + 1, max_lag=1))  # the last sync is checked too
         Saboteur(loop.engine, kind)  # type: ignore[arg-type]
         found(loop, "embedded")
     return loop

@@ -126,7 +126,8 @@ def test_a_server_that_is_killed_and_started_again_costs_no_episode(attempt: int
 def test_a_server_that_stays_away_stops_the_run_and_resume_finishes_it(model: str, tmp_path: Path) -> None:
     port, out = free_port(), tmp_path / "run"
     server = serve(model, port)
-    rolling = run(out, *at(port, model, 3))
+    words = (*at(port, model, 3), "--set", "retries=0")
+    rolling = run(out, *words)
     try:
         wait_for_episodes(out, 11)
         server.kill()
@@ -138,7 +139,7 @@ def test_a_server_that_stays_away_stops_the_run_and_resume_finishes_it(model: st
         assert before["error:model"] <= 8
         assert sum(before.values()) - before["finished"] <= 8, "no episode began while no server answered"
         server = serve(model, port)
-        code, summary, err = ended(run(out, *at(port, model, 3), "--resume"))
+        code, summary, err = ended(run(out, *words, "--resume"))
     finally:
         rolling.kill()
         server.kill()

@@ -17,8 +17,8 @@ import tempfile
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ from ..transport.http_channel import AGAIN, NO_ROUTE, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, same_prompt
 from ..weights.sleeping import Sleeper
-from ..weights.weight_sync import WeightSync, check_weights, sync_servers, write_weights
+from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync_servers, write_weights
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness, health_of
 from .server_config import ServerSettings
@@ -229,6 +229,7 @@ class RemoteEngine:
 
         Raises ValueError, before anything changes, when `state` isn't the model's or `version` was used before. Raises
         PublishFailed when a step failed: the servers may then have different weights, and the engine samples no more.
+        EngineStopped where a server is away then, or for longer than `patience` before.
         Sleeping servers restore their weights for the sync and sample after `wake`."""
         self._check_version(version)
         if not self._takes_weights:
@@ -236,7 +237,7 @@ class RemoteEngine:
         check_weights(state, Path(self._config.model))
         for server in self._servers:
             await self._there(server)
-        async with self._publishing:
+        async with self._publishing, self._stopping():
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
             # Order: the version is known and `_moment` is odd before the first server changes. A completion may return
@@ -279,13 +280,15 @@ class RemoteEngine:
     async def sleep(self) -> None:
         """Free the servers' GPU memory. Requests in flight end as `abort`; later requests raise EngineError until
         `wake`. Does nothing when already asleep."""
-        with self.stats.timed("sleep"):
-            await self.sleeper.sleep()
+        async with self._stopping():
+            with self.stats.timed("sleep"):
+                await self.sleeper.sleep()
 
     async def wake(self) -> None:
         """Restore the servers' memory and sample again. Does nothing when awake."""
-        with self.stats.timed("wake"):
-            await self.sleeper.wake()
+        async with self._stopping():
+            with self.stats.timed("wake"):
+                await self.sleeper.wake()
 
     async def health(self, *, seconds: float = 10.0) -> dict[str, str | None]:
         """Ask each server for its health. Returns, by address, None for a healthy server, else the error."""
@@ -372,6 +375,17 @@ class RemoteEngine:
                 error = ServerFailed(text, retry=True)
                 await self._wait(server, error, tries)
 
+    @asynccontextmanager
+    async def _stopping(self) -> AsyncIterator[None]:
+        """Raises EngineStopped in place of the error of a control step where some server is away."""
+        try:
+            yield
+        except (PublishFailed, ServerFailed) as error:
+            for server in self._servers:
+                if server.ended() is not None or not await server.healthy(HEALTH_SECONDS):
+                    raise EngineStopped(str(error), "away") from error
+            raise
+
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
         """Wait before the next try of a request that failed because `server` is away. Raises `error` if the server is
         not away, and EngineStopped as `Tries.failed`."""
@@ -392,7 +406,7 @@ class RemoteEngine:
         the run's."""
         if not self._written:
             raise EngineStopped(str(error), "model") from error
-        async with self._publishing:
+        async with self._publishing, self._stopping():
             if await weight_version(server) == self.version:
                 return  # another request has restored it, or a weight sync has reached it
             log.warning("%s has other weights than the run, and gets those of %s again", server, self.version)

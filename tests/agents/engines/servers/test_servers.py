@@ -24,6 +24,7 @@ from tapereel.agents.engines.servers.launch import LocalServer, ServerStart, fla
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine, adapters_in, write_adapter
 from tapereel.agents.engines.servers.server_config import NCCLConfig
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
+from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights import weight_transfer as transfer
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
@@ -213,6 +214,80 @@ def test_a_server_that_was_started_anew_gives_nothing_until_it_has_the_weights()
         assert anew.version == "run:2"
 
     using([anew, well], test)
+
+
+class Mortal(FaultyServer):
+    """Dies at a step: from then on each connection is closed without an answer."""
+
+    def __init__(self, step: str = "", dead: bool = False) -> None:
+        super().__init__()
+        self.last, self.dead = step, dead
+
+    async def about(self, request: web.Request) -> web.StreamResponse:
+        return await (dropped(request, {}) if self.dead else super().about(request))
+
+    async def step(self, request: web.Request) -> web.StreamResponse:
+        self.dead = self.dead or request.path == self.last
+        return await (dropped(request, {}) if self.dead else super().step(request))
+
+
+@pytest.mark.parametrize(
+    ("way", "step"),
+    [("reload", "/pause"), ("reload", "/collective_rpc"), ("transfer", "/resume"), ("lora", "/v1/load_lora_adapter")],
+)
+def test_a_server_that_dies_in_a_weight_sync_stops_the_run_as_one_that_is_away(
+    way: str, step: str, tmp_path: Path
+) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        with pytest.raises(
+            EngineStopped, match=rf"publishing 'run:1' failed at .*{'adapter' if way == 'lora' else ''}"
+        ) as stopped:
+            await engine.sync_weights(adapted().state_dict() if way == "lora" else WEIGHTS, "run:1")
+        assert stopped.value.reason == "away"
+
+    using([FaultyServer(), Mortal(step)], test, way=way, adapters=ADAPTERS, weights_folder=tmp_path)
+
+
+@pytest.mark.parametrize("way", ["reload", "lora"])
+def test_a_weight_sync_waits_for_a_server_and_changes_nothing_where_none_comes(way: str, tmp_path: Path) -> None:
+    server, weights = Mortal(), adapted().state_dict() if way == "lora" else WEIGHTS
+
+    async def test(engine: RemoteEngine) -> None:
+        server.dead = True
+        with pytest.raises(EngineStopped, match="new weights are to be sent there") as stopped:
+            await engine.sync_weights(weights, "run:1")
+        assert stopped.value.reason == "away"
+        asyncio.get_running_loop().call_later(0.3, setattr, server, "dead", False)
+        await engine.sync_weights(weights, "run:1")
+        assert (await engine.complete(ask())).spans[0][0] == "run:1"
+
+    using([server], test, way=way, adapters=ADAPTERS, weights_folder=tmp_path, patience=1.0)
+
+
+def test_the_first_connection_waits_for_a_server() -> None:
+    server = Mortal(dead=True)
+
+    async def test() -> None:
+        async with server.up() as url:
+            with pytest.raises(EngineStopped) as stopped:
+                await connect(settings(url, patience=0.5), RENDERER)
+            assert stopped.value.reason == "away"
+            asyncio.get_running_loop().call_later(0.5, setattr, server, "dead", False)
+            await (await connect(settings(url, patience=30.0), RENDERER)).close()
+
+    asyncio.run(test())
+
+
+def test_a_server_of_this_run_that_has_ended_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FaultyServer([dropped] * 1000)
+    monkeypatch.setattr(Server, "ended", lambda self: "vLLM ended with exit code 9")
+
+    async def test(engine: RemoteEngine) -> None:
+        with pytest.raises(EngineStopped, match="exit code 9"):
+            await engine.complete(ask())
+        assert len(server.asked) == 1
+
+    using([server], test, patience=600.0)
 
 
 def test_a_server_with_foreign_weights_that_this_engine_cannot_replace_stops_the_run() -> None:
