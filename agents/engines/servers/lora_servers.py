@@ -124,8 +124,7 @@ class AdapterEngine(RemoteEngine):
                 f"publish mode {mode!r}: a completion keeps the adapter that it began with, so adapters "
                 "are published with drain (it ends with it) or abort (it ends now)"
             )
-        for server in self._servers:
-            await self._there(server)
+        await self._there()
         async with self._publishing, self._stopping():
             folder = self._folder_of(version)
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))

@@ -235,8 +235,7 @@ class RemoteEngine:
         if not self._takes_weights:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
         check_weights(state, Path(self._config.model))
-        for server in self._servers:
-            await self._there(server)
+        await self._there()
         async with self._publishing, self._stopping():
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
@@ -365,15 +364,16 @@ class RemoteEngine:
                     # The stream may have broken off after some tokens; the next attempt samples from the beginning.
                     request.listener.again()
 
-    async def _there(self, server: Server) -> None:
-        """Wait until the server answers on `/health`, since a step of a weight sync is never repeated."""
-        with self.absence.request() as tries:
-            while not await server.healthy(HEALTH_SECONDS):
-                text = (
-                    f"{server} does not answer, and new weights are to be sent there: start it anew and resume the run"
-                )
-                error = ServerFailed(text, retry=True)
-                await self._wait(server, error, tries)
+    async def _there(self) -> None:
+        """Wait until every server answers on `/health`, since a step of a weight sync is never repeated."""
+        for server in self._servers:
+            async with self._stopping():
+                with self.absence.request() as tries:
+                    while not await server.healthy(HEALTH_SECONDS):
+                        text = (
+                            f"{server} does not answer, and new weights are to be sent there: start it anew and resume"
+                        )
+                        await self._wait(server, ServerFailed(f"{text} the run", retry=True), tries)
 
     @asynccontextmanager
     async def _stopping(self) -> AsyncIterator[None]:
