@@ -144,6 +144,18 @@ def test_loading_an_environment_is_bounded(monkeypatch: pytest.MonkeyPatch, plac
     release.set()
 
 
+@pytest.mark.parametrize("name", ["SystemExit", "Own", "Silent"])
+def test_an_agent_whose_constructor_raises_is_refused(name: str) -> None:
+    def make() -> Player:
+        raising: Any = RAISED[name]()
+        raising.send(None)
+        return Player()
+
+    config = RunConfig.model_validate({"engine": {"kind": "scripted", "answers": ["7"]}})
+    with pytest.raises(UsageError, match=f"can't be loaded: {name}"):
+        config.resolve(agent=make, env=Faulty, tasks=TASKS)
+
+
 @pytest.mark.timeout(120)
 def test_system_time_ends_an_episode_that_is_repeated(tmp_path: Path) -> None:
     seen: set[int] = set()

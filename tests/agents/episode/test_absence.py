@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import time
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from tapereel.agents import EngineError, Limits, Request, ScriptedEngine, rollout
 from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.engines.transport.absence import Absence
+from tapereel.agents.episode.recorder import Recorder
 from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.agents.runs.judge import Judge, judge_reward
 from tapereel.agents.runs.runner import RunConfig, run
@@ -72,6 +75,27 @@ def test_servers_that_are_away_take_no_system_time(away: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_work_of_the_model_is_the_agent_s_time_and_the_wait_after_a_failure_is_not(fails: bool) -> None:
+    class Works(ScriptedEngine):
+        asked = 0
+
+        async def complete(self, request: Request) -> Any:
+            assert request.on_start is not None
+            request.on_start()
+            self.asked += 1
+            if fails and self.asked == 1:
+                raise EngineError("busy", retry=True)  # `LLM` waits for half a second before the next attempt
+            await asyncio.sleep(0.0 if fails else 1.0)
+            return await super().complete(request)
+
+    limits = Limits(agent_seconds=0.4, system_seconds=None)
+    tape = asyncio.run(rollout(Player(), Faulty, TASKS[1], engine=Works(["7"]), limits=limits))
+    assert (tape.status, tape.cause and tape.cause.type) == (
+        (Status.FINISHED, None) if fails else (Status.LIMIT, CauseType.AGENT_SECONDS)
+    )
+
+
 @pytest.mark.parametrize("away", [True, False])
 def test_the_deadline_of_a_group_waits_for_servers_that_are_away(away: bool) -> None:
     engine, group = Slow(1.0, away=away), Group(0, TASKS[1], 1)
@@ -103,6 +127,77 @@ def test_a_judge_that_can_answer_no_more_stops_the_run(tmp_path: Any) -> None:
     assert {status for status, cause in ends if cause != CauseType.MODEL} <= {Status.CANCELLED}
 
 
+def test_an_agent_that_swallows_the_end_of_its_engine_earns_nothing() -> None:
+    asked: list[Request] = []
+
+    def gone(request: Request) -> str:
+        asked.append(request)
+        raise EngineStopped("the budget is spent", "budget")
+
+    class Swallows(Player):
+        async def act(self, tape: Tape, llm: Any) -> Any:
+            for _ in range(3):
+                with contextlib.suppress(Exception):
+                    await llm(tape)
+            yield Answer(text="7")
+
+    async def scene() -> Tape:
+        ended: list[Recorder] = []
+
+        def recorder(*given: Any) -> Recorder:
+            ended.append(Recorder(*given))
+            return ended[-1]
+
+        with pytest.raises(EngineStopped):
+            await rollout(Swallows(), Faulty, TASKS[1], engine=ScriptedEngine(gone), recorder=recorder)
+        return Tape(ended[0].log)
+
+    tape = asyncio.run(scene())
+    assert len(asked) == 1
+    assert (tape.status, tape.cause and tape.cause.type, tape.trains) == (Status.ERROR, CauseType.MODEL, False)
+
+
+def test_a_request_that_alone_is_not_answered_fails_alone() -> None:
+    async def scene() -> None:
+        absence, error = Absence(0.3, backoff=0.01), EngineError("no answer")
+
+        async def alone() -> None:
+            with absence.request() as tries:
+                while True:
+                    await tries.failed(error)
+
+        failing = asyncio.create_task(alone())
+        while not failing.done():
+            with absence.request() as tries:
+                tries.answered()
+            await asyncio.sleep(0.01)
+        assert failing.exception() is error, "the run goes on"
+        assert absence.since is None
+
+    asyncio.run(scene())
+
+
+def test_time_without_requests_is_no_absence() -> None:
+    async def scene() -> None:
+        absence = Absence(60.0, backoff=30.0)
+
+        async def asks() -> None:
+            with absence.request() as tries:
+                await tries.failed(EngineError("no answer"))
+
+        asking = asyncio.create_task(asks())
+        await asyncio.sleep(0.05)
+        assert absence.since is not None
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert absence.since is None
+        seconds = absence.seconds
+        await asyncio.sleep(0.05)
+        assert absence.seconds == seconds
+
+    asyncio.run(scene())
+
+
 def test_resume_repeats_what_the_model_failed_with_the_same_seed(tmp_path: Any) -> None:
     engine = {"kind": "scripted", "policy": f"{__name__}:answer"}
     config = RunConfig.model_validate({"engine": engine, "retries": 0})
@@ -126,7 +221,7 @@ def answer(request: Request) -> str:
     return "7"
 
 
-def test_code_that_was_left_running_adds_nothing_to_its_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_was_left_running_adds_nothing_to_its_tape(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("envs.supervised", "agents.episode.llm"):
         monkeypatch.setattr(f"tapereel.{module}.GRACE", 0.1)
 
@@ -142,25 +237,26 @@ def test_code_that_was_left_running_adds_nothing_to_its_tape(monkeypatch: pytest
                         continue
                 try:
                     await llm(tape)
-                except RuntimeError as error:
+                except BaseException as error:
                     said.append(str(error))
                 try:
                     yield Answer(text="late")
                 finally:
                     ended.set()
 
-        agent = Lingers()
-        agent.late = Answer(text="late")  # type: ignore[attr-defined]
-        engine = ScriptedEngine(["7"])
-        tape = await rollout(agent, Faulty, TASKS[1], engine=engine, limits=Limits(agent_seconds=0.1))
-        assert tape.end is not None
-        assert [cause.type for cause in tape.end.beside] == [CauseType.AGENT]
-        bodies = list(tape.bodies)
-        release.set()
-        await ended.wait()
-        await asyncio.sleep(0)
+        limits = Limits(agent_seconds=0.1)
+        with Store.create(tmp_path / "run") as store:
+            one = ScriptedEngine(["7"])
+            tape = await rollout(Lingers(), Faulty, TASKS[1], engine=one, limits=limits, journal=store.writer)
+            assert tape.end is not None
+            assert [cause.type for cause in tape.end.beside] == [CauseType.AGENT]
+            release.set()
+            await ended.wait()
+            await asyncio.sleep(0)
         assert said == ["the episode has ended: a task that outlives its turn can't ask the model"]
-        assert list(tape.bodies) == bodies
+        (file,) = (tmp_path / "run").glob("tapes/*.jsonl")
+        kinds = [json.loads(line)["b"]["t"] for line in file.read_text().splitlines()]
+        assert set(kinds[kinds.index("end") + 1 :]) <= {"commit", "seal", "lead"}
 
     asyncio.run(scene())
 

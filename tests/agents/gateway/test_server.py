@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tapereel.agents import EngineError, Limits, Request
+from tapereel.agents.engines.engine import EngineStopped
 from tapereel.agents.gateway import Bounds, Control
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Sampling
@@ -418,3 +419,19 @@ def test_whoever_begins_a_tape_gets_an_address_by_which_they_came(
                     assert told["base_url"] == f"http://{expected.format(**names)}/v1"
 
     asyncio.run(scene())
+
+
+def test_an_engine_that_can_answer_no_more_stops_the_gateway(tmp_path: Path):
+    def gone(messages: Any) -> str:
+        raise EngineStopped("the key is rejected", "key")
+
+    async def scene() -> None:
+        async with served(tmp_path, Told(gone)) as there:
+            tape, client = await there.begin(task="t")
+            assert (await client.ask("hi"))[0] >= 500
+            await there.end(tape, status="error")
+            stopped = await asyncio.wait_for(asyncio.shield(there.gateway.stopped), 10)
+            assert stopped.reason == "key"
+
+    asyncio.run(scene())
+    books_close(tmp_path)

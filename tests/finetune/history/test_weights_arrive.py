@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +91,21 @@ def test_a_sampler_that_lags_by_small_updates_does_not_widen_the_bound(tmp_path:
     assert max(line["delivery/difference"] for line in lines) > 0.01
     assert {line["delivery/bound"] for line in lines} == {0.3}
     assert float(str(history.delivery.found["clean"])) < 1e-5
+
+
+def test_log_probs_that_are_no_numbers_are_no_delivery(tmp_path: Path) -> None:
+    with Store.create(tmp_path / "run", durability="os") as store:
+        loop = loop_in(store, history_in(store, tmp_path, CONFIG), CONFIG)
+        complete = loop.engine.complete
+
+        async def asked(request: Any) -> Any:
+            found = await complete(request)
+            return replace(found, logprobs=nans(1)) if request.cache_key.startswith("delivery/") else found
+
+        loop.engine.complete = asked  # type: ignore[method-assign]
+        with pytest.raises(NotDelivered, match="did not arrive at embedded"):
+            asyncio.run(loop.run())
+
+
+def nans(n: int) -> array[float]:
+    return array("f", [float("nan")] * n)

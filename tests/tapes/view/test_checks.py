@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
+from tapereel.tapes.audit.auditor import _diverged
 from tapereel.tapes.audit.verdict import (
     Divergence,
     Likely,
@@ -183,3 +184,21 @@ def test_a_bundle_has_them_too(run: Path, tmp_path: Path):
     texts = {path.name: path.read_text() for path in (tmp_path / "out" / "data").rglob("*.js")}
     assert "replay diverged" in texts["table-0.js"]
     assert any("the agent says 43" in text for name, text in texts.items() if name.startswith("tapes-"))
+
+
+def test_the_audit_asks_for_the_newest_verdict_by_the_run_s_own_weights(run: Path):
+    place = Divergence(
+        tape="g0a0",
+        turn=1,
+        step=3,
+        field="logprob",
+        recorded=-1.0,
+        observed=-2.0,
+        cause=Likely.CODE,
+        sentence="the log-prob differs",
+    )
+    assert _diverged(run) == frozenset()
+    said_of(run, diverged("requery", place), given={"model": "another"})
+    assert _diverged(run) == frozenset()
+    said_of(run, diverged("requery", place))
+    assert _diverged(run) == {"g0a0"}
