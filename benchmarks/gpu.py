@@ -109,7 +109,7 @@ def save_model(folder: Path, size: str, device: str) -> None:
 
 def settings(case: str, model: Path, updates: int) -> dict[str, Any]:
     given: dict[str, Any] = {
-        "engine": {"kind": "embedded", "capacity": 2048},
+        "engine": {"kind": "embedded", "slots": 64, "capacity": 1024},
         "loop": {
             "groups": 4,
             "group_size": 16,
