@@ -9,8 +9,7 @@ Differences up to a bound count as rounding. Only a sync that surely arrived, be
 more than twice the bound, may widen it. Smaller updates are `unmoved`. They are compared with the newest weights too:
 updates that never arrive add up until they exceed the bound.
 
-No engine is asked to score given tokens: vLLM's CPU build dies of `prompt_logprobs` beside other requests where it has
-adapters enabled.
+No engine is asked to score given tokens: vLLM's CPU build with adapters dies of `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -32,9 +31,9 @@ from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
 
-PLACES = 8
+PLACES = 6
 """Tokens that each sampler samples."""
-SHARE, LEAST, MOST = 100, 32, 144
+SHARE, LEAST, MOST = 200, 32, 144
 """The longest place has the tokens of the batch / SHARE, within these bounds, so that the check costs little beside the
 update. With MOST tokens it fills a block of 128, which is a large one for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
@@ -72,9 +71,10 @@ class _Answer(NamedTuple):
         """(places,) log-probs of these ids under a version."""
         return version.after.gather(1, self.ids[:, None])[:, 0]
 
-    def gap(self, version: _Version) -> float:
-        """Largest difference to a version, in nats."""
-        return float((self.of(version) - self.logprobs).abs().max())
+    def gaps(self, versions: Iterable[_Version]) -> list[float]:
+        """Largest difference to each version, in nats."""
+        under = torch.stack([self.of(version) for version in versions])
+        return (under - self.logprobs).abs().amax(dim=1).tolist()
 
 
 class Delivery:
@@ -124,13 +124,14 @@ class Delivery:
         bound = max(floor, FIRST if self._clean is None else MARGIN * self._clean)
         asked = [self._ids[:place] for place in self._places]
         answers = await asyncio.gather(*(_ask(name, sampler, asked) for name, sampler in samplers.items()))
-        for answer in answers:
-            if not answer.gap(new) <= bound:  # written so that NaN is a difference
-                raise NotDelivered(self._sentence(answer, bound))
-        difference, sure = max(answer.gap(new) for answer in answers), self._sure
+        gaps = [answer.gaps(self._versions) for answer in answers]
+        for answer, of in zip(answers, gaps, strict=True):
+            if not of[-1] <= bound:  # written so that NaN is a difference
+                raise NotDelivered(self._sentence(answer, of, bound))
+        difference, sure = max(of[-1] for of in gaps), self._sure
         moved = min(float((one.of(new) - one.of(sure)).abs().max()) for one in answers) if sure is not None else None
         # A sampler that lags behind by small updates is nearer to an older version: its difference is no rounding.
-        lags = any(answer.gap(new) > answer.gap(older) for answer in answers for older in self._versions)
+        lags = any(of[-1] > min(of) for of in gaps)
         if moved is None or (moved > 2 * bound and not lags):
             self._sure = new
             if moved is not None or self._clean is None:
@@ -150,16 +151,17 @@ class Delivery:
             self._places = sorted({longest, *(unsure.topk(min(PLACES - 1, longest - 1)).indices + 1).tolist()})
         return _Version(version, logits[[place - 1 for place in self._places]].log_softmax(-1).cpu())
 
-    def _sentence(self, answer: _Answer, bound: float) -> str:
-        new, has = self._versions[-1], min(reversed(self._versions), key=answer.gap)
-        if answer.gap(has) <= bound:
+    def _sentence(self, answer: _Answer, gaps: list[float], bound: float) -> str:
+        new = self._versions[-1]
+        gap, has = min(zip(reversed(gaps), reversed(self._versions), strict=True), key=lambda pair: pair[0])
+        if gap <= bound:
             what = f"it has {has.name}, and no weights arrived since"
         else:
             what = "it has weights of no known version, as after a part of a sync, or caches of older weights"
         sure = self._sure.name if self._sure is not None else "none"
         return (
             f"the weights {new.name} did not arrive at {answer.sampler}: its log-probs of {len(answer.ids)} tokens "
-            f"in a row of tape {self._tape} differ from the trainer's by up to {answer.gap(new):.3g} nats (allowed: "
+            f"in a row of tape {self._tape} differ from the trainer's by up to {gaps[-1]:.3g} nats (allowed: "
             f"{bound:.3g}); {what}; the last that surely arrived: {sure}. Mend the weight sync and continue with "
             "--resume, or raise loop.sampler_tolerance for a sampler that computes in another precision"
         )
