@@ -79,8 +79,7 @@ class Verb(Protocol):
 
 
 def say(text: str) -> None:
-    """Print one line of progress to stderr. Control characters are escaped: text from a tape can't control the
-    terminal."""
+    """Print one line of progress to stderr. Control characters are escaped."""
     print(safe(text), file=sys.stderr, flush=True)
 
 
@@ -200,8 +199,7 @@ def _least_width(item: RenderableType, console: Console) -> int:
 
 
 def _escape_unprintable(text: str) -> str:
-    """JSON with every unprintable character escaped. Such characters stand only in strings, where the escape means the
-    same."""
+    """JSON with every unprintable character escaped. They stand only in strings, where it means the same."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 

@@ -47,8 +47,7 @@ class Rate:
 
 
 def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
-    """Task hash -> how often it was solved (a reward of at least `success`). Only scored attempts that training may use
-    count."""
+    """Task hash -> how often it was solved (a reward of at least `success`), of scored attempts to train on."""
     counts: dict[str, list[int]] = {}
     for tape in tapes:
         if tape.trains and tape.reward is not None:
@@ -59,8 +58,7 @@ def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate
 
 
 def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard: float = HARD) -> dict[str, Taskset]:
-    """The tasks of each pool, in the order of the set; pools may be empty. A rate of exactly `easy` or `hard` is
-    normal."""
+    """The tasks of each pool, in the set's order. A rate of exactly `easy` or `hard` is normal."""
     if not 0 <= hard <= easy <= 1:
         raise BadTasks(f"invalid pass rates: hard={hard:g}, easy={easy:g}; they need 0 <= hard <= easy <= 1")
     members: dict[str, list[Task]] = {name: [] for name in POOLS}

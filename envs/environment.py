@@ -47,8 +47,7 @@ class RestoreMismatch(TapereelError, ValueError):
 def as_observation(value: object, source: str = "the value that reset returns") -> Observation:
     """`value` as it is recorded: a `str` becomes `Text`, an Observation stays. EnvironmentFault for any other type.
 
-    Every caller of `reset` uses this function, so that rollout, re-execution, `check_env` and remote hosts record and
-    compare the same step.
+    Every caller of `reset` uses it, so that all record and compare the same step.
     """
     if isinstance(value, str):
         return Text(text=value)

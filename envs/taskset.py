@@ -302,8 +302,7 @@ def dataset_rows(
     """The rows of a dataset: of the hub, as `org/name` or `org/name@revision`, of its local cache, or in a folder.
 
     config: its subset; None takes the only one, or the one called `default` or `main`. Give a revision (a commit) to
-    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks says what to do if the
-    dataset can't be reached.
+    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks if it can't be reached.
     """
     try:
         import datasets  # noqa: F401
@@ -401,8 +400,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
-    """Why the text is not JSON of the wanted type; None if it is. line: its number in the file; 0 for the whole
-    file."""
+    """Why the text is not JSON of the wanted type; None if it is. line: its number; 0 for the file."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

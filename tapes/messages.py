@@ -20,8 +20,7 @@ ENV = "env"
 class Messages(Sequence[Message]):
     """An immutable prefix of an append-only conversation, after a fixed head: O(1) to make and to compare.
 
-    All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
-    makes a plain list.
+    All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²).
     """
 
     __slots__ = ("_items", "_n", "head")

@@ -1,8 +1,7 @@
 """Records: the closed union, on `t`, of everything that is written to a run.
 
 Tape records, from `begin` to `end`, are folded into the tape's digest. Layers are written any time later and are never
-folded. Run records have no tape. Bodies name tapes and calls by id, never by ordinal, so a record means the same in any
-segment.
+folded. Run records have no tape. Bodies name tapes and calls by id, never by ordinal, so a record fits any segment.
 """
 
 from __future__ import annotations
@@ -401,8 +400,7 @@ class Reward(Record):
 def total_reward(rewards: Iterable[Reward]) -> float | None:
     """The reward of a tape: the sum of weight * value of its components.
 
-    None where no component counts (weight 0 is a metric), or where one failed. One rule serves tapes, indexes, audits
-    and training.
+    None where no component counts (weight 0 is a metric), or where one failed.
     """
     every = list(rewards)
     counted = [r.weight * r.value for r in every if r.weight != 0]
@@ -446,8 +444,7 @@ class Label(Record):
     """Completion ranges that are targets; None for all."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """The call whose prompt and completion begin this call's prompt, where that is not its `base` (it may have been
-    recorded earlier). None: the `base`."""
+    """The call whose prompt and completion begin this call's prompt, where that is not its `base`. None: the `base`."""
 
 
 class Tokens(Record):

@@ -1,8 +1,7 @@
 """`LLM`: an agent's interface to its model, for one episode.
 
 It takes the speaker from the tape, renders the conversation into the tokens that follow what was sampled before,
-derives the seed, counts tokens, enforces limits and records every call with its attempts. An agent never sees more than
-its own conversation.
+derives the seed, counts tokens, enforces limits and records every call with its attempts.
 """
 
 from __future__ import annotations
@@ -94,8 +93,7 @@ class LLM:
         backoff: float = 0.5,
     ) -> None:
         """
-        retries: further requests after an engine's error that may pass. backoff: seconds before the first of them; each
-        further wait is twice as long.
+        retries: further requests after an engine's error that may pass. backoff: seconds before the first; they double.
         """
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         # Asked once an episode: Python looks up each member of a protocol, which would cost a tenth of every turn.
@@ -524,8 +522,7 @@ def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonV
 def cut_at_stop(
     completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
 ) -> Completion:
-    """The completion up to the first stop string, for engines that only know stop ids. decode: ids -> text; None for an
-    engine of texts.
+    """The completion up to the first stop string, for engines that only know stop ids. decode: None for texts.
 
     Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
     text ends before the stop string; the ids include it, because the model chose them.
@@ -537,8 +534,7 @@ def cut_at_stop(
     if completion.ids is None or decode is None:
         return replace(completion, text=text, finish="stop")
     ids = completion.ids
-    # The shortest prefix with a stop string. A longer prefix contains every stop string of a shorter one, so bisection
-    # is right.
+    # The shortest prefix with a stop string. A longer prefix contains the stop strings of a shorter one.
     lengths = range(1, len(ids))
     n = 1 + bisect_left(lengths, True, key=lambda n: _first_stop(decode(ids[:n]), stops) is not None)
     return replace(

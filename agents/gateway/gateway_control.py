@@ -443,8 +443,7 @@ async def serve_gateway(
                 host=host,
                 bounds=Bounds(body=config.max_body, hold_seconds=config.hold_seconds),
             )
-            # Open tapes end before the store is sealed: a sealed store takes no records, so a tape that ends later
-            # would lose its last records.
+            # Open tapes end before the store is sealed: a sealed store takes no records.
             async with gateway.serving(port):
                 yield gateway
     finally:

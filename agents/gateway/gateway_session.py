@@ -2,8 +2,7 @@
 
 A program doesn't know tapes, so the session derives what `LLM` needs from an agent. The conversation of a request
 follows from its first messages, so that concurrent requests may arrive in any order. An assistant message that repeats
-a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request
-ends. HTTP is in `gateway_server`.
+a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however it ends.
 
 What can be sent of a streamed answer is decided here too: the sent text must begin the final answer, because a client
 can't take text back. Incomplete characters and text that may be the beginning of a stop string are held back. If the

@@ -2,8 +2,7 @@
 
 The program is a command or an async function that speaks OpenAI's protocol. A command finds `OPENAI_BASE_URL` and
 `OPENAI_API_KEY` in its environment; a function gets both as an argument. The program reads the newest observation and
-answers with text. Before its answer it may send any number of requests to the model. Each request is a call on the
-tape.
+answers with text. Before its answer it may send any number of requests to the model. Each is a call on the tape.
 """
 
 from __future__ import annotations
@@ -169,8 +168,7 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
 class _Ran(asyncio.SubprocessProtocol):
     """Collects a command's output and its end.
 
-    The end is the exit of the process, not the end of its pipes: a child that survives the command can hold the pipes
-    open indefinitely.
+    The end is the exit of the process, not the end of its pipes: a child that survives can hold them open.
     """
 
     def __init__(self) -> None:

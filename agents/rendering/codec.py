@@ -33,8 +33,7 @@ class NoChatTemplate(RenderError, UsageError):
 
 
 class SpecialText(RenderError):
-    """Content holds the text of a control token, and the renderer's `special_text` is "refuse" (or it can't be
-    split)."""
+    """Content holds the text of a control token, and `special_text` is "refuse" (or it can't be split)."""
 
 
 class ChatTokenizer(Protocol):
@@ -172,8 +171,7 @@ class Codec:
     def _following(self, text: str, after: int) -> list[int]:
         """Encode `text` as the continuation of the id `after`.
 
-        A control token is encoded along with the text and then removed, because some control tokens consume the white
-        space after them.
+        A control token is encoded along with the text and then removed, as some consume the white space after them.
         """
         if after not in self._ids:
             return self._middle(text)

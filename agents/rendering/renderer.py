@@ -206,8 +206,7 @@ class Renderer:
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
-        """The ids that an engine would have sampled for `reply`, the turn-ending one included: for text that no model
-        sampled."""
+        """The ids that an engine would have sampled for `reply`, with the turn-ending one: for authored text."""
         said = self._mark_one(reply, len(rendered.messages))
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
         ending = self._template.ending

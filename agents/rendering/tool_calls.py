@@ -44,8 +44,7 @@ class CallsRead:
     problem: str = ""
     """What is wrong with the other calls, as sentences for the model; empty where all could be read."""
     chat: tuple[Message, ...] = ()
-    """All calls with a name in the chat format: arguments are JSON text, and as written where they can't be read. The
-    id is empty where the engine gave none."""
+    """All calls with a name in the chat format: arguments are JSON text, or as written. The id may be empty."""
 
 
 class _Written(NamedTuple):
@@ -86,8 +85,7 @@ def tool_name(schema: Mapping[str, JsonValue]) -> str:
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """(n, fresh, thinking): the first n characters of `text`, the unsent end of an answer, belong to its content
-    whatever follows.
+    """(n, fresh, thinking): the first n characters of `text`, an answer's unsent end, are surely content.
 
     `fresh`: nothing but white space stands between the beginning or a thought and the place; `thinking`: the place is
     in a thought. Both are given for the beginning of `text` and returned for the place n. It must free nothing that

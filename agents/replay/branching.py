@@ -270,8 +270,7 @@ async def _branch(
     own: set[str],
     unverified: bool,
 ) -> list[Tape]:
-    """The continuations. The store is opened for writing only after every check has passed. own: as `_check_weights`
-    takes it."""
+    """The continuations. The store is opened for writing after every check. own: as in `_check_weights`."""
     engine, publishes = await make_team(config.engine, config.players)
     try:
         _check_weights(tape, config, own, publishes)

@@ -30,8 +30,7 @@ wait; the bound is for an agent that no longer makes an earlier request."""
 
 
 class Diverged(EngineError):
-    """A request differs from the recorded one, or no recorded one is left; `divergence` has the place and both
-    values."""
+    """A request differs from the recorded one, or none is left; `divergence` has place and values."""
 
     def __init__(self, divergence: Divergence) -> None:
         d = divergence
@@ -51,8 +50,7 @@ class ReplayStats:
 class ReplayEngine:
     """Returns the recorded answers of the tapes. With a renderer it also compares the prompts' token ids.
 
-    With one tape, requests are matched by their order within each path. With several, the seeds select the tape, so the
-    rollouts must use the recorded seeds.
+    With one tape, requests are matched by their order within each path. With several, the recorded seeds select it.
     """
 
     name = "replay"
@@ -218,8 +216,7 @@ def _sampled(call: Call) -> int:
 
 
 def recorded_answer(call: Call) -> Completion:
-    """The completion that the engine returned. Ids of a scripted engine's text were made by `LLM`, so they are left
-    out."""
+    """The completion that the engine returned. Without the ids that `LLM` made of a scripted text."""
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(
         text=call.text,

@@ -1,7 +1,6 @@
 """Script: what a tape holds, read as the script of a replay, and how far the replay has come.
 
-Compares each request, step and end with the recorded one; at the first difference it says where and for what likely
-cause.
+Compares each request, step and end with the recorded one; at the first difference it says where, and why.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ _FROM_OUTSIDE = {
 
 
 class Over(BaseException):
-    """The replay has ended: it diverged, or reached the end of the tape. Not an Exception, so that agents let it
-    pass."""
+    """The replay has ended: it diverged, or reached the end of the tape. Not an Exception: agents let it pass."""
 
 
 class Script:
@@ -172,8 +170,7 @@ class Script:
         self.due[self.turns[call.call]].pop(call.call, None)
 
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
-        """The agent yielded a step, read from `calls`: returns the recorded step, or ends the replay where they
-        differ."""
+        """The agent yielded a step, read from `calls`: returns the recorded one, or ends the replay."""
         by = record.by
         if not self.steps[by]:
             raise self._unexpected(record)

@@ -78,14 +78,21 @@ async def run_all(
         for place in places:
             results[place] = await work(todo[place])
 
+    async with _first_error() as workers:
+        for _ in range(min(concurrency or len(todo), len(todo))):
+            workers.create_task(worker())
+    return [results[place] for place in range(len(todo))]
+
+
+@asynccontextmanager
+async def _first_error() -> AsyncIterator[asyncio.TaskGroup]:
+    """A task group that raises the first error alone."""
     try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(concurrency or len(todo), len(todo))):
-                workers.create_task(worker())
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__
-    return [results[place] for place in range(len(todo))]
 
 
 class Closing(StrEnum):
@@ -169,42 +176,30 @@ async def fill(
 
         return await run_attempt(usable, episode, may_retry=fresh)
 
-    timer = asyncio.timeout(None)
-    try:
-        async with timer, _closing(timer, until, engine):
-            in_time = all(await run_all(group.open, attempt, concurrency=concurrency))
-    except TimeoutError:
-        if not timer.expired():  # a TimeoutError of the code inside, not the deadline
-            raise
+    async with _first_error() as tasks:
+        work = tasks.create_task(run_all(group.open, attempt, concurrency=concurrency))
+        await _until(work, until, engine)
+        work.cancel()
+    if work.cancelled():
         group.closed = Closing.DEADLINE
     else:
-        whole = len(group.usable) == group.size
+        in_time, whole = all(work.result()), len(group.usable) == group.size
         group.closed = Closing.COMPLETE if whole else Closing.FAILED if in_time else Closing.LATE
     return group.closed
 
 
-@asynccontextmanager
-async def _closing(timer: asyncio.Timeout, until: float | None, engine: Engine | None) -> AsyncIterator[None]:
-    """End `timer` at `until` (time of the event loop), later by the time in which no server answered `engine`."""
+async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
+    """Wait for `work`, at most until `until` (time of the event loop) plus the time without servers."""
     loop = asyncio.get_running_loop()
     absence = engine.absence if isinstance(engine, WaitingEngine) else None
-    counted = absence.seconds if absence is not None else 0.0
-
-    def ring() -> None:
-        nonlocal counted, handle
-        late = absence.seconds - counted if absence is not None else 0.0
-        counted += late
-        if late > 0:
-            handle = loop.call_later(max(late, 0.1), ring)  # more than a moment, since the absence may go on
-        else:
-            timer.reschedule(loop.time())
-
-    handle = loop.call_at(until, ring) if until is not None else None
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.cancel()
+    before = absence.seconds if absence is not None else 0.0
+    left: float | None = None
+    while not work.done() and (left is None or left > 0):
+        if until is not None:
+            away = absence.seconds - before if absence is not None else 0.0
+            left = until + away - loop.time()
+        # More than a moment: while the servers are away, the deadline moves on.
+        await asyncio.wait([work], timeout=None if left is None else max(left, 0.1))
 
 
 async def rollout_group(

@@ -161,8 +161,7 @@ def evaluate_rewards(
     seed: int = 0,
     labels: Mapping[str, str] | None = None,
 ) -> Scores:
-    """The scores of these rewards. success: the least reward of a success. labels: task -> label, for scores by
-    label."""
+    """The scores of these rewards. success: the least reward of a success. labels: task -> label."""
     known = _known(rewards)
     wanted = sorted(set(k))
     pass_at = {n: share_interval(list(_passes(known, n, success).values())) for n in wanted}

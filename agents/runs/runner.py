@@ -1,7 +1,6 @@
 """`run`: rolls an agent out over tasks into a run directory.
 
-A resumed run reads which attempts already have a usable episode, and rolls out the others with the seeds that an
-uninterrupted run would have used.
+A resumed run reads which attempts already have a usable episode, and rolls out the others with the same seeds.
 """
 
 from __future__ import annotations
@@ -64,8 +63,7 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     """What to roll out."""
 
     retries: int = Field(default=RETRIES, ge=0)
-    """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
-    limit."""
+    """Further episodes of an attempt whose episode can't be trained on."""
 
     def fitted(self) -> Self:
         """With the limits and answer length that `train` has for this model, where nothing is set."""
@@ -130,8 +128,7 @@ def run(
     resume: bool = False,
     progress: Progress = silent,
 ) -> RunSummary:
-    """Roll the agent out over the tasks into the run directory `out`. RunExists where `out` holds a run and `resume` is
-    false.
+    """Roll the agent out over the tasks into the directory `out`. RunExists where it holds a run and `resume` is false.
 
     `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError
     before anything is written where the configuration names what isn't there. Works inside a running event loop too.
@@ -176,8 +173,7 @@ class _Attempts:
         self.recorded = 0
         """Episodes of this process."""
         for summary in directory.store.summaries(split=config.split, closed=True):
-            # An episode that the model failed counts in this process, as a retry; a later process repeats it, with the
-            # same seed: the server may answer now.
+            # An episode that the model failed is repeated with the same seed: the server may answer now.
             cut = (Status.CANCELLED, Status.CRASHED)
             failed = summary.status == Status.ERROR and summary.cause == CauseType.MODEL
             if summary.group is not None and summary.status not in cut and not failed:
@@ -299,8 +295,7 @@ def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float |
 def scores_of(
     store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
 ) -> Scores:
-    """Scores of the recorded episodes of `split` (None: all). by: also by label, the value under this key in the public
-    part of each task."""
+    """Scores of the recorded episodes of `split` (None: all). by: also by this key of each task's public part."""
     labels: dict[str, str] | None = None
     if by is not None:
         first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}

@@ -35,8 +35,7 @@ class RendererConfig(Config):
     """Settings of the renderer, which turns conversations into tokens."""
 
     history: Literal["sampled", "template"] = "sampled"
-    """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
-    prompt anew."""
+    """`sampled`: a prompt keeps the sampled token ids. `template`: the chat template renders each prompt anew."""
     special_text: Literal["split", "refuse"] = "split"
     """Control-token text in content. `split`: it becomes ordinary tokens. `refuse`: it ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})

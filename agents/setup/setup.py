@@ -101,11 +101,9 @@ class Setup(TasksConfig, SeedConfig):
     """The agent, the environment, the tasks and the seed of a run."""
 
     agent: str | None = None
-    """`module:name` of an Agent instance, a class, or a function without arguments that creates an agent. None: Python
-    code passes the object."""
+    """`module:name` of an Agent, its class, or a function that creates one. None: Python code passes the object."""
     env: str | None = None
-    """`module:name` of an Environment class, or of a function without arguments that creates an instance. None: Python
-    code passes the object."""
+    """`module:name` of an Environment class or a function that creates one. None: Python code passes the object."""
     env_processes: int | None = Field(default=None, ge=1)
     """Processes that the environments run in, one episode in each at a time; further episodes wait. None: environments
     run in this process, and one that exits or computes without awaiting ends or blocks the run."""
@@ -186,8 +184,7 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
 
 
 def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
-    """The factory that `source` is or names. It creates a separate instance for each episode. name: its name in
-    errors."""
+    """The factory that `source` is or names. Each episode gets an instance. name: for errors."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"

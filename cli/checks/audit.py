@@ -1,7 +1,6 @@
 """`tapereel audit`: account for every sampled token, and report attrition, cost, rewards and anomalies of a run.
 
-The exit code is 1 where a token is not accounted for; with `--strict` also where there are anomalies. The account is
-always of the whole run.
+The exit code is 1 where a token is not accounted for; with `--strict` also where there are anomalies.
 """
 
 from __future__ import annotations

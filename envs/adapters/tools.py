@@ -194,8 +194,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     """An environment with tools: the agent calls them, also several in one turn, until it gives an `Answer`.
 
     Override `prompt` (the question) and `answered` (the score of an answer). The agent for it is
-    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode; the first step of the
-    tape lists them.
+    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tape's first step lists the tools.
 
     An episode that ends without any answer, at a limit or by calls that can't be read, is scored as the answer "".
     Unscored it would not be trained on, and a model that calls tools for ever would never learn to stop.

@@ -1,8 +1,7 @@
 """check_env: plays an environment and reports violations of its contract, each with a remedy.
 
 It needs a factory, a few tasks and a policy. Faults of the environment become findings, not exceptions, and every call
-has a time limit. Plain environments are accepted: a `str` observation is `Text`, and the policy may return a `str`,
-which becomes an `Answer`.
+has a time limit. A `str` observation is `Text`, and a `str` of the policy an `Answer`.
 """
 
 from __future__ import annotations

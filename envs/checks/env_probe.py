@@ -1,7 +1,6 @@
 """Probe: plays episodes of an untested environment and turns its faults into findings, for `check_env`.
 
-Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout and not the
-whole check.
+Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout only.
 """
 
 from __future__ import annotations
@@ -35,8 +34,7 @@ from ..loop_watch import LoopWatch, Stall
 from .findings import Finding
 
 Policy = Callable[[Observation, random.Random], Action | str]
-"""The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives, so
-that the episode can be repeated."""
+"""The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives."""
 ResultT = TypeVar("ResultT")
 
 

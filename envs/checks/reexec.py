@@ -401,8 +401,7 @@ def _factory(name: str | None) -> EnvironmentFactory | None:
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
-    """The check of one tape, made in each worker process. name: None for the environment on each tape, where that is
-    Tapereel's own."""
+    """The check of one tape, made in each worker process. name: None for Tapereel's own environments."""
     named = _factory(name)
 
     def check(tape: Tape) -> Verdict:

@@ -72,8 +72,7 @@ class Host:
     def __init__(
         self, make: EnvironmentFactory, declared: Declared, seconds: float | None, *, alone: bool = False
     ) -> None:
-        """`seconds`: time limit of a call; None for no limit. `alone`: no other episode uses this event loop, so a
-        blocking environment needs no thread."""
+        """`seconds`: time limit of a call; None for no limit. `alone`: in this event loop; no thread is needed."""
         self.dead = False
         """True after a call hung: the state of the environment is unknown."""
         self._make = make

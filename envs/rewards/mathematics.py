@@ -122,9 +122,8 @@ def math_reward(
     reference: Callable[[Tape], object] = reference_of,
     verifier: MathVerifier | None = None,
 ) -> RewardSource[Tape]:
-    """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for an answer that is not
-    mathematics. A timeout, or a reference that is not mathematics, leaves the tape unscored. A task without a reference
-    has no score."""
+    """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for one that is not mathematics.
+    A timeout, or a reference that is not mathematics, leaves the tape unscored; a task without one has no score."""
     verify = verifier or MathVerifier(timeout=timeout)
 
     async def score(tape: Tape) -> float | None:

@@ -115,8 +115,7 @@ def file_reward(
     size: int = 64,
     sample: Callable[[Tape], Sample] = sample_of,
 ) -> RewardSource[Tape]:
-    """A source of the `reward_func` in a file; by default it has the file's name. It is pure unless the function has an
-    attribute `pure = False`."""
+    """A source of the `reward_func` in a file; by default it has the file's name. Pure unless it has `pure = False`."""
     function = load_named(f"{path}:{FUNCTION}")
     if not callable(function):
         raise UsageError(f"{FUNCTION} in {path} is a {type(function).__name__}, not a function")

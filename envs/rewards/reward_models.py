@@ -6,8 +6,7 @@ sends many samples in one POST request; every answer is validated.
     {"ids": [...], "queries": [...], "prompts": [...], "references": [...], "labels": [...]}  ->  {"rewards": [...]}
 
 `references` and `labels` are sent if a sample has one. An answer needs one finite number for each query, or named
-numbers, or null for no score. A server that returns `ids` may answer in any order; otherwise the order of the queries
-counts.
+numbers, or null for no score. A server that returns `ids` may answer in any order.
 """
 
 from __future__ import annotations

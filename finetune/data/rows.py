@@ -1,8 +1,7 @@
 """From tape to rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
 
 A call that extends an earlier call continues its row, so an episode of n turns costs O(tokens), not O(n tokens). Any
-other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row: twice would
-double its weight in the loss.
+other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A lineage counts its updates from 0 (the base weights) through every phase: version `lineage:n` is the policy after n
 updates. A `use` record names the tokens that update n trained on; it is durable before an engine or a checkpoint has
-the new weights. Resume loads the newest checkpoint and applies the recorded updates after it again, from the tapes, so
-no update is lost or applied twice.
+the new weights. Resume loads the newest checkpoint and applies the recorded updates after it again, from the tapes.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ class History:
         keep: int | None = 3,
         keep_bytes: int | None = None,
     ) -> None:
-        """model: with the base weights. make_trainer: from a phase to a fresh trainer of the model. keep, keep_bytes:
-        as in `prune`."""
+        """model: with the base weights. make_trainer: phase -> a fresh trainer. keep, keep_bytes: as in `prune`."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -124,8 +122,7 @@ class History:
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
-        """Rows and episode of a recorded tape: with all of its present layers, or with its content as `pin` names
-        it."""
+        """Rows and episode of a recorded tape: with its present layers, or with its content as `pin` names it."""
         found = self.store.tape(tape, refresh=False)
         if pin is not None:
             found = as_pinned(found, pin)
@@ -252,8 +249,7 @@ class History:
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
         checkpoint_every: int | None = None,
     ) -> int:
-        """Bring the weights to the last recorded update: load the newest checkpoint, then apply the updates after it
-        again.
+        """Bring the weights to the last recorded update: load the newest checkpoint, apply the updates after it.
 
         Returns the number of updates that were applied again; `report` gets each of them. until: only updates below
         this one. checkpoint_every: updates between the checkpoints that are written, those that the process before had
@@ -274,8 +270,7 @@ class History:
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
-            # A crash between the records of an update's epochs: no engine got its weights, and the missing records are
-            # written when the run continues.
+            # A crash between the records of an update's epochs: the missing records are written when the run continues.
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
@@ -379,8 +374,7 @@ def as_read(history: History, info: UpdateInfo) -> Source:
 
 @contextmanager
 def with_threads(recorded: int | None) -> Iterator[None]:
-    """Inside, torch has the recorded number of threads: it divides sums by threads, and sums in another order have
-    other last bits."""
+    """Inside, torch has the recorded number of threads: they divide sums, and another order has other last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(recorded or before)
     try:
@@ -392,8 +386,7 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
     """The error with the recipe as its cause, where the recipe's digest differs too.
 
-    The digest alone is no error: a new version of the library that gives a term another constant changes the digest,
-    and may leave the update as it was.
+    The digest alone is no error: a new constant of a term changes it, and may leave the update as it was.
     """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
@@ -485,8 +478,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
     """The tokens of scored episodes without a part in the loss: the recipe did not select them or their group, they are
-    no data for RL, or the whole update was skipped. No later update trains on them, so this update accounts for
-    them."""
+    no data for RL, or the whole update was skipped. This update accounts for them."""
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

@@ -47,11 +47,9 @@ class CriticConfig(Config):
     """`own`: a copy of the policy's body, trained with the head; `policy`: a head alone, on the policy's states."""
     optimiser: OptimiserConfig = OptimiserConfig(lr=1e-3)
     clip: float | None = Field(default=0.2, gt=0)
-    """The loss stops where a value has moved this far from its value before the update, in units of reward; None: no
-    bound."""
+    """The loss stops where a value has moved this far from its value before the update, in reward; None: no bound."""
     normalised: bool = True
-    """Targets are scaled by their running mean and deviation, and the critic begins at the mean of its first
-    targets."""
+    """Targets are scaled by their running mean and deviation, and the critic begins at their mean."""
     passes: int = Field(default=4, ge=1)
     """Optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
@@ -82,8 +80,7 @@ class ProcessesConfig(Config):
     """How processes that were launched together share the work of an update."""
 
     shard: bool = False
-    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2); False: a copy of all of
-    them."""
+    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2); False: copies."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
@@ -106,8 +103,7 @@ class LoopConfig(RecipeConfig):
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     rollouts: int = Field(default=1, ge=1)
-    """Rollout batches that one update trains on, in one optimiser step. Baselines by batch compare within one of
-    them."""
+    """Rollout batches of one update, in one optimiser step. Baselines by batch compare within one of them."""
     epochs: int = Field(default=1, ge=1)
     """Passes of an update over its batch."""
     minibatches: int = Field(default=1, ge=1)
@@ -137,8 +133,7 @@ class LoopConfig(RecipeConfig):
     publish: Literal["reprefill", "drain"] = "reprefill"
     """What happens to completions in flight when weights change; both ways keep log-probs exact."""
     sleep: bool = False
-    """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0, since nothing
-    is sampled then."""
+    """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
     """With max_lag 0: the largest allowed |log-prob at sampling - log-prob in training| in nats; None: not checked."""
     group_deadline: float = Field(default=300.0, gt=0)

@@ -198,8 +198,7 @@ def conversation(messages: object) -> list[Message]:
 def story_of(tape: Tape) -> Story:
     """The story of a closed tape.
 
-    If a failure left the tape unscored, its reward components become metrics (weight 0): a sum of some components must
-    not become a reward.
+    If a failure left the tape unscored, its reward components become metrics (weight 0): a part of a sum is no reward.
     """
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
     assert tape.status is not None
@@ -264,8 +263,7 @@ def _targets(label: Label | None, n: int) -> list[int] | None:
 def stories_in(store: Store) -> Counter[tuple[str, str]]:
     """(content, status) -> number of the run's tapes that were written from such a story.
 
-    A tape that a crashed process left unfinished is closed with another status. It doesn't match its story, so the next
-    import writes that story again.
+    A tape that a crashed process left unfinished is closed with another status. The next import writes its story again.
     """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):

@@ -176,8 +176,7 @@ class TRLRecorder:
     def reward(self, function: Callable[..., object]) -> Callable[..., object]:
         """Wrap TRL's reward function `f(prompts, completions, **columns)`, so that its scores are written to the tapes.
 
-        The function gets one more column, `tape`: the ids of the tapes. Episodes that may not be trained on stay
-        unscored."""
+        The function gets one more column, `tape`: the ids of the tapes. Others stay unscored."""
         if not callable(function) or isinstance(function, torch.nn.Module):
             raise NotForTRL(
                 f"{function!r:.60} is no function: a reward model stays as it is in reward_funcs, and its "

@@ -23,8 +23,7 @@ class Evaluation:
     """Rewards of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Of each episode, task after task; None where it could not be scored, or ended by an error that isn't the
-    agent's."""
+    """Of each episode, task after task; None where unscored, or ended by another's error than the agent's."""
     metrics: dict[str, float]
     """Mean of every reward component and metric over the tapes that have it."""
     tapes: tuple[str, ...]

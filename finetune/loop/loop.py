@@ -43,8 +43,7 @@ log = logger("loop")
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """Sampler and trainer have the same weights and compute different log-probs: the trainer's tokens, masks or
-    positions are not those of the sampler."""
+    """Sampler and trainer compute different log-probs with the same weights: tokens, masks or positions differ."""
 
 
 class UnknownAgent(TapereelError, ValueError):
@@ -228,8 +227,7 @@ class Loop:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
             # The line of metrics is written before the checkpoint. After a crash, resume makes again only the updates
-            # behind the newest checkpoint, and writes their missing lines; a line of an update inside the checkpoint
-            # would be missing for ever.
+            # behind the newest checkpoint, and writes their missing lines.
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 or self.done:

@@ -157,8 +157,7 @@ class Rollouts:
     def resume(self) -> None:
         """Continue with the groups on tape: closed groups are ready, half-sampled groups get their missing attempts.
 
-        A group with a tape that a recorded update names is spent as a whole. Without that rule, its other attempts
-        would be trained on a second time.
+        A group with a tape that a recorded update names is spent as a whole. Its other attempts were trained on too.
         """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
         used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use).every}
@@ -272,8 +271,7 @@ class Rollouts:
     def _fork(self, group: Group) -> bool:
         """Add the continuations of `loop.forks`, each as an attempt of its own; true if there are any.
 
-        The seed and the attempts alone decide which attempts continue, and from which turns, so a resumed loop draws
-        the same continuations.
+        The seed and the attempts alone decide, so a resumed loop draws the same continuations.
         """
         forks = self.config.forks
         if forks is None or group.prefixes:

@@ -249,8 +249,7 @@ class Context:
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
         """(n, mean, sum of squared deviations) of x over all ranks.
 
-        Two passes: E[x^2] - E[x]^2 cancels if the mean is large against the deviation, and whitening would then
-        divide by rounding errors.
+        Two passes: E[x^2] - E[x]^2 cancels if the mean is large against the deviation, and leaves rounding errors.
         """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)

@@ -63,14 +63,8 @@ class Phases:
         return Trainer(
             work,
             recipe,
-            lr=optimiser.lr,
-            betas=optimiser.betas,
-            weight_decay=optimiser.weight_decay,
-            grad_clip=optimiser.grad_clip,
-            schedule=optimiser.schedule,
-            micro_tokens=optimiser.micro_tokens,
+            **_settings(optimiser),
             ema=optimiser.ema,
-            **_memory(optimiser),
             reference=self._reference if recipe.needs_reference else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             critic_first=self._critic_config.first if recipe.needs_value else 0,
@@ -84,7 +78,6 @@ class Phases:
     def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
         """A fresh critic, a copy of the policy as it is now. A resumed run makes it too, then loads its weights."""
         config = self._critic_config
-        optimiser = config.optimiser
         critic = (
             Critic.of(self.model, normalised=config.normalised)
             if config.body == "own"
@@ -93,21 +86,16 @@ class Phases:
         return CriticTrainer(
             critic,
             loss=Value(clip=config.clip),
-            lr=optimiser.lr,
-            betas=optimiser.betas,
-            weight_decay=optimiser.weight_decay,
-            grad_clip=optimiser.grad_clip,
-            schedule=optimiser.schedule,
-            micro_tokens=optimiser.micro_tokens,
-            **_memory(optimiser),
+            **_settings(config.optimiser),
             passes=config.passes,
             ranks=ranks,
         )
 
 
-def _memory(optimiser: OptimiserConfig) -> dict[str, Any]:
-    """The settings of a trainer that trade memory for time and precision."""
+def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:
+    """The settings that a policy's trainer and a critic's have in common."""
+    same = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
     return {
+        **{name: getattr(optimiser, name) for name in same},
         "autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),
-        "gradient_checkpointing": optimiser.gradient_checkpointing,
     }

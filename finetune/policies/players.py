@@ -98,15 +98,8 @@ class Player:
 
 def player_metrics(name: str, stats: UpdateStats) -> dict[str, object]:
     """Metrics of one update of the player called `name`."""
-    values = {
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "skipped": stats.skipped,
-        "mismatch": stats.mismatch,
-        "ess": stats.ess,
-    }
-    return {**{f"players/{name}/{key}": value for key, value in values.items()}, **reward_by_agent(stats.stream)}
+    keys = ("loss", "grad_norm", "lr", "skipped", "mismatch", "ess")
+    return {**{f"players/{name}/{key}": getattr(stats, key) for key in keys}, **reward_by_agent(stats.stream)}
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:

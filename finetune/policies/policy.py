@@ -89,8 +89,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention)
     renderer = engine.renderer.make(found.tokenizer)
-    # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
-    # on every machine.
+    # Adapters are drawn on the CPU: the random streams of devices differ.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
     return Policy(
         placed(model, device),

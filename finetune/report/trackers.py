@@ -236,6 +236,5 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 def _log(name: str, tracker: Tracker, point: Point) -> None:
     if name == "mlflow":  # mlflow refuses the whole point for one bad character, as in `reward@agent`
         point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
-    # wandb has one step counter for all axes, and drops a point whose step goes back: each axis sends its step as a
-    # number instead.
+    # wandb has one step counter for all axes, and drops a point whose step goes back: each axis sends its own.
     tracker.log(point.values, step=None if name == "wandb" else point.step)

@@ -233,8 +233,7 @@ class DemoRun(TrainingRun):
         return ()
 
     def imitated(self) -> tuple[Sequence[str], Source]:
-        """Record the demonstrations that are not on tape yet. Demonstration k has the same task and seed in every
-        process."""
+        """Record the demonstrations that are not on tape yet. Demonstration k has one task and seed."""
         history = self.training.history
         if not self.demo.warm.updates and not checkpoints(history.directory):
             history.settle()  # the controls begin with these weights too

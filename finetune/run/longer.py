@@ -2,8 +2,7 @@
 
 The recorded updates stay as they are, so no other setting may change. No learning-rate schedule is stretched: its
 `total` is a setting of its own, and the recorded learning rates follow from it. The evaluation at the earlier end
-belongs to the weights of that update: it moves to `evaluations`, and the new end gets an evaluation and a split of its
-own.
+belongs to the weights of that update: it moves to `evaluations`, and the new end gets its own.
 """
 
 from __future__ import annotations

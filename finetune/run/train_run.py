@@ -325,8 +325,7 @@ class TrainingRun:
 def _split_tasks(
     tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
 ) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(tasks to train on, held-out tasks), with no task in both. dataset: that of the tasks to train on, whose columns
-    hold for the others too."""
+    """(tasks to train on, held-out tasks), with no task in both. dataset: its columns hold for both."""
     if config.tasks is not None:
         columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
         shared = config.dataset.model_copy(update={"columns": columns})

@@ -28,8 +28,7 @@ class Value(Term):
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
 
-    The loss has its own optimiser and denominator: a token mean over the tokens that entered, whatever the recipe
-    weighs by.
+    The loss has its own optimiser and denominator: a mean over the tokens that entered.
     """
 
     clip: float | None = Field(default=0.2, gt=0)

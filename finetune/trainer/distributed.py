@@ -41,8 +41,7 @@ MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
     """The ranks that `accelerate launch` or `torchrun` started; a single rank without a launcher.
 
-    shard: each process holds a part of each weight instead of a copy. timeout: seconds without an answer after which a
-    process raises RankLost.
+    shard: each process holds a part of each weight instead of a copy. timeout: seconds until RankLost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -240,8 +239,7 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks. So no other
-        rank has to be asked."""
+        """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks."""
         if not rows:
             return None
         episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]

@@ -60,8 +60,7 @@ class Ranks:
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """The micro-batches to forward: this rank's, padded with idle ones where passes are collective and another rank
-        has more."""
+        """The micro-batches to forward: this rank's, and idle ones where passes are collective and another has more."""
         return micros
 
     def shard(self, model: nn.Module) -> None:

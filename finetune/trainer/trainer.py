@@ -190,8 +190,7 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """Statistics of a step that isn't taken, and the loss's unclipped gradient by each weight. Weights, optimiser
-        and critic don't change."""
+        """Statistics of a step that isn't taken, and the loss's unclipped gradient by each weight. Nothing changes."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.lr * self.schedule.factor(self.steps)

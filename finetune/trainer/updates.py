@@ -148,8 +148,7 @@ class PolicyTrainer(ABC):
         """Advantages and everything else that is computed once per rollout batch.
 
         several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
-        batches: episodes of each rollout batch, in order, where there are several; a term that compares `by = batch`
-        compares within one of them.
+        batches: episodes of each rollout batch, where there are several; `by = batch` compares within one of them.
         """
 
     @abstractmethod
@@ -183,8 +182,7 @@ class PolicyTrainer(ABC):
         """Several optimiser steps on one rollout batch, one at a time; advantages are computed once, over the whole.
 
         Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
-        number of updates so far; seed None keeps the order. Demonstrations are cut alike, by tape. batches: as
-        in `prepare`.
+        number of updates so far; seed None keeps the order. Demonstrations are cut by tape. batches: as in `prepare`.
         """
         imitated = cut_rows(demonstrations, minibatches)
         prepared = self.prepare(

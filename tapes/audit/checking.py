@@ -43,8 +43,7 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes of a split.
 
-    `jobs`: processes; None: one for each `PER_JOB` tapes. Raises UsageError, NoRun or NoSuchTape where the arguments
-    name no tape.
+    `jobs`: processes; None: one for each `PER_JOB` tapes. Raises UsageError, NoRun or NoSuchTape.
     """
     from ..store.store import Store
 

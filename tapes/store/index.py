@@ -342,8 +342,7 @@ class Index:
         ]
 
     def bodies(self, places: Iterable[Place]) -> Iterator[bytes]:
-        """Bodies of the records at these places, in that order. Each line's hash is checked again, since the index is
-        only a cache."""
+        """Bodies of the records at these places, in that order. Each line's hash is checked."""
         for name, group in groupby(places, lambda place: place.segment):
             with self.disk.open(self.folder / f"{name}.jsonl") as file:
                 for place in group:

@@ -239,8 +239,7 @@ def recorded_settings(path: str | Path) -> Group:
 
 
 def recorded_config(path: str | Path) -> Group:
-    """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem where
-    it can't be read."""
+    """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem."""
     try:
         text = read_file(Path(path) / CONFIG).decode()
     except UnicodeDecodeError as error:
@@ -256,8 +255,7 @@ def pin_line(path: str | Path) -> str:
 
 
 def append_metrics(path: Path, line: Mapping[str, object]) -> None:
-    """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader
-    accepts."""
+    """Append one JSON line, durable when this returns. NaN and infinities become null."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         file.write(json.dumps(clean).encode() + b"\n")

@@ -74,8 +74,7 @@ class Where(TypedDict, total=False):
 
 
 class Store:
-    """One run, open for reading or writing. Use it as a context manager: leaving seals the segment. It can't be
-    reopened."""
+    """One run, open for reading or writing. A context manager: leaving seals the segment for good."""
 
     def __init__(self, path: Path, *, disk: Disk, index: Path | None) -> None:
         """Use `create` or `open`."""

@@ -354,8 +354,7 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
 
 
 def _check_files(path: Path, found: _Fold) -> int:
-    """Compare the files that records have digests of; returns how many. A checkpoint may be gone as a whole: old ones
-    are deleted."""
+    """Compare the files that records have digests of; returns how many. A whole checkpoint may be gone."""
     compared, whole = 0, dict[Path, dict[Path, str]]()
     if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
         found.broken.append(f"{path / 'checkpoints'} is not a folder")

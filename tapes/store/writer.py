@@ -390,14 +390,8 @@ class SegmentWriter:
         `sealed` is called once, between the seal and the end of the lock. So a reader that finds a sealed segment
         without a lock knows that it was called, or that its process died.
         """
-        with self._lock:
-            if self._closed or self._pid != os.getpid():
-                return
-            self._closing = self._closed = True
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
-        atexit.unregister(self._at_exit)
+        if not self._stop():
+            return
         while self._failure is None and (self._pending or self._durable < self._appended):
             self.commit()  # may itself append a `commit` line, hence the loop
         if self._failure is None:
@@ -418,15 +412,20 @@ class SegmentWriter:
 
     def abandon(self) -> None:
         """Give up the lock and write nothing more. The segment is left as a dead process leaves it."""
+        if self._stop():
+            self.disk.close(self._handle)
+
+    def _stop(self) -> bool:
+        """End the writer's thread. False where the writer has ended before, or is the copy of a forked child."""
         with self._lock:
-            if self._closed:
-                return
+            if self._closed or self._pid != os.getpid():
+                return False
             self._closing = self._closed = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
         atexit.unregister(self._at_exit)
-        self.disk.close(self._handle)
+        return True
 
     def _at_exit(self) -> None:
         if self._failure is None:

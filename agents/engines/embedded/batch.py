@@ -271,8 +271,7 @@ class Batch:
                 generation.finish = "length"
             if generation.finish:
                 out.append(generation)
-        # leave() moves the last row into the free slot. Inside the loop above, it would change the slots of rows that
-        # the loop has not read yet.
+        # leave() moves the last row into the free slot. Inside the loop above, it would move unread rows.
         for generation in out:
             self.leave(generation)
         return out

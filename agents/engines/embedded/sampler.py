@@ -26,8 +26,7 @@ def as_seed(seed: int) -> int:
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One float64 in [0, 1) per (seed, position): SplitMix64 over the counter, from a start that is a hash of the seed.
 
-    Without the hash, two seeds that differ by a multiple of the golden-ratio constant give streams that are shifts of
-    each other.
+    Without the hash, seeds that differ by a multiple of the golden-ratio constant give shifted streams.
     """
     counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     # uint64 arithmetic wraps modulo 2**64. The upper 53 bits fill the mantissa of a float64, so 1.0 can't occur.

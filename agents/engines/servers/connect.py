@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
-"""Version of an engine whose servers have different weights, as after a restart of one server. The first weight sync
-replaces it."""
+"""Version of an engine whose servers have different weights, until the first weight sync."""
 
 __all__ = ["NotTrainable", "connect", "probe"]
 
@@ -123,8 +122,7 @@ async def _connected(
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
-    """Return the control routes of each server. Raises NotTrainable for a way that this kind of server doesn't
-    support."""
+    """Return the control routes of each server. NotTrainable for a way that its kind lacks."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
     if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):

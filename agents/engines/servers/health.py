@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..engine import EngineError
 from ..transport.http_channel import Server
 
 AVOIDED = 10.0
@@ -28,8 +27,6 @@ class RemoteStats:
     """Tokens sampled and returned, those of cancelled requests included."""
     refused: int = 0
     """Answers with status 429 or 503 whose request was repeated."""
-    bad_answers: int = 0
-    """Answers that failed a check (`BadAnswer`)."""
     failed: int = 0
     """Requests that raised an error in the end, after all repeats."""
     cancelled: int = 0
@@ -53,20 +50,6 @@ class RemoteStats:
 
     def add(self, name: str, seconds: float) -> None:
         self.timers[name] = self.timers.get(name, 0.0) + seconds
-
-
-async def health_of(servers: Sequence[Server], *, seconds: float) -> dict[str, str | None]:
-    """By address of each server: None where its `/health` route answers with success within `seconds`, else the error
-    message."""
-
-    async def error_of(server: Server) -> str | None:
-        try:
-            await server.get("/health", seconds=seconds)
-        except EngineError as error:
-            return str(error)
-        return None
-
-    return dict(zip(map(repr, servers), await asyncio.gather(*map(error_of, servers)), strict=True))
 
 
 class Wellness:

@@ -162,27 +162,10 @@ class LocalServer:
     @property
     def command(self) -> list[str]:
         """The command line that starts the server. It contains no API key: `ps` shows command lines to all users."""
-        return [
-            self._python,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(self.model),
-            "--host",
-            self.host,
-            "--port",
-            str(self.port),
-            "--enable-scale-out",
-            "--generation-config",
-            "vllm",
-            "--logprobs-mode",
-            "processed_logprobs",
-            "--middleware",
-            f"{GUARD}.Guard",
-            *self._whole_prompts,
-            *self._ways,
-            *self._options,
-        ]
+        words = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        words += ["--host", self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm"]
+        words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{GUARD}.Guard"]
+        return [*words, *self._whole_prompts, *self._ways, *self._options]
 
     @cached_property
     def _whole_prompts(self) -> list[str]:
@@ -210,8 +193,7 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Raise ServerStart when the address is in use. Without this check `_up` would accept the health answer of
-        another server at the same address."""
+        """Raise ServerStart when the address is in use. `_up` would else accept another server's health answer."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

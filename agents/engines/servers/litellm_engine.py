@@ -40,25 +40,8 @@ SLOWEST = 30.0
 """Limit of the exponential backoff in seconds, before jitter. A provider's `Retry-After` may be longer."""
 SETTLING = 5.0
 """Timeout in seconds for litellm's background tasks when the engine closes."""
-OURS = frozenset(
-    {
-        "model",
-        "messages",
-        "tools",
-        "api_base",
-        "base_url",
-        "timeout",
-        "stream",
-        "n",
-        "mock_response",
-        "max_retries",
-        "num_retries",
-        "drop_params",
-        "client",
-        "extra_headers",
-        "headers",
-    }
-)
+_FIXED = "model messages tools api_base base_url timeout stream n mock_response max_retries num_retries drop_params"
+OURS = frozenset(f"{_FIXED} client extra_headers headers".split())
 """Arguments of litellm that callers must not set: the engine sets them, or they would change what is recorded."""
 _NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
 """Matches messages about an API key that isn't set, to which litellm gives the status 500."""
@@ -67,8 +50,7 @@ _NO_PROVIDER = "LLM Provider NOT provided"
 
 
 class HostedFailed(EngineError):
-    """The provider is unreachable, closed the connection, exceeded the timeout or returned an error. `complete` raises
-    it after the last attempt."""
+    """The provider is unreachable, closed the connection, exceeded the timeout or returned an error."""
 
     def __init__(
         self, message: str, *, retry: bool = False, after: float | None = None, away: bool | None = False
@@ -182,8 +164,7 @@ class LiteLLMEngine:
                 try:
                     retries = await self._wait(found, tries, retries)
                 except EngineError as error:
-                    # `retry` becomes False: the engine's retries are used up, and the agent's model interface must not
-                    # multiply them by its own.
+                    # The retries are used up: the agent's model interface must not multiply them.
                     error.attempts, error.retry = tuple(attempts), False
                     raise
 
@@ -224,8 +205,7 @@ class LiteLLMEngine:
         }
 
     async def _try(self, body: dict[str, Any]) -> Completion | EngineError:
-        """Send one request. Errors are returned, not raised: a traceback through this frame would hold `body`, which
-        has the API key."""
+        """Send one request. Errors are returned: a traceback would hold `body` with the API key."""
         if self._budget is not None and self.stats.spent >= self._budget:
             return EngineStopped(
                 f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget} (engine.budget)",
@@ -290,8 +270,7 @@ class LiteLLMEngine:
         return retries
 
     def _read(self, answer: Any) -> Completion:
-        """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed when the
-        provider's content filter left nothing."""
+        """Return the completion in an answer and add up its cost. HostedFailed where a content filter left nothing."""
         choice = answer.choices[0]
         text, calls = choice.message.content, _tool_calls(choice.message)
         if choice.finish_reason == "content_filter" and not text and not calls:

@@ -43,7 +43,7 @@ from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, sam
 from ..weights.sleeping import Sleeper
 from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync_servers, write_weights
 from ..weights.weight_transfer import SHARED_MEMORY
-from .health import RemoteStats, Wellness, health_of
+from .health import RemoteStats, Wellness
 from .server_config import ServerSettings
 
 if TYPE_CHECKING:
@@ -181,11 +181,9 @@ class RemoteEngine:
         return {server.url: partial(self.complete, server=server) for server in self._servers}
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
-        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples; None: the
-        conversation's.
+        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: None takes the conversation's.
 
-        A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
-        seconds, and then raises CancelledError."""
+        A cancelled call passes the tokens so far to `request.on_partial`, if the server returns them in 10 seconds."""
         self._check(request)
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
@@ -289,10 +287,6 @@ class RemoteEngine:
             with self.stats.timed("wake"):
                 await self.sleeper.wake()
 
-    async def health(self, *, seconds: float = 10.0) -> dict[str, str | None]:
-        """Ask each server for its health. Returns, by address, None for a healthy server, else the error."""
-        return await health_of(self._servers, seconds=seconds)
-
     async def close(self) -> None:
         """Close the connections and delete the temporary weights folder; requests in flight fail."""
         for server in self._servers:
@@ -346,9 +340,6 @@ class RemoteEngine:
                     assert request.prompt is not None
                     same_prompt(request.prompt, found.prompt)
                     return self._versioned(found, flight)
-                except BadAnswer:
-                    self.stats.bad_answers += 1
-                    raise
                 except ForeignWeights as error:
                     if restored:
                         raise
@@ -402,8 +393,7 @@ class RemoteEngine:
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
         """Send the newest weights to a server that was restarted: it has the weights that it was started with.
 
-        Raises EngineStopped if this engine has published no weights: the server then samples from another model than
-        the run's."""
+        Raises EngineStopped if this engine has published none: the server has another model then."""
         if not self._written:
             raise EngineStopped(str(error), "model") from error
         async with self._publishing, self._stopping():
@@ -471,8 +461,7 @@ class RemoteEngine:
         them within 10 seconds, or when the partial answer fails a check."""
         try:
             if flight.stream is not None and self._dialect.streams:
-                # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection, and
-                # the server then ends the request.
+                # The chunks received so far are the partial answer. `asking.cancel()` below ends the request there.
                 return self._versioned(self._dialect.parse(flight.stream.answer(cut=True)), flight)
             # The server answers the original request, still shielded, with what it sampled before the abort.
             route, body = self._dialect.abort(flight.id)

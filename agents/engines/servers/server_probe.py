@@ -35,8 +35,7 @@ class NotTrainable(TapereelError, RuntimeError):
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """Return the dialect for `server`, the first one that it doesn't refuse, and the server's capabilities. Raises
-    NotTrainable or EngineError."""
+    """The first dialect that `server` doesn't refuse, and its capabilities. Raises NotTrainable or EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = (
         [SGLangGenerate()] if kind.startswith("SGLang") else [Generate(), Completions(), Chat(renderer.template_kwargs)]

@@ -53,8 +53,7 @@ class ServerFailed(EngineError):
 
     @property
     def away(self) -> bool | None:
-        """Whether the server is away: it can't be reached, or accepts no request now. None: away, or at fault in this
-        request alone (a timeout, 408, 500)."""
+        """Whether the server is away: it accepts no request now. None: away, or only slow (a timeout, 408, 500)."""
         if self.slow or self.status in (408, 500):
             return None
         return self.retry
@@ -65,8 +64,7 @@ class Server:
 
     def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0, connections: int = 512):
         """`key_variable` names the environment variable with the API key. `seconds` is the default timeout of a
-        request; `connections` is the maximum number of open connections. ValueError for a `url` that has no http
-        scheme, or that contains a secret."""
+        request; `connections` is the maximum of open ones. ValueError for a `url` without http or with a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
         if holds_secret(url):
@@ -106,8 +104,7 @@ class Server:
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:
-        """Yield the answer to a POST as it arrives, in pieces of any size. The timeout applies to each piece, not to
-        the whole answer. Raises ServerFailed."""
+        """Yield the answer to a POST in pieces, as it arrives. The timeout is that of a piece. Raises ServerFailed."""
         where, size = f"POST {self.url}{route}", 0
         async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
             async for part in answer.content.iter_chunked(1 << 16):
@@ -231,16 +228,14 @@ class Server:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free at `address` now; another process can take it before its use. Raises OSError if this
-    machine doesn't have the address."""
+    """Return a port that is free at `address` now; another process may take it. OSError for an address elsewhere."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
 
 
 async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
-    """Return the whole body. Raises ServerFailed for more than `LARGEST` bytes, so that a server can't exhaust this
-    process's memory."""
+    """Return the whole body. ServerFailed for more than `LARGEST` bytes: memory is bounded."""
     parts, size = [], 0
     async for part in stream.iter_chunked(1 << 16):
         size += len(part)

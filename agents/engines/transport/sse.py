@@ -1,8 +1,7 @@
 """Parses server-sent events, and completions that arrive as server-sent events.
 
 `Events` cuts bytes into events; the pieces may end anywhere, inside a UTF-8 character too. `ChunkStream` merges the
-chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both. Neither class
-opens a connection or reads a clock.
+chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ class StreamFailed(BadAnswer):
 
 
 class Events:
-    """Collects bytes and returns the `data` of each complete event. Lines end in LF, CR LF or CR. Comments and all
-    other fields are ignored."""
+    """Collects bytes and returns the `data` of each complete event. Other fields are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """Return the data of the events that `piece` completes. Raises BadAnswer for more than `LONGEST` buffered bytes
-        or for invalid UTF-8."""
+        """The data of the events that `piece` completes. BadAnswer for more than `LONGEST` bytes, or invalid UTF-8."""
         self._rest += piece
         if len(self._rest) > LONGEST:
             raise BadAnswer(f"the stream has an event of more than {LONGEST >> 20} MiB")
@@ -51,8 +48,7 @@ class Events:
         return found
 
     def _line(self) -> str | None:
-        """Remove and return the first complete line; None when there is none yet. Only complete lines are decoded: the
-        buffer may end inside a UTF-8 character."""
+        """Remove and return the first complete line; None when there is none yet."""
         ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
         if not ends:
             return None
@@ -120,8 +116,7 @@ class ChunkStream:
         """Return the answer of an unstreamed request. Raises BadAnswer when the stream is incomplete.
 
         `cut` means that the caller ended the stream: the partial answer is returned, with finish reason `abort`."""
-        # A connection that closes early looks like an end of stream. Without this check a truncated completion would be
-        # recorded as a finished one.
+        # A connection that closes early looks like an end of stream. A truncated completion must not count as finished.
         if not cut and not (self.done and "finish_reason" in self._choice):
             raise BadAnswer("the stream broke off before its end")
         ended = {"finish_reason": "abort"} if cut else {}

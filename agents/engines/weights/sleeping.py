@@ -6,8 +6,7 @@ The state machine has three known states. Each call is idempotent and leads to o
 
 In `asleep`, a server has neither weights nor KV on the GPU. In `weights`, it has weights and no KV, so a weight sync
 can write new weights. A failed call leaves the state `unknown`, and the next call repeats all of its steps. Before each
-step towards `awake`, `Sleeper` clears two caches: the unused GPU memory of this process, and the server's prefix cache,
-whose keys and values no longer exist.
+step towards `awake`, `Sleeper` clears two caches: the unused GPU memory of this process, and the server's prefix cache.
 
 vLLM has `/sleep` and `/wake_up`, with `--enable-sleep-mode` on CUDA. Its CPU build accepts both calls, pauses, and
 keeps its memory. SGLang has `/release_memory_occupation` and `/resume_memory_occupation`.

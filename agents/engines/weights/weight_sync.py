@@ -161,8 +161,7 @@ async def sync_servers(
     """Send the weights in `folder` to every server as `version`.
 
     Raises PublishFailed with the failed step and its server; completions in flight then end on all servers. Adds the
-    seconds of each step to `timers`. A cancellation skips the cleanup and can leave servers paused: see
-    `VLLMReload.free`."""
+    seconds of each step to `timers`. A cancellation can leave servers paused: see `VLLMReload.free`."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),

@@ -60,8 +60,7 @@ class VLLMTransfer(VLLMReload):
         except ServerFailed as error:
             if error.status != 500:
                 raise
-            # Status 500: no update is open. Either there was none, or the failed load ended it and left layers open. An
-            # empty update closes them.
+            # Status 500: no update is open. The failed load may have left layers open: an empty update closes them.
             await self._post("/start_weight_update")
             await self._post("/finish_weight_update", {"weight_version": version})
 
@@ -105,8 +104,7 @@ class NCCLTransfer(VLLMTransfer):
         super().__init__(server, seconds=seconds)
         self._address, self._port = address, port
         self._group: Any = None
-        # Python can't stop a thread that waits in NCCL for a dead worker. A daemon thread doesn't block the exit of
-        # this process.
+        # Python can't stop a thread that waits in NCCL for a dead worker. A daemon doesn't block the exit.
         self._thread = EnvironmentThread("nccl")
 
     async def init(self) -> None:

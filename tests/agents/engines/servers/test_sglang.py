@@ -260,7 +260,7 @@ def test_other_ways_to_publish_are_refused() -> None:
     with pytest.raises(ValueError, match="SGLang servers reload a folder"):
         ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), publish="transfer")
     with pytest.raises(NotTrainable, match="reload only"):
-        using(SGLangServer(), lambda engine: engine.health(), way="transfer")
+        using(SGLangServer(), lambda engine: engine.complete(ask()), way="transfer")
 
 
 def test_a_server_of_another_kind_is_refused() -> None:
@@ -269,4 +269,4 @@ def test_a_server_of_another_kind_is_refused() -> None:
             return web.Response(status=404)
 
     with pytest.raises(NotTrainable, match="neither vLLM"):
-        using(Other(), lambda engine: engine.health())
+        using(Other(), lambda engine: engine.complete(ask()))
