@@ -64,9 +64,7 @@ class LoopWatch:
     ) -> None:
         if seconds <= 0:
             raise ValueError(f"seconds is {seconds}; it must be more than 0")
-        self._on_stall = on_stall
-        self._seconds = seconds
-        self._clock = clock
+        self._on_stall, self._seconds, self._clock = on_stall, seconds, clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

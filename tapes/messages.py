@@ -26,9 +26,7 @@ class Messages(Sequence[Message]):
     __slots__ = ("_items", "_n", "head")
 
     def __init__(self, head: tuple[Message, ...], items: list[Message], n: int) -> None:
-        self.head = head
-        self._items = items
-        self._n = n
+        self.head, self._items, self._n = head, items, n
 
     def __len__(self) -> int:
         return len(self.head) + self._n

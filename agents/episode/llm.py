@@ -100,10 +100,7 @@ class LLM:
         self._recorded = engine if isinstance(engine, RecordedEngine) else None
         self._clock = Clock(recorder, seed)
         self._conversations = Conversations(recorder, engine)
-        self._seed = seed
-        self._limits = limits
-        self._retries = retries
-        self._backoff = backoff
+        self._seed, self._limits, self._retries, self._backoff = seed, limits, retries, backoff
         self.timers = Timers(limits, engine)
         self._asking: set[asyncio.Task[Any]] = set()
         """Tasks with a call in flight."""

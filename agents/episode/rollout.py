@@ -174,10 +174,7 @@ class Episode:
         limits: Limits,
         retries: int,
     ) -> None:
-        self.agent = agent
-        self.env = env
-        self.recorder = recorder
-        self.limits = limits
+        self.agent, self.env, self.recorder, self.limits = agent, env, recorder, limits
         self.log = recorder.log
         self.begin = begin = recorder.log.begin
         self.started = time.perf_counter()

@@ -93,9 +93,7 @@ class GymEnvironment(Environment[Action]):
                 f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment: pass them "
                 "inside the function"
             )
-        self.env = env
-        self.observe = observe
-        self.act = act
+        self.env, self.observe, self.act = env, observe, act
         self.metrics = tuple(metrics)
         self.make: dict[str, Any] = make
         self._env: Any = None

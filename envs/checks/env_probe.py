@@ -81,12 +81,8 @@ class Probe:
         seed: int,
     ) -> None:
         self.findings: list[Finding] = []
-        self.max_turns = max_turns
-        self.timeout = timeout
-        self.seed = seed
-        self._factory = factory
-        self._policy = policy
-        self._stall = stall
+        self.max_turns, self.timeout, self.seed = max_turns, timeout, seed
+        self._factory, self._policy, self._stall = factory, policy, stall
         self._calls = 0
         self._threads: dict[Future[list[Any]], tuple[threading.Thread, LoopWatch | None]] = {}
         self._inside: dict[int, str] = {}

@@ -75,10 +75,7 @@ class Host:
         """`seconds`: time limit of a call; None for no limit. `alone`: in this event loop; no thread is needed."""
         self.dead = False
         """True after a call hung: the state of the environment is unknown."""
-        self._make = make
-        self._declared = declared
-        self._seconds = seconds
-        self._alone = alone
+        self._make, self._declared, self._seconds, self._alone = make, declared, seconds, alone
         self._code = Supervised()
         self._env: AnyEnvironment | None = None
         self._thread: EnvironmentThread | None = None

@@ -85,15 +85,9 @@ class History:
         keep_bytes: int | None = None,
     ) -> None:
         """model: with the base weights. make_trainer: phase -> a fresh trainer. keep, keep_bytes: as in `prune`."""
-        self.store = store
-        self.lineage = lineage
-        self.directory = directory
-        self.model = model
-        self.make_trainer = make_trainer
-        self.renderer = renderer
-        self.tokenizer = tokenizer
-        self.keep = keep
-        self.keep_bytes = keep_bytes
+        self.store, self.lineage, self.directory = store, lineage, directory
+        self.model, self.make_trainer, self.renderer = model, make_trainer, renderer
+        self.tokenizer, self.keep, self.keep_bytes = tokenizer, keep, keep_bytes
         self.updates = 0
         """The number of updates in the present weights."""
         self.trained_tokens = 0

@@ -134,12 +134,8 @@ class Loop:
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
-        self.config = config
-        self.store = store
-        self.history = history
-        self.engine = engine
-        self.seed = seed
-        self.phase = phase
+        self.config, self.store, self.history = config, store, history
+        self.engine, self.seed, self.phase = engine, seed, phase
         self.shown = tuple(shown) if config.demonstrations else ()
         self.players = tuple(players)
         check_players(self.players, config.agents, history.lineage, history.updates)

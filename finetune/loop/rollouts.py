@@ -109,15 +109,9 @@ class Rollouts:
         seed: int,
         phase: str,
     ) -> None:
-        self.config = config
-        self.store = store
-        self.history = history
-        self.engine = engine
-        self.agent = agent
-        self.env = env
-        self.tasks = tasks
-        self.seed = seed
-        self.phase = phase
+        self.config, self.store, self.history = config, store, history
+        self.engine, self.agent, self.env = engine, agent, env
+        self.tasks, self.seed, self.phase = tasks, seed, phase
         self.trained = None if config.agents is None else frozenset(config.agents)
         """Paths of all agents that are trained, by any policy; None: all."""
         self.drops_flat = recipe.select.flat == "drop"

@@ -64,9 +64,7 @@ class Processes:
 
     def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
         """`model` may hold any weights: rank 0's are copied to every rank whenever a trainer is made."""
-        self.ranks = ranks
-        self.model = model
-        self.make_trainer = make_trainer
+        self.ranks, self.model, self.make_trainer = ranks, model, make_trainer
         self.work = copy.deepcopy(model) if ranks.sharded else model
         """The model that is trained; a copy where it is sharded, since `model` must stay whole to sample."""
         ranks.shard(self.work)

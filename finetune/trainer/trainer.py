@@ -80,16 +80,10 @@ class Trainer(PolicyTrainer):
         theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed where the
         attention kernel supports variable lengths."""
         objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
-        self.model = model
-        self.recipe = recipe
-        self.lr = lr
-        self.grad_clip = grad_clip
+        self.model, self.recipe, self.lr, self.grad_clip = model, recipe, lr, grad_clip
         self.schedule = schedule or Schedule()
-        self.reference = reference
-        self.critic = critic
-        self.critic_first = critic_first
-        self.ema = ema
-        self.autocast = autocast
+        self.reference, self.critic, self.critic_first = reference, critic, critic_first
+        self.ema, self.autocast = ema, autocast
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)
         if isinstance(reference, nn.Module):

@@ -131,9 +131,7 @@ class RemoteEngine:
         self.absence = Absence(config.patience)
         self.sleeper = Sleeper(syncs)
         self._servers = tuple(servers)
-        self._dialect = dialect
-        self._renderer = renderer
-        self._config = config
+        self._dialect, self._renderer, self._config = dialect, renderer, config
         self._syncs = tuple(syncs)
         self._takes_weights = takes_weights
         self._temporary: Path | None = None

@@ -74,9 +74,7 @@ class Server:
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
-        self._key_variable = key_variable
-        self._seconds = seconds
-        self._connections = connections
+        self._key_variable, self._seconds, self._connections = key_variable, seconds, connections
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """Key True: each request opens its own connection (`fresh`). Key False: connections are pooled."""
 
