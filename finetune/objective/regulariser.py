@@ -9,8 +9,8 @@ A coefficient is fixed or adaptive. An adaptive coefficient changes after each u
 kl and its n episodes:  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon.
 
 1. k1 as a loss is invalid: its expected gradient is 0. The expected gradient of k2 is that of KL(pi || ref), and the
-expected gradient of k3 is that of KL(ref || pi). 2. The factor of an adaptive coefficient is at least 0, for any number
-of episodes.
+   expected gradient of k3 is that of KL(ref || pi).
+2. The factor of an adaptive coefficient is at least 0, for any number of episodes.
 """
 
 from __future__ import annotations
