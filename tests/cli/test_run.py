@@ -50,7 +50,8 @@ def test_every_task_is_attempted_and_the_summary_says_how_it_ended(tmp_path: Pat
 def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["run", *SCENE, *TEN, *settings('engine.answers=["7"]'), "--out", str(tmp_path / "r")]) == 0
     out, err = capsys.readouterr()
-    assert "mean reward 0.000 ± 0.000 (standard error over tasks) of 10 scored attempts" in out
+    share = "0.0% of the tasks have no result (0 of 10); "
+    assert f"{share}mean reward 0.000 ± 0.000 (standard error over tasks) of 10 scored attempts" in out
     assert "10 tasks x 1 attempts: 10 episodes on tape, 10 of them recorded now" in out
     assert "rolling out: 10/10 reward 0.000" in err
 

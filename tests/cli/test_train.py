@@ -4,6 +4,7 @@ kill."""
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
+from tapereel.finetune.policies.policy import Policy
 from tapereel.finetune.recipes import get_recipe, read_recipes
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
@@ -350,3 +352,44 @@ def test_forks_and_flat_groups_are_settings(model: str, tmp_path: Path, capsys):
     lines = [line for line in read_metrics(tmp_path / "r" / "metrics.jsonl") if line["phase"] == "rl"]
     assert {line["filled"] for line in lines} <= {"full", "short"}
     assert all(line["groups"] + line["groups_aside"] <= 2 * (2 + 1) for line in lines)
+
+
+def test_an_environment_that_changes_the_directory_moves_no_run(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "wanders.py").write_text(
+        "import os\n"
+        "from tapereel.envs.load_named import load_named\n"
+        f"class Wanders(load_named('{EXAMPLE}:Digits')):\n"
+        "    async def reset(self, task):\n"
+        "        os.chdir('/')\n"
+        "        return await super().reset(task)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    scene = ("--agent", f"{EXAMPLE}:player", "--env", "wanders.py:Wanders", "--tasks", f"{EXAMPLE}:tasks")
+    assert main([*train_words(model, Path("here"), "loop.updates=2", scene=scene)]) == 0
+    assert os.getcwd() == "/"
+    assert read_metrics(tmp_path / "here" / "metrics.jsonl")
+    assert main(["verify", str(tmp_path / "here")]) == 0
+
+
+def test_a_resumed_run_samples_nothing_with_weights_that_did_not_arrive(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    out, sampler = tmp_path / "r", Policy.sampler
+    assert main([*train_words(model, out, "loop.updates=2")]) == 0
+    with Store.open(out) as store:
+        before = len(store.summaries())
+
+    async def stale(self: Policy, version: str) -> Any:
+        engine: Any = await sampler(self, version)
+        with torch.no_grad():
+            for weights in engine._decoder.model.parameters():
+                weights.mul_(1.5)
+        return engine
+
+    monkeypatch.setattr(Policy, "sampler", stale)
+    assert main([*train_words(model, out, "loop.updates=3"), "--resume"]) == 1
+    assert "did not arrive at embedded" in capsys.readouterr().err
+    with Store.open(out) as store:
+        assert len(store.summaries()) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
 from typing import Any
 
@@ -244,19 +243,19 @@ def test_code_that_was_left_running_adds_nothing_to_its_tape(tmp_path: Any, monk
                 finally:
                     ended.set()
 
+        class Waits(Faulty):
+            async def close(self) -> None:
+                release.set()
+                await ended.wait()
+
         limits = Limits(agent_seconds=0.1)
         with Store.create(tmp_path / "run") as store:
             one = ScriptedEngine(["7"])
-            tape = await rollout(Lingers(), Faulty, TASKS[1], engine=one, limits=limits, journal=store.writer)
+            tape = await rollout(Lingers(), Waits, TASKS[1], engine=one, limits=limits, journal=store.writer)
             assert tape.end is not None
             assert [cause.type for cause in tape.end.beside] == [CauseType.AGENT]
-            release.set()
-            await ended.wait()
-            await asyncio.sleep(0)
         assert said == ["the episode has ended: a task that outlives its turn can't ask the model"]
-        (file,) = (tmp_path / "run").glob("tapes/*.jsonl")
-        kinds = [json.loads(line)["b"]["t"] for line in file.read_text().splitlines()]
-        assert set(kinds[kinds.index("end") + 1 :]) <= {"commit", "seal", "lead"}
+        assert [step.kind for step in tape] == ["text"]
 
     asyncio.run(scene())
 
