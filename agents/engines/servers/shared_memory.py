@@ -1,7 +1,9 @@
 """Shared memory that a killed vLLM leaves: its segments in /dev/shm outlive its processes, hundreds of MiB each time.
 
-`remember` notes the segments of a running server, in a file of this user. `sweep` deletes noted segments that no
-process maps any more; another program's segments are in no note. Linux only: elsewhere both do nothing.
+`remember` notes the segments and semaphores of a running server, in a file of this user. `sweep` deletes noted ones
+that no process maps any more; another program's are in no note. Linux only: elsewhere both do nothing.
+
+A process that made a semaphore maps it by a name that is gone already, so inodes are compared, not names.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ def _notes() -> Path:
 
 def remember(session: int) -> None:
     """Note the segments that the processes of that session map now; OSError where the note can't be written."""
-    noted = {}
-    for name in _mapped(session):
-        with contextlib.suppress(FileNotFoundError):  # a semaphore whose name is gone already
-            noted[name] = _identity(name)
+    noted, used = {}, _mapped(session)
+    for path in SHARED_MEMORY.iterdir() if used else ():
+        with contextlib.suppress(FileNotFoundError):  # deleted at this moment
+            if path.lstat().st_ino in used:
+                noted[str(path)] = _identity(str(path))
     if noted:
         _notes().mkdir(parents=True, exist_ok=True, mode=0o700)
         (_notes() / f"{session}.json").write_text(json.dumps(noted))
@@ -42,10 +45,10 @@ def sweep() -> list[str]:
         for name, identity in noted.items():
             # A name alone proves nothing: another program may have a segment of this name by now.
             with contextlib.suppress(OSError):
-                if name not in used and _identity(name) == identity:
+                if identity[1] not in used and _identity(name) == identity:
                     os.unlink(name)
                     swept.append(name)
-        if not used.intersection(noted):
+        if not used.intersection(identity[1] for identity in noted.values()):
             note.unlink(missing_ok=True)
     return swept
 
@@ -55,16 +58,15 @@ def _identity(name: str) -> list[int]:
     return [found.st_dev, found.st_ino, found.st_uid]
 
 
-def _mapped(session: int | None) -> set[str]:
-    """Files in shared memory that processes map or hold open; of one session, or of all (None).
+def _mapped(session: int | None) -> set[int]:
+    """Inodes of the files in shared memory that processes map or hold open; of one session, or of all (None).
 
     Processes of other users can't be read. Segments have the mode 0600, so those processes can't map them."""
     return {
-        name
+        inode
         for process in Path("/proc").glob("[0-9]*")
         if session is None or _session(int(process.name)) == session
-        for name in _files(process)
-        if name.startswith(f"{SHARED_MEMORY}/")
+        for inode in _inodes(process)
     }
 
 
@@ -75,10 +77,12 @@ def _session(pid: int) -> int | None:
         return None
 
 
-def _files(process: Path) -> Iterator[str]:
+def _inodes(process: Path) -> Iterator[int]:
     with contextlib.suppress(OSError):  # the process has ended, or is another user's
         for line in (process / "maps").read_text(errors="replace").splitlines():
-            yield line.split(maxsplit=5)[-1]
+            if f" {SHARED_MEMORY}/" in line:
+                yield int(line.split(maxsplit=5)[4])
         for number in (process / "fd").iterdir():
             with contextlib.suppress(OSError):
-                yield os.readlink(number)
+                if os.readlink(number).startswith(f"{SHARED_MEMORY}/"):
+                    yield number.stat().st_ino

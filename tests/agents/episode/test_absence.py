@@ -166,10 +166,11 @@ def test_a_request_that_alone_is_not_answered_fails_alone() -> None:
                     await tries.failed(error)
 
         failing = asyncio.create_task(alone())
-        while not failing.done():
-            with absence.request() as tries:
-                tries.answered()
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):
+            while not failing.done():
+                with absence.request() as tries:
+                    tries.answered()
+                await asyncio.sleep(0.01)
         assert failing.exception() is error, "the run goes on"
         assert absence.since is None
 
