@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, cast
 
@@ -69,10 +70,11 @@ FORMER: dict[str, str] = {
 }
 """Former verb -> how it is spelled now."""
 
-_EPILOG = """\
+_EPILOG = f"""\
 exit codes: 0 it worked or holds, 1 it failed or diverged, 2 it can't be verified, 64 wrong usage; the model's server:
 69 is away, 75 the budget is spent, 77 rejects the API key, 78 has no such model
-`tapereel VERB --help` shows a verb's arguments and an example"""
+`tapereel VERB --help` shows a verb's arguments and an example
+documentation: {Path(__file__).parents[1] / "docs" / "index.md"}; programs to copy: `examples` beside its folder"""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -17,6 +17,7 @@ import secrets
 import sqlite3
 import sys
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -110,6 +111,8 @@ class Index:
         self.folder, self.disk = folder, disk
         self._path = path
         self._db = self._load()
+        # From Python 3.13 a connection that is collected while open warns. Stores that nobody closes are usual.
+        weakref.finalize(self, self._db.close)
         self._read_lines = 0
         """Lines that this process read, and the file therefore lacks."""
         self._tapes: dict[str, TapeFold] = {}

@@ -111,6 +111,9 @@ def test_the_top_lists_the_verbs_and_refuses_others(capsys: pytest.CaptureFixtur
     assert [name for names in cli.GROUPS.values() for name in names] == list(cli.VERBS), "the same verbs, in one order"
     assert all(f"  {name}" in shown and text in shown for name, (_, text) in cli.VERBS.items())
     assert all(f"\n{group}:\n" in shown for group in cli.GROUPS)
+    index = Path(shown.split("documentation: ")[1].split(";")[0])
+    assert index.is_file()
+    assert (index.parents[1] / "examples").is_dir()
     assert cli.main(["shwo"]) == Exit.USAGE
     assert "'shwo'" in capsys.readouterr().err
     assert cli.main([]) == Exit.USAGE

@@ -71,6 +71,15 @@ def test_the_packages_in_pyproject_are_the_packages_in_the_tree():
     assert loose == set(), "modules in folders without __init__.py would be missing from a wheel"
 
 
+def test_the_wheel_holds_the_pages_and_the_examples():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    data = project["tool"]["setuptools"]["package-data"]["tapereel"]
+    packed = {path for pattern in data for path in ROOT.glob(pattern)}
+    wanted = {path for folder in ("docs", "examples") for path in (ROOT / folder).iterdir() if path.is_file()}
+    assert wanted - packed == set()
+    assert ROOT / "README.md" in packed, "pages link to it"
+
+
 def test_imports_run_one_way():
     wrong = []
     for path in _modules():

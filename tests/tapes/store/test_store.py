@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sqlite3
 from pathlib import Path
@@ -381,3 +382,13 @@ def test_a_record_that_cant_be_read_hides_nothing_but_itself(tmp_path: Path, bod
     report = verify(tmp_path / "run")
     assert report.exit_code == 1
     assert any(f"record {unread.n} of segment" in line for line in report.broken)
+
+
+def test_the_index_of_a_store_that_was_not_closed_closes_its_database(tmp_path: Path):
+    Store.create(tmp_path / "run", durability="os").close()
+    store = Store.open(tmp_path / "run")
+    database = store.index._db
+    del store
+    gc.collect()
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        database.execute("select 1")
