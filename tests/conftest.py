@@ -1,13 +1,17 @@
-"""What holds for every test: one thread for numerics, and no network beyond this machine."""
+"""What holds for every test: one thread for numerics, no network beyond this machine; and `--without`."""
 
 from __future__ import annotations
 
+import importlib.util
 import ipaddress
 import os
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Before torch or a tokenizer is imported by any test: they read these once.
@@ -48,3 +52,44 @@ def _refuse_network(event: str, args: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(_refuse_network)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--without",
+        metavar="PACKAGE",
+        help="skip, and count, what fails because PACKAGE, which must not be installed, is missing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    package = config.getoption("--without")
+    if package and importlib.util.find_spec(package):
+        raise pytest.UsageError(f"--without {package}: {package} is installed, so no test may be left out")
+
+
+def _skip(report: pytest.CollectReport | pytest.TestReport, call: pytest.CallInfo[Any] | None, package: str) -> None:
+    """Turn a failure into a skip where its traceback, or the output of the command that it ran, names the package."""
+    if call is None or call.excinfo is None or report.outcome != "failed":
+        return
+    text = "".join([*traceback.format_exception(call.excinfo.value), *(text for _, text in report.sections)])
+    text = text.replace("\\'", "'")  # an assertion shows the output of a command as its repr
+    if f"No module named '{package}'" in text or f"needs the package '{package}'" in text:
+        report.outcome = "skipped"
+        report.longrepr = (report.nodeid, 0, f"Skipped: needs {package}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    if package := collector.config.getoption("--without"):
+        _skip(report, getattr(report, "call", None), package)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if package := item.config.getoption("--without"):
+        _skip(report, call, package)
+    return report

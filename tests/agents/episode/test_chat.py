@@ -52,7 +52,7 @@ def test_a_misread_answer_is_a_thought_that_the_model_sees():
     [
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "inside each other"),
         ('{"name": "w_guess", "arguments": ' + '{"a": ' * 400 + "1" + "}" * 401, "inside each other"),
-        ('{"name": "w_guess", "arguments": "' + "[" * 5000 + '"}', "inside each other"),
+        ('{"name": "w_guess", "arguments": "' + "[" * 100_000 + '"}', "inside each other"),
         (r'{"name": "w_guess", "arguments": {"number": "\ud800"}}', "half of a character"),
         ('{"name": "w_guess", "arguments": {"number": NaN}}', "NaN is no JSON number"),
         ('{"name": "w_guess", "arguments": {"number": 1e999}}', "beyond all numbers"),

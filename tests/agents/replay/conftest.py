@@ -12,8 +12,6 @@ from tapereel.agents import Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.cli import main
-from tapereel.envs.adapters.calculator import Calculator, calculator_tasks, demonstrate
-from tapereel.finetune.run.demonstrations import calculator_agent
 from tapereel.tapes.store.store import Store
 
 from ...cli.lab import MICRO, SCENE, settings
@@ -24,6 +22,9 @@ THOUSAND = 1000
 @pytest.fixture(scope="session")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Demonstrations as the demo records them, with tokens, by its agent in its environment."""
+    from tapereel.envs.adapters.calculator import Calculator, calculator_tasks, demonstrate
+    from tapereel.finetune.run.demonstrations import calculator_agent
+
     path = tmp_path_factory.mktemp("thousand") / "run"
     tokenizer = char_tokenizer()
     tasks = list(calculator_tasks(200))
