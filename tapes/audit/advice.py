@@ -97,7 +97,7 @@ def _updates(lines: Lines) -> Iterator[str]:
     if known:
         yield (
             f"The reward did not rise beyond its interval: from the first to the last {some} updates it changed by "
-            f"{(low + high) / 2:+.3f} [{low:+.3f}, {high:+.3f}]."
+            f"{(low + high) / 2:+.3f} [{low:+.3f}, {high:+.3f}] (what to do: docs/reward_does_not_climb.md)."
         )
     trained = [line for line in last if line.get("trained_tokens")]
     moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
