@@ -55,8 +55,7 @@ def check_port(port: int) -> None:
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
-    """UsageError where no file can be written at `path`, the value of `flag`. Call it before the work, so that hours of
-    work don't end in an answer that can't be written."""
+    """UsageError where no file can be written at `path`, the value of `flag`. Call it before the work."""
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if path is not None and Path(path).is_dir():

@@ -1,8 +1,7 @@
 """Curriculum: chooses the next task by its measured difficulty.
 
 Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed; untried tasks form the
-pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws the same
-tasks as an uninterrupted one.
+pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws them again.
 """
 
 from __future__ import annotations

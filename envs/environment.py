@@ -168,8 +168,7 @@ class Environment(Generic[ActionT, TaskT]):
     """What repeating an action does to the outside world: nothing, the same as once, or harm. Unless it is `pure`, an
     action's intent is durable on disk before `step` is called."""
     blocking: ClassVar[bool] = False
-    """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
-    rollout then runs each call in a separate thread."""
+    """True when the methods below block the event loop (a C library, a sync simulator): calls then run in a thread."""
 
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore when re-executing, as `{"reading.text": "[0-9]+ ms"}`. A key is a field of an

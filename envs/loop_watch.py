@@ -116,8 +116,7 @@ class LoopWatch:
         if silent >= self._seconds and not self._reported:
             self._reported = True
             frame = sys._current_frames().get(self._watched)
-            # The loop may continue between the heartbeat check and the stack read: without the second check, a healthy
-            # loop's idle stack would be reported as a stall.
+            # The loop may continue between the heartbeat check and the stack read: then it is no stall.
             if frame is not None and not self._alive:
                 self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame))))
         return True

@@ -155,8 +155,7 @@ class Sampling(Value):
     """Further settings of the engine (penalties, grammars). They make a call unfit for RL, because they change the
     distribution; `stop`, the texts that end an answer, does not."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
-    other tokens."""
+    """Temperature of the first token (FIRE: 10 is usual); its log-prob is at this temperature. None: no other."""
 
     @property
     def exact(self) -> bool:
@@ -366,8 +365,7 @@ class Call(Sampled):
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
     """Whether a component with these fields leaves its whole tape unscored.
 
-    It does when it counts (weight not 0) and is NaN, or when it records the failure of its source. A metric that is NaN
-    doesn't affect the reward.
+    It does when it counts (weight not 0) and is NaN, or when it records the failure of its source.
     """
     return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 

@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.checks.findings import CheckReport, Finding, checked
@@ -89,25 +89,21 @@ class _Failed(Exception):
     """A finding makes the later checks impossible."""
 
 
+@dataclass
 class _Check:
-    def __init__(
-        self,
-        messages: Sequence[Message],
-        weights: Mapping[str, Tensor] | None,
-        trainable: bool,
-        max_tokens: int,
-        timeout: float,
-        seed: int,
-    ) -> None:
-        self.messages, self.weights, self.trainable = messages, weights, trainable
-        self.max_tokens, self.timeout, self.seed = max_tokens, timeout, seed
-        self.findings: list[Finding] = []
-        self.passed: set[str] = set()
-        self.skipped: dict[str, str] = {}
-        self.current = "members"
-        self.name = "engine"
-        self.can_train = False
-        self.sampled = 0
+    messages: Sequence[Message]
+    weights: Mapping[str, Tensor] | None
+    trainable: bool
+    max_tokens: int
+    timeout: float
+    seed: int
+    findings: list[Finding] = field(default_factory=list)
+    passed: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)
+    current: str = "members"
+    name: str = "engine"
+    can_train: bool = False
+    sampled: int = 0
 
     def found(self, check: str, sentence: str, *, warning: bool = False) -> None:
         severity = "warning" if warning else "error"

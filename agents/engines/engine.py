@@ -86,8 +86,7 @@ class Request:
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
     """Called once with what was sampled so far when the request is cancelled, before CancelledError is raised."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
-    """An engine that can tell calls it once, when the model begins to work at the request: the time before is the
-    engine's queue (`agents/episode/timers.py`)."""
+    """An engine that can tell calls it once, when the model begins to work at the request (`episode/timers.py`)."""
     listener: Listener | None = field(default=None, compare=False)
     """Receives tokens while they are sampled; an engine that can't stream never calls it. It changes no sample."""
 
@@ -223,8 +222,7 @@ class SleepingEngine(TrainableEngine, Protocol):
     """An engine that can free its GPU memory while the trainer computes (`loop.sleep`)."""
 
     async def sleep(self) -> None:
-        """Free the GPU memory. Requests in flight end as `abort`; later ones raise EngineError until `wake`. Does
-        nothing when already asleep."""
+        """Free the GPU memory, once. Requests in flight end as `abort`; later ones raise EngineError until `wake`."""
         ...
 
     async def wake(self) -> None:

@@ -341,11 +341,9 @@ class LLM:
         return self._latch(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
 
     async def _take_tokens(self, request: Request) -> int:
-        """Take tokens of the episode's limit for this request. LimitReached where all are spent.
-
-        In a replay the engine says how many the recorded call had: how long a call waited for the tokens of others
-        depended on how long their answers took, which no tape records.
-        """
+        """Take tokens of the episode's limit for this request. LimitReached where all are spent. In a replay the engine
+        says how many the recorded call had: how long a call waited for the tokens of others depended on how long their
+        answers took, which no tape records."""
         if self._recorded is not None and self._limits.tokens is not None:
             recorded = await self._recorded.granted(request, self._budget)
             if recorded is not None:
@@ -418,10 +416,8 @@ class LLM:
     def _write(
         self, pending: PendingCall, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish
     ) -> None:
-        """Count the sampled tokens and record the call, however it ended.
-
-        Only an answered call is attributed to later steps (see `__call__`): an agent never saw the other ones.
-        """
+        """Count the sampled tokens and record the call, however it ended. Only an answered call is attributed to later
+        steps (see `__call__`): an agent never saw the other ones."""
         ids = completion.ids
         self.sampled += len(ids) if ids is not None else completion.usage.completion_tokens or 0
         self._conversations.write(pending, completion, attempts, finish=finish)
@@ -472,10 +468,8 @@ class _Timed:
 
 
 class _SafeListener:
-    """Passes tokens to an agent's listener until it raises, and keeps its first error.
-
-    The engine calls it. An agent's error raised there would break the engine's loop for all episodes that share it.
-    """
+    """Passes tokens to an agent's listener until it raises, and keeps its first error. The engine calls it. An agent's
+    error raised there would break the engine's loop for all episodes that share it."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener

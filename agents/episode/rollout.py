@@ -394,10 +394,8 @@ class Episode:
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """The final rewards: those of the environment's `finish`, then those of sources that read the whole tape.
-
-        Only an episode that can be trained on is scored.
-        """
+        """The final rewards: those of the environment's `finish`, then those of sources that read the whole tape. Only
+        an episode that can be trained on is scored."""
         if not trains(status, cause.type if cause is not None else None):
             return status, cause
         try:
@@ -475,10 +473,8 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own.
-
-    Code typed into an interpreter or a notebook counts as the user's; `<string>` doesn't: dataclasses compile under it.
-    """
+    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own. Code typed into an
+    interpreter or a notebook counts as the user's; `<string>` doesn't: dataclasses compile under it."""
     if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
         return False
     if file.startswith("<"):

@@ -260,10 +260,8 @@ class Control(Gateway):
         return {"paused": self.resume()}
 
     async def _begin(self, request: web.Request) -> object:
-        """Begin a tape. Returns its id, its API key and the base URL for requests to the model.
-
-        Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
-        """
+        """Begin a tape. Returns its id, its API key and the base URL for requests to the model. Raises Refused if the
+        gateway ends or too many tapes are open, and StoreFailed if the tape can't be written."""
         asked = self._body(request, BeginTape)
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")

@@ -160,8 +160,7 @@ class Session:
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: BaseException | None = None
-        """The exception that must end the episode, even if the program ignores the refused request: a failing store,
-        the end of a replay, an error of Tapereel."""
+        """The exception that must end the episode: a failing store, the end of a replay, an error of Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure; None if a later request was answered."""
         self.limited: LimitReached | None = None
@@ -335,10 +334,8 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """The recorded form of a message that repeats a sent answer with tool calls; other messages are unchanged.
-
-        The role `developer` becomes `system`, which chat templates know.
-        """
+        """The recorded form of a message that repeats a sent answer with tool calls; other messages are unchanged. The
+        role `developer` becomes `system`, which chat templates know."""
         calls = message.get("tool_calls") or ()
         sent = self._sent.get(calls[0]["id"]) if calls else None
         if sent is not None and sent[0] == message:
@@ -385,10 +382,8 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """A name from the messages up to the first one that isn't a system message.
-
-    Every continuation of a conversation has the same name, in any order of concurrent requests.
-    """
+    """A name from the messages up to the first one that isn't a system message. Every continuation of a conversation
+    has the same name, in any order of concurrent requests."""
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
 

@@ -1,7 +1,6 @@
 """OpenAI's chat-completions protocol as pure functions: they read a request and write an answer.
 
-Every field of a request is honoured, is refused with its name, or can't change what is sampled. No field that matters
-is dropped silently. HTTP is in `gateway_server`.
+Every field of a request is honoured, is refused with its name, or can't change what is sampled.
 """
 
 from __future__ import annotations

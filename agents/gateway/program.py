@@ -166,10 +166,8 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
 
 
 class _Ran(asyncio.SubprocessProtocol):
-    """Collects a command's output and its end.
-
-    The end is the exit of the process, not the end of its pipes: a child that survives can hold them open.
-    """
+    """Collects a command's output and its end. The end is the exit of the process, not the end of its pipes: a child
+    that survives can hold them open."""
 
     def __init__(self) -> None:
         self.said, self.complained = bytearray(), b""
@@ -256,8 +254,7 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
-    # `users` is counted before the lock is taken: a program that ends at the same time then sees this user and doesn't
-    # stop the gateway that this program is about to use.
+    # `users` is counted before the lock is taken: a program that ends then sees this user and doesn't stop the gateway.
     shared.users += 1
     try:
         async with shared.lock:

@@ -321,10 +321,8 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """The text after the base's answer, where the template rewrote earlier answers.
-
-        The answers are replaced by a blank in both renderings, so that their text makes no difference.
-        """
+        """The text after the base's answer, where the template rewrote earlier answers. The answers are replaced by a
+        blank in both renderings, so that their text makes no difference."""
         blank = next((char for char in _BLANKS if char not in text), None)
         if blank is None:
             return None, "the template rewrote history, and content uses every character that could stand for an answer"

@@ -66,8 +66,7 @@ def read_tool_calls(
 
     tools: names or schemas of the tools that were offered. A bare JSON object is a call only if it has the name of one;
     what stands behind a mark such as `<tool_call>` is meant as a call in any case. native: the calls in the chat
-    format, where the engine has parsed them; the text isn't read then. thinking: whether the answer begins inside a
-    thought, which the prompt has opened.
+    format, where the engine has parsed them; the text isn't read then. thinking: whether the prompt opened a thought.
     """
     if native:
         return _read(text, [_native_call(call) for call in native])
@@ -159,8 +158,7 @@ def _run(text: str, at: int) -> list[_Written]:
 
 
 _FORMATS: Mapping[str, Callable[[str, int], list[_Written]]] = {_TAG: _tagged, "<|python_tag|>": _run}
-"""The mark of a format -> the calls in a text whose mark ends at an index; at least one, which may be broken. Calls
-without any mark (Llama 3) are in `_find`."""
+"""The mark of a format -> the calls in a text whose mark ends at an index; at least one, which may be broken."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
@@ -217,10 +215,8 @@ def _written_call(body: str) -> tuple[Message | None, str]:
 
 
 def _parts(call: JsonValue) -> tuple[str, JsonValue]:
-    """(name, arguments) of a call as an object, also in the chat format. ValueError says what is wrong with it.
-
-    Nothing beside name and arguments is dropped: it may be arguments in a place where no tool would get them.
-    """
+    """(name, arguments) of a call as an object, also in the chat format. ValueError says what is wrong with it. Nothing
+    beside name and arguments is dropped: it may be arguments in a place where no tool would get them."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise ValueError(_SHAPE)

@@ -138,11 +138,9 @@ class ReplayEngine:
         return None
 
     def _may_be(self, call: Call, conversation: str) -> bool:
-        """Whether a request of this conversation may be the recorded call.
-
-        A conversation of an external program is named by its first messages. So an unknown name there is a recorded
-        conversation whose first messages changed, and the comparison can say what changed.
-        """
+        """Whether a request of this conversation may be the recorded call. A conversation of an external program is
+        named by its first messages. So an unknown name there is a recorded conversation whose first messages changed,
+        and the comparison can say what changed."""
         if call.conversation == conversation or not self.patience or self._only is None:
             return call.conversation == conversation
         return all(other.conversation != conversation for other in self._only.calls)

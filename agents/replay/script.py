@@ -280,8 +280,7 @@ class Script:
         return Likely.CODE, f"the agent yields another step, {what}"
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
-        """Whether the step may have been parsed from the answers of the recorded step's calls: one of its texts is in
-        an answer, or an answer is in one of its texts."""
+        """Whether the recorded step's answers may have given the step: a text of one is in the other."""
         answers = [self.tape.call(call) for call, _, _ in entry.calls]
         heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
         texts = [call.text.casefold() for call in answers if call.text]

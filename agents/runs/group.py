@@ -67,8 +67,7 @@ async def run_all(
     """`await work(item)` for each item, started in order, at most `concurrency` at once (None: all). Results in order.
 
     The first error cancels the rest and is raised alone, after every task has ended. Without that wait the rest would
-    go on to sample and to write tapes after the caller closed the engine or the store. The other errors follow from the
-    first: a store that fails, fails for every episode.
+    go on to sample and to write tapes after the caller closed the engine or the store. The others follow from it.
     """
     todo = list(items)
     results: dict[int, ResultT] = {}

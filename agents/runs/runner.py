@@ -336,8 +336,7 @@ def score_run(
     """(the scores, the rewards by task of the run and of the one it is compared with, by name).
 
     k: pass@k for these; empty: powers of two as far as there are attempts. success: the least reward of a success. by:
-    also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError
-    where a split has no closed tape.
+    also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError.
     """
     with ExitStack() as stores:
         store = stores.enter_context(Store.open(run))

@@ -175,8 +175,7 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
 
 
 class LiteLLMConfig(RequestConfig, OptionsConfig):
-    """A hosted model of any provider that litellm supports. Its answers are text without log-probs: they suit
-    imitation (SFT) and not reinforcement learning."""
+    """A hosted model of any provider that litellm supports. Its texts have no log-probs: they suit imitation only."""
 
     kind: Literal["litellm"] = "litellm"
     model: str

@@ -200,10 +200,8 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
-    """The value that the factory makes, closed again where it is an environment.
-
-    Both run in a thread that is left behind after `LOAD_SECONDS`: code of the user's that hangs must not hang the load.
-    """
+    """The value that the factory makes, closed again where it is an environment. Both run in a thread that is left
+    behind after `LOAD_SECONDS`: code of the user's that hangs must not hang the load."""
     doing = f"{name}()"
 
     def work() -> object:
@@ -318,9 +316,7 @@ def _name_of(thing: Any) -> str:
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
     """As `_name_of`. A short list of plain values is its own name; an unnamed object also gets the digest of its tasks.
-
-    Without the digest, a resumed run could continue with other tasks without an error.
-    """
+    Without the digest, a resumed run could continue with other tasks without an error."""
     if (
         isinstance(thing, list | tuple)
         and len(thing) <= LISTED

@@ -130,8 +130,7 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 def team_of(
     engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
 ) -> EngineT | TeamEngine:
-    """`engine` alone, or a team of it and the players' `engines`, by name. The team's `close` doesn't close the engines
-    of the players in `lent`, which the caller owns."""
+    """`engine` alone, or a team of it and the players' `engines`, by name. The caller owns the engines in `lent`."""
     if not players:
         return engine
     seats = {path: engines[name] for name, player in players.items() for path in player.agents}

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 Observe = Callable[[Any, Any], Observation]
 """(observation, gymnasium environment) -> what the agent sees. May call the environment's `render`."""
 Act = Callable[[Any, Any], Any]
-"""(action, gymnasium environment) -> argument of `env.step`. The agent sees the message of a ValueError as a
-`GymRefusal`; `env.step` is then not called."""
+"""(action, gymnasium environment) -> argument of `env.step`. A ValueError becomes a `GymRefusal`."""
 
 
 class GymObservation(Observation, kind="gym_observation"):

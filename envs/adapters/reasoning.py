@@ -1,7 +1,6 @@
 """Tasks and scorers of reasoning-gym, which is imported at the first use.
 
-Its generator seeds item i with `seed + i`, so the sets of neighbouring seeds overlap: make one taskset and `split` it
-by hash, or held-out tasks occur in training.
+Its generator seeds item i with `seed + i`, so the sets of neighbouring seeds overlap: make one taskset and `split` it.
 """
 
 from __future__ import annotations

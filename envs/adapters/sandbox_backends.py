@@ -261,10 +261,8 @@ class LocalBackend:
 
 def _delete(box: Path) -> None:
     """Delete the box. Without isolation it is a tree on disk that snippets made: NoSandbox if something of it is left.
-
     `find` and `rm` follow no link, and neither a deep path nor many files stop them. Root needs no `find`; others must
-    be able to read and write a folder before they can empty it.
-    """
+    be able to read and write a folder before they can empty it."""
     if os.getuid() != 0:
         unlock = ["find", box, "-type", "d", "!", "-perm", "-700", "-execdir", "chmod", "700", "{}", ";"]
         subprocess.run(unlock, env=_PLAIN, capture_output=True)
@@ -307,10 +305,8 @@ def _roots() -> dict[str, str]:
 
 
 def _binds(paths: Sequence[str], *, image: bool) -> list[str]:
-    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much.
-
-    An image has system folders of its own.
-    """
+    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much. An
+    image has system folders of its own."""
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
     found = [name for name in system if not image and Path(name).is_dir() and not Path(name).is_symlink()]
     for text in paths:

@@ -208,8 +208,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     """Whether an answer was given in this episode."""
 
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
-        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
-        further calls wait."""
+        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls."""
         if parallel < 1:
             raise ValueError(f"parallel must be at least 1, not {parallel}")
         self._sources = [t for t in tools if not isinstance(t, Tool) and isinstance(t, ToolSource)]

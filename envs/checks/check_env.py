@@ -284,10 +284,8 @@ def _outcomes_differ(one: Outcome, other: Outcome) -> str | None:
 
 
 def _check_restore(probe: Probe, k: int, play: Play) -> None:
-    """Restore the first half of an episode in a fresh instance and play the second half: results must be equal.
-
-    The second half shows state that no observation of the first half shows, such as the random generator's.
-    """
+    """Restore the first half of an episode in a fresh instance and play the second half: results must be equal. The
+    second half shows state that no observation of the first half shows, such as the random generator's."""
     cut = len(play.turns) // 2
     tape = _tape(Play(play.task, play.first, play.turns[:cut]), probe, k)
     script = play.turns[cut:]

@@ -376,8 +376,7 @@ def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
 def own_environment(identity: Identity) -> EnvironmentFactory | None:
     """The calculator with the settings on the tape, where the tape was recorded in one; None for any other.
 
-    A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
-    caller or the run's configuration names it.
+    A tape may come from an untrusted source, so a class path on it is never imported.
     """
     from ..adapters.calculator import Calculator
 

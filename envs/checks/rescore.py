@@ -1,8 +1,7 @@
 """Rescoring: runs reward code again over recorded tapes, without agent, environment or model.
 
 Each component is compared with the recorded component of the same name. A component that isn't on the tape is new and
-can be added as a layer. Two reward functions can also be compared with each other. A source that needs more than the
-tape (`pure=False`) can't be verified.
+can be added as a layer. Two reward functions can also be compared with each other.
 """
 
 from __future__ import annotations
@@ -323,8 +322,7 @@ def add_reward_layer(
 ) -> Added:
     """Write the scores of `reward` as `layer` to the tapes that lack the layer, and compare it on the others.
 
-    It runs in one process, since a store has one writer. A tape whose reward fails gets no records. UsageError for the
-    layer that training writes.
+    It runs in one process, since a store has one writer. UsageError for the layer that training writes.
     """
     from ...tapes.store.store import Store
 

@@ -1,8 +1,7 @@
 """Rewards by name, as in a configuration: `module:name`, a `.py` file, or the address of a reward model.
 
 A file has a function for many samples, `reward_func(queries, prompts, labels=..., references=...)`. It receives the
-lists for which it has parameters. It returns a list of numbers (or an array), or a dict of named lists. Loading imports
-the file and so runs its code.
+lists for which it has parameters. It returns a list of numbers (or an array), or a dict of named lists.
 """
 
 from __future__ import annotations

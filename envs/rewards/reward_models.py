@@ -121,8 +121,7 @@ def _finite(value: float) -> bool:
 class Batched:
     """A scorer of single tapes that sends all waiting tapes to a model in one call.
 
-    A call has at most `size` tapes, and at most `concurrency` calls run at once. A failed call leaves all of its tapes
-    unscored.
+    A call has at most `size` tapes, and at most `concurrency` calls run at once. A failed one scores none.
     """
 
     def __init__(

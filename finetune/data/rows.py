@@ -128,17 +128,15 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """The turn of each of the tape's own calls, by its position in the log. A call from which no step was parsed has no
-    other sign of its turn."""
+    """The turn of each of the tape's own calls, by its position in the log."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Each call with the call that it continues, in recorded order, except that parents named by a label come first.
-
-    A call that a label excludes, and that no call continues, is left out: it would take the row of its parent."""
+    """Each call with the call that it continues, in recorded order, except that parents named by a label come first. A
+    call that a label excludes, and that no call continues, is left out: it would take the row of its parent."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
     idle = {name for name, label in labels.items() if label.use != "agent"}

@@ -280,8 +280,7 @@ class History:
         return len(redo)
 
     def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
-        """Load the newest checkpoint that is whole and fits; False where there is none. A damaged one costs only the
-        time to apply its updates again."""
+        """Load the newest checkpoint that is whole and fits; False where there is none."""
         recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
         for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
@@ -314,11 +313,9 @@ class History:
             self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
-        """BrokenHistory where the restored weights differ from those that were published under their version.
-
-        The comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
-        weights under the same version, and tapes of both would count as of one policy.
-        """
+        """BrokenHistory where the restored weights differ from those that were published under their version. The
+        comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
+        weights under the same version, and tapes of both would count as of one policy."""
         recorded = self.store.published.get(self.version)
         found = weights_digest(copied_weights(self.model)) if recorded is not None else None
         if recorded is not None and found != recorded.digest:
@@ -378,10 +375,8 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """The error with the recipe as its cause, where the recipe's digest differs too.
-
-    The digest alone is no error: a new constant of a term changes it, and may leave the update as it was.
-    """
+    """The error with the recipe as its cause, where the recipe's digest differs too. The digest alone is no error: a
+    new constant of a term changes it, and may leave the update as it was."""
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
     if then.get("recipe") in (None, now.get("recipe")):

@@ -121,8 +121,7 @@ class LoopConfig(RecipeConfig):
     demonstrations: int = Field(default=0, ge=0)
     """With a recipe that has an `nll` regulariser: tapes of the warm start that each update imitates as well."""
     max_lag: int = Field(default=1, ge=0)
-    """Largest staleness of a trained token: updates between the policy that sampled it and the one that trains on it.
-    0 is synchronous."""
+    """Largest staleness of a trained token: updates since the policy that sampled it. 0 is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     optimiser: OptimiserConfig = OptimiserConfig()

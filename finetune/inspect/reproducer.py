@@ -249,10 +249,8 @@ class _Walk:
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the present weights with the published digest and the checkpoint file of this update, if any.
-
-        Without the comparison after each update, a difference would show at the last checkpoint only, unlocated.
-        """
+        """Compare the present weights with the published digest and the checkpoint file of this update, if any. Without
+        the comparison after each update, a difference would show at the last checkpoint only, unlocated."""
         n = self.history.updates
         published, file = self.known.get(version_name(lineage, n)), self.files.get(n)
         last = n == self.until

@@ -96,8 +96,7 @@ def _format_of(name: str) -> Format:
 def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
     """Write closed `tapes` to `path`.
 
-    UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
-    record; no file is written then.
+    UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport, without a file.
     """
     chosen, path = _format_of(format), Path(path)
     check_new(path, chosen.endings, format)

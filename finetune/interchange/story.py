@@ -345,10 +345,8 @@ def _write_turn(recorder: Recorder, turn: Turn, before: list[tuple[Turn, Call]],
 
 
 def _continues(turn: Turn, earlier: Turn, call: Call) -> bool:
-    """True if the turn extends the earlier call of the same agent: by token ids if it has them, else by messages.
-
-    Only an exact prefix counts: the tape then stores the rest of the prompt, and `keep` ids of the earlier call.
-    """
+    """True if the turn extends the earlier call of the same agent: by token ids if it has them, else by messages. Only
+    an exact prefix counts: the tape then stores the rest of the prompt, and `keep` ids of the earlier call."""
     if earlier.by != turn.by:
         return False
     if turn.prompt is not None:

@@ -1,7 +1,6 @@
 """Evaluation on held-out tasks: episodes with a sampling of their own, which change no state of training.
 
-Their tapes have a split of their own, so that no update can name them and the accounting of tokens counts them as held
-out. `agents.runs.pass_at_k` computes the scores.
+Their tapes have a split of their own, so that no update can name them. `agents.runs.pass_at_k` computes the scores.
 """
 
 from __future__ import annotations

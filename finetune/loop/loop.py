@@ -267,12 +267,10 @@ class Loop:
         return tuple(sum(len(group.usable) for group in part) for part in parts)
 
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
-        """One update: train, record, publish, in this order.
-
-        A crash before the records are durable loses the update, and resume makes it anew from the same tapes. A crash
-        after that finds the records, and resume applies the update again. If the engine got the weights before the
-        records were durable, a crash would leave tapes sampled by a version that no record explains.
-        """
+        """One update: train, record, publish, in this order. A crash before the records are durable loses the update,
+        and resume makes it anew from the same tapes. A crash after that finds the records, and resume applies the
+        update again. If the engine got the weights before the records were durable, a crash would leave tapes sampled
+        by a version that no record explains."""
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)
@@ -368,10 +366,8 @@ class Loop:
         self._agents_checked = True
 
     def _check(self, stats: UpdateStats) -> None:
-        """SamplerMismatch where sampler and trainer differ by more than the tolerance.
-
-        `stats.mismatch` is of the update's first step alone: after it the trainer has other weights than the sampler.
-        """
+        """SamplerMismatch where sampler and trainer differ by more than the tolerance. `stats.mismatch` is of the
+        update's first step alone: after it the trainer has other weights than the sampler."""
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
             raise SamplerMismatch(

@@ -258,15 +258,12 @@ class Rollouts:
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
-        """Whether an attempt sampled now can still be compared with the group's first attempts: at most `max_lag`
-        updates lie between them."""
+        """Whether an attempt sampled now can still be compared with the group's first attempts: within `max_lag`."""
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
-        """Add the continuations of `loop.forks`, each as an attempt of its own; true if there are any.
-
-        The seed and the attempts alone decide, so a resumed loop draws the same continuations.
-        """
+        """Add the continuations of `loop.forks`, each as an attempt of its own; true if there are any. The seed and the
+        attempts alone decide, so a resumed loop draws the same continuations."""
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False
@@ -382,8 +379,7 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups; they
-        would be sampled for nothing after the last update."""
+        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()

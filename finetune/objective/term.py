@@ -100,9 +100,8 @@ class Kinds:
 
 
 def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = True) -> Term:
-    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported.
-
-    execute: as `load_named`."""
+    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported. execute: as
+    `load_named`."""
     name = str(value["kind"])
     module, _, path = name.rpartition(":")
     main = _main_file()

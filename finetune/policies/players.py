@@ -68,8 +68,7 @@ class Player:
     def update(
         self, plan: Plan, source: Source, mode: str
     ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
-        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
-        in a thread."""
+        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record)."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 

@@ -39,8 +39,7 @@ class Policy:
     """Connects to the servers that sample for the loop; None: an engine in this process samples."""
 
     def copy(self, version: str) -> EmbeddedEngine:
-        """An engine with a copy of the present weights, under the name `version`. The copy lets the trainer change the
-        model while the engine samples."""
+        """An engine with a copy of the present weights, under the name `version`."""
         model = copying.deepcopy(self.model)
         if sampling_attention(self.attention) != self.attention:
             model.set_attn_implementation(sampling_attention(self.attention))

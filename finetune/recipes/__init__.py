@@ -89,8 +89,7 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
     """The recipe of each phase, or why it can't be used here; empty where the run has no such file.
 
-    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes where
-    the file holds no recipes.
+    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes.
     """
     path = directory / run_directory.RECIPES
     if not path.exists():

@@ -180,8 +180,7 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 
 
 def start_tracker(name: str, directory: Path) -> Tracker:
-    """Start a tracker for the run in `directory`, offline unless the environment names a server. It continues the
-    curves of an earlier process of the run."""
+    """Start a tracker for the run in `directory`, offline unless the environment names a server."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 

@@ -320,8 +320,7 @@ class DemoRun(TrainingRun):
             done = min(history.trained_tokens, trained)
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
-        # The control has a store of its own. Its updates name these tapes, so the tapes must be there too; otherwise no
-        # later process could apply the updates again.
+        # The control has a store of its own. Its updates name these tapes, so the tapes must be there too.
         tapes = bring_in(self.out, self.order, history.store, self.policy.renderer)
         warm_start(
             self.demo.warm,

@@ -40,8 +40,7 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
 
 
 def end_name(results: Results, updates: int) -> str:
-    """The name of the evaluation at the end: `after`, or `after-UPDATES` in a run that was made longer at its end. Two
-    ends must not share a split."""
+    """The name of the evaluation at the end: `after`, or `after-UPDATES` in a run that was made longer at its end."""
     ended = any(one.done >= one.updates for one in results.lengths)
     return f"after-{updates:06d}" if ended else "after"
 

@@ -280,10 +280,8 @@ class Training:
 
     def _evaluate_beside(self, done: int) -> None:
         """Start the evaluation that is due after `done` updates of the loop; it begins when the one before has ended.
-
         It has an engine of its own with a copy of the present weights, so training continues meanwhile; or the loop's
-        engine, which gets its next weights after the evaluation. One that a crash cut off is not repeated.
-        """
+        engine, which gets its next weights after the evaluation. One that a crash cut off is not repeated."""
         every = self.config.evaluation.every
         if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
             return

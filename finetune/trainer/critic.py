@@ -148,8 +148,7 @@ class CriticTrainer:
         ranks: Ranks | None = None,
     ) -> None:
         """passes: optimiser steps on each update's targets; with one, the critic learns too slowly for a short run.
-        autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the processes that
-        step together, which must be the trainer's."""
+        autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the trainer's."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:

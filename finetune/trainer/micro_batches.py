@@ -110,10 +110,8 @@ def _families(
 
 
 def _common(rows: Sequence[Row], most: int) -> int:
-    """Number of tokens that all rows begin with, at most `most`.
-
-    `most` ends before the position that predicts the first wanted token: hidden states are read after the prefix only.
-    """
+    """Number of tokens that all rows begin with, at most `most`. `most` ends before the position that predicts the
+    first wanted token: hidden states are read after the prefix only."""
     first = rows[0].input_ids[:most]
     for row in rows[1:]:
         differs = np.flatnonzero(first != row.input_ids[: len(first)])

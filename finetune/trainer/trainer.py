@@ -229,10 +229,8 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """The gradient norm over all ranks, clipped to `clip`; all ranks decide here whether any of them steps.
-
-        Each rank makes the same collective calls in the same order on every path, or the others would wait forever.
-        """
+        """The gradient norm over all ranks, clipped to `clip`; all ranks decide here whether any of them steps. Each
+        rank makes the same collective calls in the same order on every path, or the others would wait forever."""
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
             done.skipped = done.skipped if bad else "another rank"
@@ -314,11 +312,9 @@ class Trainer(PolicyTrainer):
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
         """The loss's gradient by all log-probs (and entropies), for a recipe whose loss of a token reads other tokens.
-
         A first pass scores all tokens without a graph; the loss is differentiated by these log-probs alone. The second
         pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result equals one graph
-        over the whole batch, with the memory of one micro-batch.
-        """
+        over the whole batch, with the memory of one micro-batch."""
         scores = self._score(self.model, rows, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]

@@ -76,8 +76,7 @@ class UpdateStats:
 
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:
-    """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
-    averaged.
+    """Several steps on one prepared batch as one: applied if any was; sums add up, losses and norms are averaged.
 
     `mismatch` is that of the first step alone. After it the weights differ from the sampler's on purpose, so a later
     mismatch says nothing of the numerics of sampler and trainer.
@@ -161,8 +160,7 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
-        """All state besides the weights that the next update depends on: tensors, numbers and strings only. Tensors are
-        whole, also where weights are sharded."""
+        """All state besides the weights that the next update depends on: whole tensors, numbers and strings only."""
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:

@@ -101,8 +101,7 @@ class TaskDiff(Value):
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """Two attempts, one of each run: for `won` and `lost` the best and the worst, else the first pair that differs;
-    None without such a pair."""
+    """An attempt of each run: for `won` and `lost` the best and the worst, else the first that differ, if any."""
     parting: Parting | None
     """The first difference of these two."""
 
@@ -121,8 +120,7 @@ class RunDiff(Value):
     """Mean over those tasks of the mean reward of their scored attempts; None without such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
-    """Every task that differs: lost, changed, won, then the tasks of one run only; each part by the size of the
-    difference, largest first."""
+    """Every task that differs: lost, changed, won, then the tasks of one run only; each by the difference."""
 
     @computed_field
     @property

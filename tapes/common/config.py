@@ -39,11 +39,9 @@ class Config(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _onto_defaults(cls, data: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
-        """A group that is set in part keeps the other values of the field's default.
-
-        The field's default may differ from the defaults of the group's own class, which pydantic would take. These
-        values don't count as set (`model_fields_set`).
-        """
+        """A group that is set in part keeps the other values of the field's default. The field's default may differ
+        from the defaults of the group's own class, which pydantic would take. These values don't count as set
+        (`model_fields_set`)."""
         if not isinstance(data, Mapping):
             return made(data)
         partly = {
@@ -282,11 +280,9 @@ def _is_beside(group: list[str], above: list[str]) -> bool:
 
 
 def _explicit(value: Any, whole: bool = False) -> Any:
-    """The values of a model that Python code set, as plain groups, without the model's defaults.
-
-    Literal fields are included, because they tell the members of a union apart. With `whole` all values are: of a
-    group that is a field's default, a missing value would be taken from another default.
-    """
+    """The values of a model that Python code set, as plain groups, without the model's defaults. Literal fields are
+    included, because they tell the members of a union apart. With `whole` all values are: of a group that is a field's
+    default, a missing value would be taken from another default."""
     if isinstance(value, BaseModel):
         return {
             info.alias or name: _explicit(getattr(value, name), _is_group(info))

@@ -182,10 +182,8 @@ class Index:
         return breaks
 
     def _still(self, row: Segment) -> bool:
-        """Whether the segment still has, at its place, the last line that was indexed.
-
-        That line's hash chains all lines before it, so one line is enough to compare.
-        """
+        """Whether the segment still has, at its place, the last line that was indexed. That line's hash chains all
+        lines before it, so one line is enough to compare."""
         try:
             with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
                 file.seek(row.last)

@@ -310,8 +310,7 @@ def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> No
             notes.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
     if not notes:
         return
-    # The results come first, as when a run begins. A crash in between repeats the change on the next resume; results
-    # that the change removed are then computed again.
+    # The results come first, as when a run begins. A crash in between repeats the change on the next resume.
     run.save()
     text = read_file(run.path / CONFIG).decode()
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))

@@ -293,10 +293,8 @@ def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, t
 
 
 def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
-    """Whether a writer holds the segment's lock; None where locks can't be tested.
-
-    The test takes the lock for a moment. The folder's lock keeps a starting writer from seeing that as a live writer.
-    """
+    """Whether a writer holds the segment's lock; None where locks can't be tested. The test takes the lock for a
+    moment. The folder's lock keeps a starting writer from seeing that as a live writer."""
     try:
         with FolderLock(disk, folder):
             handle = disk.edit(folder / f"{name}.jsonl")

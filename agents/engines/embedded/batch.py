@@ -25,8 +25,7 @@ from .kv_cache import SlotDecoder
 from .sampler import draw, uniforms
 
 SPARE = 64
-"""Padding tokens that a joint prefill may contain before it is split. For a model of a million parameters on one core,
-one more forward costs about as much as 64 tokens."""
+"""Padding tokens that a joint prefill may contain before it is split. One more forward costs about as much."""
 
 
 @dataclass(slots=True)
@@ -136,8 +135,7 @@ class Batch:
         self.stats = stats
         self.rows: list[Generation] = []
         n = decoder.slots
-        # One value per slot. `_length` counts the tokens with KV. It lacks the last sampled token, which is in `_last`:
-        # the next step feeds it.
+        # One value per slot. `_length` counts the tokens with KV; the next step feeds the last token, `_last`.
         self._length = np.zeros(n, dtype=np.int64)
         self._last = np.zeros(n, dtype=np.int64)
         self._seed = np.zeros(n, dtype=np.uint64)
@@ -220,9 +218,8 @@ class Batch:
         return out
 
     def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
-        """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now.
-
-        The parked entry stays valid: requests that share a key can use it at the same time."""
+        """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now. The
+        parked entry stays valid: requests that share a key can use it at the same time."""
         ids = _history(generation)
         entry, shared = self.parked.find(generation.key, ids)
         if entry is not None and shared:

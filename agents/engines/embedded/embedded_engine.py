@@ -374,9 +374,8 @@ class EmbeddedEngine:
             self._driver = None
 
     def _admit(self) -> None:
-        """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`.
-
-        The first one joins even if its prompt exceeds `prefill_tokens`: otherwise it would wait forever."""
+        """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`. The first one joins
+        even if its prompt exceeds `prefill_tokens`: otherwise it would wait forever."""
         # Testing the head of the queue is enough: _swap puts generations with sampled tokens before all others.
         joiners: list[Generation] = []
         tokens = 0

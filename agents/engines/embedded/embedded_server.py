@@ -194,9 +194,8 @@ class EngineServer(HttpService):
         )
 
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0.
-
-        They come from one plain forward under the current weights, which may be newer than those of the tokens."""
+        """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0. They come from
+        one plain forward under the current weights, which may be newer than those of the tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
         import torch

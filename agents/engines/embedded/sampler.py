@@ -71,9 +71,8 @@ def draw(
 
 
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
-    """`p` with zeros outside each row's candidates.
-
-    The candidates are the smallest set among the `top_k` most probable tokens whose share reaches `top_p`."""
+    """`p` with zeros outside each row's candidates. The candidates are the smallest set among the `top_k` most probable
+    tokens whose share reaches `top_p`."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]

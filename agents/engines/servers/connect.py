@@ -77,8 +77,7 @@ async def _connected(
     adapted = weights and config.publish == "lora"
     syncs = await _syncs(config, servers, weights)
     if weights:
-        # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
-        # paused, and a paused server can't answer the probe.
+        # Resume paused servers before the probe: a trainer that died in a weight sync leaves them so.
         for sync in syncs:
             await sync.free()
     found = [await probe(server, renderer) for server in servers]

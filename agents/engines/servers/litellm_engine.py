@@ -127,8 +127,7 @@ class LiteLLMEngine:
                 "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)"
             )
         self._held = 0.0
-        """`time.monotonic()` before which no request is sent. All requests of the engine share it: a rate limit that
-        refused one request would refuse the others too."""
+        """`time.monotonic()` before which no request is sent. All requests share it, as they share a rate limit."""
         self._under_way = 0
         """Number of requests in flight."""
         self._since = 0.0
@@ -252,9 +251,8 @@ class LiteLLMEngine:
         return HostedFailed(message, retry=retry, after=_asked_for(error), away=away)
 
     async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
-        """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left.
-
-        A `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
+        """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left. A
+        `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
         away = error.away if isinstance(error, HostedFailed) else False
         after = error.after if isinstance(error, HostedFailed) else None
         if not error.retry:

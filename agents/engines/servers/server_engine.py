@@ -72,8 +72,7 @@ class Capabilities:
     context: int | None
     """Maximum tokens of prompt and completion together; None: unknown."""
     logprobs: Literal["processed", "raw"]
-    """`processed`: log-probs from after temperature. `raw`: from before temperature; they are the log-probs of the
-    sampled distribution at temperature 1 only."""
+    """`processed`: log-probs from after temperature. `raw`: from before, and right at temperature 1 only."""
     versions: bool
     """Whether answers name the weight version of each token."""
     takes_weights: bool
@@ -152,8 +151,7 @@ class RemoteEngine:
         self._moment = 0
         """Counts the beginnings and ends of weight syncs: odd while one is in progress."""
         self._mixed = 0
-        """`_moment` at the start of the last sync in a mode other than `drain`: completions then in flight may have
-        tokens of two versions."""
+        """`_moment` at the last sync without `drain`: completions in flight then may mix two versions."""
         self._broken: Exception | None = None
         """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
         self._since = 0.0
@@ -185,8 +183,7 @@ class RemoteEngine:
         self._check(request)
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
-            # A task of its own behind a shield: cancelling the caller must not close the connection, because the abort
-            # answers with the sampled tokens on that connection.
+            # Behind a shield: the connection stays when the caller is cancelled, for the tokens so far.
             asking = asyncio.ensure_future(self._ask(flight, request))
             try:
                 found = await asyncio.shield(asking)
@@ -205,7 +202,6 @@ class RemoteEngine:
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
         """Record a failed request. Raises PromptTooLong for an error that reports a prompt too long for the model.
-
         `status` is None when the server sent no status, and 0 for an error that isn't `ServerFailed`."""
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
@@ -273,8 +269,7 @@ class RemoteEngine:
         return folder / version.replace("/", "_").replace(":", "_")
 
     async def sleep(self) -> None:
-        """Free the servers' GPU memory. Requests in flight end as `abort`; later requests raise EngineError until
-        `wake`. Does nothing when already asleep."""
+        """Free the servers' GPU memory, once. Requests in flight end as `abort`, later ones in EngineError."""
         async with self._stopping():
             with self.stats.timed("sleep"):
                 await self.sleeper.sleep()
@@ -389,9 +384,8 @@ class RemoteEngine:
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
 
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
-        """Send the newest weights to a server that was restarted: it has the weights that it was started with.
-
-        Raises EngineStopped if this engine has published none: the server has another model then."""
+        """Send the newest weights to a server that was restarted: it has the weights that it was started with. Raises
+        EngineStopped if this engine has published none: the server has another model then."""
         if not self._written:
             raise EngineStopped(str(error), "model") from error
         async with self._publishing, self._stopping():
@@ -429,11 +423,10 @@ class RemoteEngine:
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         """Return the answer with version spans. Raises ForeignWeights for a version that is unknown or older than at
-        sending, and EngineError when the answer names no versions and may mix two.
-
-        Without spans in the answer, `flight.version` is valid for all tokens only when no sync overlapped the request.
-        An odd `flight.moment` means that it was sent during a sync. `_mixed > flight.moment` means that a sync without
-        `drain` began later; a `drain` sync waits until the request has ended."""
+        sending, and EngineError when the answer names no versions and may mix two. Without spans in the answer,
+        `flight.version` is valid for all tokens only when no sync overlapped the request. An odd `flight.moment` means
+        that it was sent during a sync. `_mixed > flight.moment` means that a sync without `drain` began later; a
+        `drain` sync waits until the request has ended."""
         if found.spans is not None or not found.ids:
             oldest = self._versions[flight.version]
             foreign = {version for version, _, _ in found.spans or () if self._versions.get(version, -1) < oldest}

@@ -49,8 +49,7 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
         try:
             answer = await answered(server, dialect, body)
         except ServerFailed as error:
-            # Only a disabled route leads to the next dialect. Falling back after a passing error, as a timeout, would
-            # choose a worse dialect for the whole run.
+            # Only a disabled route leads to the next dialect. A passing error, as a timeout, must not.
             if error.status not in REFUSED:
                 raise
             refused.append(str(error))

@@ -97,8 +97,7 @@ class Server:
     ) -> object:
         """Return the JSON answer to a POST; with `plain`, its text. Raises ServerFailed.
 
-        `fresh` opens a new connection. Control requests need it: a server closes pooled connections after some errors,
-        and completions may occupy the whole pool."""
+        `fresh` opens a new connection. Control requests need it: completions may occupy the whole pool."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:

@@ -76,8 +76,7 @@ class ChunkStream:
 
     @reader
     def feed(self, data: str) -> list[object]:
-        """Add one event and return the token ids in it. Raises StreamFailed for an error event, and BadAnswer for any
-        other event that isn't a chunk."""
+        """Add one event; returns its token ids. StreamFailed for an error event, BadAnswer for what is no chunk."""
         if self.done:
             raise BadAnswer(f"the stream goes on after its end: {data[:200]!r}")
         if data == DONE:

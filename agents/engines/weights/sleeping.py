@@ -43,8 +43,7 @@ class Sleeper:
     """All servers of one engine. They share one state, or the state is `unknown`.
 
     Each method sets `unknown` before its first request. An error or a cancellation therefore never leaves a state that
-    only some servers have reached. The lock serialises the methods: concurrent calls would interleave their steps. A
-    failed step is not retried here; the caller decides."""
+    only some servers have reached. The lock serialises the methods: concurrent calls would interleave their steps."""
 
     def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
         """`clear_own` frees the GPU memory that this process caches. Default: torch's cache, if torch is loaded."""

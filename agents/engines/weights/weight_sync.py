@@ -142,9 +142,8 @@ class VLLMReload:
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def _wake(self) -> None:
-        """Wake a sleeping server: it is paused as well, and has no GPU memory to sample with.
-
-        This call resumes a server that doesn't sleep. The caller must therefore end all completions first."""
+        """Wake a sleeping server: it is paused as well, and has no GPU memory to sample with. This call resumes a
+        server that doesn't sleep. The caller must therefore end all completions first."""
         try:
             await self._post("/wake_up")
         except ServerFailed as error:
