@@ -16,6 +16,7 @@ from tapereel.agents.episode.recorder import Recorder
 from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.agents.runs.judge import Judge, judge_reward
 from tapereel.agents.runs.runner import RunConfig, run
+from tapereel.envs import Outcome
 from tapereel.envs.rewards import Rewards, rewarded
 from tapereel.tapes import Answer, CauseType, Status, Tape
 from tapereel.tapes.store.store import Store
@@ -210,6 +211,75 @@ def test_resume_repeats_what_the_model_failed_with_the_same_seed(tmp_path: Any) 
         seeds = [(tape.begin.task.private, tape.begin.seed) for tape in store.tapes()]
     assert len(seeds) == 4
     assert len(set(seeds)) == 2
+
+
+class Hangs(Faulty):
+    """Hangs at the first task, until the run is repeated."""
+
+    async def step(self, action: Answer) -> Outcome:
+        if self.k == 0 and ANSWERS["fails"]:
+            await asyncio.Event().wait()
+        return await super().step(action)
+
+
+def stopping(request: Request) -> str:
+    if ANSWERS["fails"] and "task 1" in str(list(request.messages)):
+        raise EngineStopped("the budget is spent", "budget")
+    return "7"
+
+
+def test_resume_repeats_what_the_end_of_the_run_cut_off_with_the_same_seed(tmp_path: Any) -> None:
+    engine = {"kind": "scripted", "policy": f"{__name__}:stopping"}
+    config = RunConfig.model_validate({"engine": engine, "retries": 0})
+    ANSWERS["fails"] = True
+    with pytest.raises(EngineStopped):
+        run(config, tmp_path / "run", agent=Player(), env=Hangs, tasks=TASKS[:2])
+    ANSWERS["fails"] = False
+    found = run(config, tmp_path / "run", agent=Player(), env=Hangs, tasks=TASKS[:2], resume=True)
+    assert (found.recorded, found.scored) == (2, 2)
+    with Store.open(tmp_path / "run") as store:
+        tapes = [(tape.begin.task.private, tape.begin.seed, tape.status) for tape in store.tapes()]
+    assert {status for task, _, status in tapes if task == 0} == {Status.CANCELLED, Status.FINISHED}
+    assert len({(task, seed) for task, seed, _ in tapes}) == 2
+
+
+def test_what_was_cut_off_uses_up_no_retry_and_keeps_its_seed() -> None:
+    async def cut() -> Tape:
+        ended: list[Recorder] = []
+
+        def recorder(*given: Any) -> Recorder:
+            ended.append(Recorder(*given))
+            return ended[-1]
+
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await rollout(Player(), Faulty, TASKS[1], engine=Slow(9.0), recorder=recorder)
+        return Tape(ended[0].log)
+
+    async def scene() -> list[tuple[int, int]]:
+        group, asked = Group(0, TASKS[1], 1), list[tuple[int, int]]()
+        group.tapes[0] = [await cut(), await cut(), await cut()]
+
+        async def sample(attempt: int, again: int) -> Tape:
+            asked.append((attempt, again))
+            return await rollout(Player(), Faulty, TASKS[1], engine=Slow(0.0))
+
+        assert await fill(group, sample) is Closing.COMPLETE
+        return asked
+
+    assert asyncio.run(scene()) == [(0, 0)]
+
+
+def test_a_limit_in_a_task_group_of_the_agent_is_a_limit() -> None:
+    class Asks(Player):
+        async def act(self, tape: Tape, llm: Any) -> Any:
+            async with asyncio.TaskGroup() as tasks:
+                for name in "ab":
+                    tasks.create_task(llm(tape, conversation=name))
+            yield Answer(text="7")
+
+    tape = asyncio.run(rollout(Asks(), Faulty, TASKS[1], engine=Slow(0.0, away=False), limits=Limits(calls=1)))
+    assert (tape.status, tape.cause and tape.cause.type) == (Status.LIMIT, CauseType.TURNS)
 
 
 ANSWERS = {"fails": False}
