@@ -32,7 +32,7 @@ from ...tapes.value import Value
 from ..engines.engine import Engine, EngineStopped
 from ..episode.rollout import rollout
 from ..episode.seeds import derive_seed
-from ..setup.engine_config import LiteLLMConfig, check_models
+from ..setup.engine_config import check_models
 from ..setup.profiles import fitted
 from ..setup.setup import AgentSource, EnvSource, LoadedSetup, Setup, TasksSource
 from ..setup.team_config import AttemptsConfig, RolloutConfig, make_team
@@ -64,11 +64,6 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
 
     retries: int = Field(default=RETRIES, ge=0)
     """Further episodes of an attempt whose episode can't be trained on."""
-
-    def fitted(self) -> Self:
-        """With the limits and answer length that `train` has for this model, where nothing is set."""
-        hosted = isinstance(self.engine, LiteLLMConfig)
-        return fitted(self, None if hosted else getattr(self.engine, "model", None))
 
 
 FREE = ("concurrency", "k", "success")
@@ -136,7 +131,7 @@ def run(
     started = time.perf_counter()
     # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
     check_models([config.engine, *(player.engine for player in config.players.values())])
-    config, setup = config.fitted().resolve(agent=agent, env=env, tasks=tasks)
+    config, setup = fitted(config).resolve(agent=agent, env=env, tasks=tasks)
     check_free(out)  # before a model is loaded
     with setup:
         return run_async(_run(config, setup, Path(out).absolute(), resume, progress, started))

@@ -191,6 +191,15 @@ class LiteLLMConfig(RequestConfig, OptionsConfig):
     prices: tuple[float, float] | None = None
     """US dollars per million prompt tokens and per million completion tokens. None: litellm's prices."""
 
+    def cost(self, turns: int | None, tokens: int) -> str:
+        """The most that an episode costs, with answers of `tokens` that each later turn reads again."""
+        if self.prices is None or turns is None:
+            return f"dollars for {self.model}: unknown without {'a limit of turns' if self.prices else 'engine.prices'}"
+        prompt, completion = (price / 1e6 for price in self.prices)
+        most, each = turns * tokens * (completion + prompt * (turns - 1) / 2), turns * 1000 * prompt
+        answers = f"{turns} answers of {tokens} tokens, and {each:.4f} for every 1,000 tokens of its prompt"
+        return f"dollars for {self.model}, at most: {most:.4f} for an episode of {answers}"
+
 
 class CustomConfig(SlotsConfig, OptionsConfig):
     """A user-defined engine: a class, or a function that creates an instance."""

@@ -1,17 +1,17 @@
-"""Defaults that fit the model: a profile by its size fills the settings that the user left unset.
-
-Doesn't import torch. docs/training.md explains the choices.
-"""
+"""Defaults that fit the model: a profile by its size fills the settings that are unset. Doesn't import torch."""
 
 from __future__ import annotations
 
+import json
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
 from ...tapes.common.hub import local_folder
 from ...tapes.common.text import logger
-from .model_shape import shape_of
+from ..engines.embedded.pretrained import ADAPTERS
 
 log = logger("profile")
 TINY, LARGE = 10_000_000, 1_500_000_000
@@ -19,68 +19,99 @@ TINY, LARGE = 10_000_000, 1_500_000_000
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
-class Setting(NamedTuple):
-    """One setting in the profiles. `source`: of the values for pretrained models. `far`: the factor from which a
-    user's value gives a warning. `lora`: the value with adapters on a pretrained model, where it differs."""
+class Shape(NamedTuple):
+    """A decoder with gated feed-forward layers. `body`: weights besides embeddings and output layer; `parameters`: all,
+    tied ones once; `queries`, `keys`: heads x head size; `feed`: feed-forward width; `drops`: has dropout."""
 
-    key: str
-    tiny: Any
-    small: Any
-    large: Any
-    source: str
-    far: float | None = None
-    lora: Any = None
-
-
-_LORA = "with LoRA 10 times as much: LoRA Without Regret"
-PROFILES = (
-    Setting("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, f"TRL's GRPOConfig; {_LORA}", far=10, lora=1e-5),
-    Setting("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B"),
-    Setting("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig"),
-    Setting("loop.group_size", 16, 8, 16, "TRL's GRPOConfig: 8; DAPO: 16", far=4),
-    Setting("loop.sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", far=8),
-    Setting("loop.limits.turns", 8, 10, 10, "verifiers' ToolEnv"),
-    Setting("loop.limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second"),
-    Setting("loop.limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds"),
-    Setting("loop.group_deadline", 300.0, 1800.0, 1800.0, "as long as the rest of an episode may take"),
-    Setting("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, f"TRL's SFTConfig; {_LORA}", far=10, lora=2e-4),
-    Setting("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig"),
-    Setting("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU"),
-    Setting("evaluation.every", 10, 20, 20, "verl's GRPO examples: 5 to 20"),
-    Setting("evaluation.limit", 256, 128, 128, "as many episodes as an update has"),
-    Setting("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory"),
-)
+    body: int
+    parameters: int
+    layers: int
+    width: int
+    heads: int
+    queries: int
+    keys: int
+    feed: int
+    vocabulary: int
+    drops: bool
 
 
-def fitted(config: ConfigT, model: str | None, *, lora: bool = False) -> ConfigT:
-    """`config` with the values of the model's profile where it sets none. Logs the profile, and each number that is
-    far from it. model: a folder, or a name of the hub; None, or a model that isn't on this machine: no profile."""
+def shape_of(model: str | None) -> Shape | None:
+    """The shape of a model on this machine, from `config.json` and the headers of its weights; with adapters, of the
+    model below them. None where there is no such model, or its files don't say it."""
     folder = None if model is None else local_folder(model)
-    if folder is None:
+    try:
+        if folder is not None and (folder / ADAPTERS).is_file():
+            folder = local_folder(json.loads((folder / ADAPTERS).read_text())["base_model_name_or_path"])
+        if folder is None or not (folder / "config.json").is_file():
+            return None
+        about = json.loads((folder / "config.json").read_text())
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        width, layers, heads, vocabulary = (int(about[name]) for name in names)
+        size, experts = about.get("head_dim") or width // heads, about.get("num_experts_per_tok")
+        queries, keys = size * heads, size * (about.get("num_key_value_heads") or heads)
+        feed = about["moe_intermediate_size"] * experts if experts else about["intermediate_size"]
+        tables = vocabulary * width * (1 if about.get("tie_word_embeddings", True) else 2)
+        stored: dict[str, Any] = {}
+        for path in filter(Path.is_file, folder.glob("*.safetensors")):
+            with path.open("rb") as file:  # the format allows headers of at most 100 MB
+                stored |= json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 10**8)))
+        others = ("__metadata__", "lm_head.", "model.embed_tokens.")
+        body = sum(prod(one["shape"]) for name, one in stored.items() if not name.startswith(others))
+        body = body or layers * (2 * width * (queries + keys) + 3 * width * feed + 2 * width) + width
+        drops = any(value for name, value in about.items() if "drop" in name)
+        return Shape(body, body + tables, layers, width, heads, queries, keys, feed, vocabulary, drops)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError):
+        return None  # the load of the model says what is wrong with it
+
+
+PROFILES: tuple[tuple[str, Any, Any, Any, str, float, Any], ...] = (
+    ("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5),
+    ("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B", 0, None),
+    ("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig", 0, None),
+    ("loop.group_size", 16, 8, 16, "TRL's GRPOConfig: 8; DAPO: 16", 4, None),
+    ("loop.sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 8, None),
+    ("loop.limits.turns", 8, 10, 10, "verifiers' ToolEnv", 0, None),
+    ("loop.limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second", 0, None),
+    ("loop.limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds", 0, None),
+    ("loop.group_deadline", 300.0, 1800.0, 1800.0, "as long as the rest of an episode may take", 0, None),
+    ("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, "TRL's SFTConfig; LoRA Without Regret", 10, 2e-4),
+    ("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig", 0, None),
+    ("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None),
+    ("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
+)
+"""Key in `train`; values `tiny`, `small` and `large`; source of the last two; factor from which a user's value gives a
+warning, 0: never; value with adapters on a pretrained model, None: the same."""
+
+
+def fitted(config: ConfigT) -> ConfigT:
+    """The configuration of a run with the values of its model's profile where it sets none. Logs the profile, and each
+    number that is far from it. A hosted model, and one that isn't on this machine, has no profile."""
+    engine: Any = getattr(config, "engine", None)
+    model = None if engine.kind == "litellm" else getattr(engine, "model", None)
+    lora = getattr(getattr(config, "trainer", None), "lora", None) is not None
+    if model is None or local_folder(model) is None:
         return config
-    shape = shape_of(folder)
-    size, name = (
-        ("an unknown size", "small") if shape is None else (f"{shape.parameters / 1e6:,.1f} M weights", "small")
-    )
+    shape = shape_of(model)
+    name, size = "small", "an unknown size"
     if shape is not None:
         name = "tiny" if shape.body < TINY else "large" if shape.parameters >= LARGE else "small"
-    filled, far = list[str](), list[str]()
-    for setting in PROFILES:
+        size = f"{shape.parameters / 1e6:,.1f} M weights"
+    filled: list[str] = []
+    for key, tiny, small, large, source, factor, adapted in PROFILES:
         # `run` has the limits and the sampling of the loop as its own.
-        key = setting.key if "loop" in type(config).model_fields else setting.key.removeprefix("loop.")
-        value = setting.lora if lora and name != "tiny" and setting.lora else getattr(setting, name)
+        key = key if "loop" in type(config).model_fields else key.removeprefix("loop.")
+        if "checkpointing" in key and (shape is None or shape.drops):
+            continue  # the trainer refuses checkpointing for a model with dropout
+        value = {"tiny": tiny, "small": small, "large": large}[name]
+        value = adapted if lora and adapted and name != "tiny" else value
         made, present = _put(config, key.split("."), value)
-        if made is not config:
+        if made != config:
             config, filled = made, [*filled, f"{key}={value}"]
-        elif present is None or not setting.far or name == "tiny":
-            continue
-        elif not value / setting.far * 0.999 <= present <= value * setting.far * 1.001:
-            far.append(f"{key}={present:g} is far from {value:g}, the value of profile `{name}` ({setting.source})")
+        elif factor and present and name != "tiny" and not value / factor * 0.999 <= present <= value * factor * 1.001:
+            log.warning(f"{key}={present:g} is far from {value:g}, the value of profile `{name}` ({source})")
     if filled:
         why = f"below {TINY // 10**6} M besides embeddings: made from scratch" if name == "tiny" else "pretrained"
         log.warning(f"profile `{name}`, since {model} has {size} ({why}); it sets {', '.join(filled)}")
-    for line in far:
-        log.warning(line)
     return config
 
 

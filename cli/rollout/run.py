@@ -46,10 +46,15 @@ def run(args: argparse.Namespace) -> int:
     """Roll out and print how the episodes ended."""
     from ...agents.runs.runner import RunConfig
     from ...agents.runs.runner import run as roll_out
+    from ...agents.setup.engine_config import LiteLLMConfig
+    from ...agents.setup.profiles import fitted
 
     config = load_config(RunConfig, args.config, [*_k_settings(args), *scene_settings(args, "attempts")])
     if args.dry_run:
-        answer(args, config, dump_config(config))
+        config = fitted(config)
+        hosted, size = config.engine, (config.limits.turns, config.sampling.max_tokens)
+        costs = [f"# {hosted.cost(*size)}"] if isinstance(hosted, LiteLLMConfig) else []
+        answer(args, config, dump_config(config), *costs)
         return Exit.HOLDS
     out = run_directory(args)
     with live_progress() as progress:

@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
+from ...tapes.common.config_yaml import write_yaml
 from ...tapes.common.text import counted, safe
 from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import UNTAUGHT, command
@@ -34,35 +35,27 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train, and print the summary."""
+    from ...agents.setup.profiles import fitted
+    from ...finetune.run.estimate import estimate
     from ...finetune.run.train_config import TrainConfig
 
     config = load_config(TrainConfig, args.config, scene_settings(args))
     if args.dry_run:
-        from ...finetune.run.estimate import estimate
-
-        config = config.fitted()
+        config = fitted(config)
         needs = estimate(config)
-        data = {**config.model_dump(mode="json"), "estimate": needs}
-        answer(args, data, dump_config(config), *(f"# {line}" for line in _needs(needs)))
+        data, lines = config.model_dump(mode="json"), write_yaml({"at most": needs}).splitlines()
+        answer(args, data | {"estimate": needs}, dump_config(config), *(f"# {line}" for line in lines))
         return Exit.HOLDS
     out = run_directory(args)
-    config.check_models()
+    config, setup = config.checked(args.resume).resolve()
     from ...finetune.run.train_run import train  # imports torch
 
     if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes; only the first prints
-        return _exit_code(train(config, out, resume=args.resume))
+        return _exit_code(train(config, out, setup=setup, resume=args.resume))
     with live_progress() as progress:
-        summary = train(config, out, resume=args.resume, progress=progress)
+        summary = train(config, out, setup=setup, resume=args.resume, progress=progress)
     answer(args, summary, _table(summary), *_summary_lines(summary))
     return _exit_code(summary)
-
-
-def _needs(found: dict[str, dict[str, float]] | None) -> list[str]:
-    if found is None:
-        return ["the shape of the model isn't known here, so its memory isn't either"]
-    memory = [f"  {name}: {size:.2f}" for name, size in found["memory"].items()]
-    tokens = ", ".join(f"{count:,} of the {name}" for name, count in found["tokens"].items())
-    return [f"memory in GiB, at most: {sum(found['memory'].values()):.2f}", *memory, f"tokens, at most: {tokens}"]
 
 
 def _exit_code(summary: TrainSummary) -> int:

@@ -111,12 +111,12 @@ def train(
         raise UsageError("train needs a model's folder: a list of answers has no weights to train")
     named: dict[str, Any] = {"loop.updates": updates, "loop.recipe": recipe}
     sets = {"seed": seed, **{key: value for key, value in named.items() if value is not None}, **(settings or {})}
-    config = _config(TrainConfig, model, sets)
-    config.check_models()
+    config = _config(TrainConfig, model, sets).checked(resume)
+    config, setup = config.resolve(agent=agent, env=env, tasks=tasks)
     from ..run.train_run import train as train_config  # imports torch
 
     folder = _folder(out, agent)
-    summary = train_config(config, folder, agent=agent, env=env, tasks=tasks, resume=resume, progress=progress)
+    summary = train_config(config, folder, setup=setup, resume=resume, progress=progress)
     return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -34,10 +35,10 @@ class OptimiserConfig(Config):
 class WarmStartConfig(Config):
     """SFT on recorded tapes."""
 
-    updates: int = Field(default=300, ge=0)
+    updates: int = Field(default=120, ge=0)
     batch: int = Field(default=64, ge=1)
     """Tapes per update."""
-    optimiser: OptimiserConfig = OptimiserConfig(lr=3e-3)
+    optimiser: OptimiserConfig = OptimiserConfig()
 
 
 class CriticConfig(Config):
@@ -85,12 +86,26 @@ class ProcessesConfig(Config):
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
 
+SECOND = {"ppo": "critic", "minor_sft": "reference", "distill": "reference"}
+RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
+RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
+"""All recipes, whose module imports torch, and the second model of those that need one."""
+
+
 class RecipeConfig(Config):
     """A recipe by name, and what differs from it."""
 
     recipe: str = "grpo"
     changes: dict[str, Any] = Field(default_factory=dict)
     """Changes to the recipe's terms, as in `{"baseline": {"eps": 1e-4}}`."""
+
+    @field_validator("recipe")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if ":" not in name and name not in RECIPES:
+            known = ", ".join(dict.fromkeys([*get_close_matches(name, RECIPES, n=2), *sorted(RECIPES)]))
+            raise ValueError(f"there is no recipe {name!r}: take one of {known}, or name your own as module:name")
+        return name
 
 
 class LoopConfig(RecipeConfig):

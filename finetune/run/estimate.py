@@ -6,38 +6,33 @@ Not counted: players, the shards of several processes, CUDA itself (about 0.5 Gi
 from __future__ import annotations
 
 from ...agents.setup.engine_config import EmbeddedConfig
-from ...agents.setup.model_shape import Shape, shape_of
-from ...tapes.common.hub import local_folder
+from ...agents.setup.profiles import shape_of
+from ..history.loop_config import SECOND
 from .train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
 """Bytes of float32 and bfloat16. What is trained, its gradients and optimiser states are float32."""
-CAPACITY = 4096
-"""Tokens of a slot of the embedded engine where `engine.capacity` is unset."""
-REFERENCE, CRITIC = ("minor_sft", "distill"), ("ppo",)
-"""Recipes with a reference model, and with a critic; the module of the recipes imports torch."""
 SAVED = {
-    (False, False): {WIDE: (24, 16, 16, 16)},
-    (False, True): {WIDE: (26, 10, 10, 8)},
-    (True, False): {WIDE: (16, 12, 12, 16), NARROW: (28, 12, 8, 10)},
-    (True, True): {WIDE: (20, 10, 8, 8), NARROW: (20, 10, 8, 8)},
+    (False, False, WIDE): (24, 16, 16, 16),
+    (False, True, WIDE): (26, 10, 10, 8),
+    (True, False, WIDE): (16, 12, 12, 16),
+    (True, False, NARROW): (28, 12, 8, 10),
 }
-"""(LoRA, autocast) -> bytes of a weight -> bytes that autograd saves of a token in a layer of Qwen3 for each unit of
-width, queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama has a tenth less."""
+"""(LoRA, autocast, bytes of a weight) -> bytes that autograd saves of a token in a layer of Qwen3, by unit of width,
+queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama has a tenth less."""
 
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
-    """`memory`: GiB on the trainer's device by item, at the moment of the largest sum; `tokens`: sampled ones of an
-    episode, of an update, and of the run with its evaluations. None for a model whose shape is unknown.
+    """`GiB`: of the trainer's device by item, at the moment of the largest sum; `tokens`: sampled ones of an episode,
+    an update, and the run with its evaluations. None for a model that isn't here, or of another shape.
 
-    config: with its profile (`TrainConfig.fitted`)."""
-    folder = local_folder(config.engine.model or "")
-    shape = None if folder is None else shape_of(folder)
+    config: with its profile (`fitted`)."""
+    shape = shape_of(config.engine.model)
     if shape is None:
         return None
     loop, lora, settings, evaluation = config.loop, config.trainer.lora, config.engine, config.evaluation
     own, output = NARROW if config.trainer.dtype == "bfloat16" else WIDE, shape.vocabulary * shape.width
-    capacity = settings.capacity or min(shape.context or CAPACITY, CAPACITY)
+    capacity = settings.capacity or 4096  # as the embedded engine
     rows = 2 * (2 * shape.width + shape.queries + shape.keys) + 3 * (shape.width + shape.feed)
     trained = shape.parameters if lora is None else shape.layers * lora.rank * rows
     model = shape.parameters * own + (0 if lora is None else trained * WIDE)
@@ -50,19 +45,32 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     }
     embedded, measures = isinstance(settings, EmbeddedConfig), evaluation.tasks is not None or evaluation.fraction > 0
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
-    critic = loop.recipe in CRITIC and (loop.critic is None or loop.critic.body == "own")
+    second, body = SECOND.get(loop.recipe), loop.critic is None or loop.critic.body == "own"
     fixed = {
         "weights": model,
-        "optimiser": trained * 2 * WIDE,
-        "average of the weights": trained * WIDE if loop.optimiser.ema else 0,
-        "reference": model if loop.recipe in REFERENCE and lora is None else 0,
-        "critic": (shape.body + output) * 4 * WIDE if critic else 0,
+        "optimiser": trained * WIDE * (3 if loop.optimiser.ema else 2),
+        "reference": model if second == "reference" and lora is None else 0,
+        "critic": (shape.body + output) * 4 * WIDE if second == "critic" and body else 0,
         **(engine if embedded else {}),
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }
-    # The gradient of the output layer is summed beside the others before it is added to them.
-    gradients = trained * WIDE + (output * WIDE if lora is None else 0)
-    update = {"gradients": gradients, **_activations(config, shape, capacity, own)}
+    micro, narrow = max(loop.optimiser.micro_tokens, capacity), loop.optimiser.autocast is not None
+    sizes = (shape.width, shape.queries, shape.keys, shape.feed)
+    saved = SAVED.get((lora is not None, narrow, own), (20, 10, 8, 8))
+    layer = micro * (sum(a * b for a, b in zip(saved, sizes, strict=True)) + (28 * lora.rank if lora else 0))
+    if own == WIDE and not narrow and shape.keys != shape.queries:
+        # No fused kernel of torch takes float32 with fewer heads of keys than of queries: the matrix is kept.
+        layer += micro * min(capacity, micro) * shape.heads * WIDE
+    # With checkpointing, the input of each layer and all of one; the way back has gradients of one layer beside.
+    whole = 1 if loop.optimiser.gradient_checkpointing else shape.layers
+    inputs = micro * shape.width * own * (shape.layers - whole + 3)
+    update = {
+        # The gradient of the output layer is summed beside the others before it is added to them.
+        "gradients": trained * WIDE + (output * WIDE if lora is None else 0),
+        "activations": layer * whole + inputs + micro * (3 * shape.feed + 2 * shape.width) * WIDE,
+        "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
+        "logits": 64 << 20,
+    }
     # After the update a copy of the weights is published; a state dict has tied weights twice.
     publish = {"copy of the weights to publish": model + 2 * output * own - (shape.parameters - shape.body) * own}
     memory = fixed | max(update, publish, key=lambda items: sum(items.values()))
@@ -70,23 +78,5 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
     times = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
     measured = times * (evaluation.limit or 0) * evaluation.attempts * episode if measures else 0
-    tokens: dict[str, float] = {"episode": episode, "update": batch, "run": loop.updates * batch + measured}
-    return {"memory": {name: size / 2**30 for name, size in memory.items() if size}, "tokens": tokens}
-
-
-def _activations(config: TrainConfig, shape: Shape, capacity: int, own: int) -> dict[str, int]:
-    """Bytes that one micro-batch keeps until its way back."""
-    optimiser, lora = config.loop.optimiser, config.trainer.lora
-    micro, narrow = max(optimiser.micro_tokens, capacity), optimiser.autocast is not None
-    sizes = (shape.width, shape.queries, shape.keys, shape.feed)
-    saved = sum(a * b for a, b in zip(SAVED[lora is not None, narrow][own], sizes, strict=True))
-    layer = micro * (saved + (28 * lora.rank if lora else 0))
-    if own == WIDE and not narrow and shape.keys != shape.queries:
-        # No fused kernel of torch takes float32 with fewer heads of keys than of queries: the matrix is kept.
-        layer += micro * min(capacity, micro) * shape.heads * WIDE
-    # With checkpointing, the input of each layer and all of one; the way back has gradients of one layer beside.
-    whole = 1 if optimiser.gradient_checkpointing else shape.layers
-    inputs = micro * shape.width * own * (shape.layers - whole + 3)
-    back = micro * (3 * shape.feed + 2 * shape.width) * WIDE
-    casts = shape.body * NARROW if narrow and own == WIDE else 0
-    return {"activations": layer * whole + inputs + back, "weights cast by autocast": casts, "logits": 64 << 20}
+    gib = {name: round(size / 2**30, 3) for name, size in {**memory, "sum": sum(memory.values())}.items() if size}
+    return {"GiB": gib, "tokens": {"episode": episode, "update": batch, "run": loop.updates * batch + measured}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -12,7 +13,10 @@ from ...agents.setup.profiles import fitted
 from ...agents.setup.setup import Setup, TasksConfig
 from ...agents.setup.team_config import threads_of
 from ...envs.curriculum import EASY, HARD
+from ...envs.taskset import TASK_FILES
 from ...tapes import Sampling
+from ...tapes.errors import UsageError
+from ...tapes.store.store import Store
 from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
 from ..policies.player_config import Players, TrainedEngine, TrainerConfig, check_engine, check_players_of
 from ..report.trackers import TrackedConfig
@@ -29,9 +33,9 @@ class EvaluationConfig(ScoresConfig, TasksConfig):
 
     fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the tasks that is held out, chosen by task hash; 0: no held-out tasks and no evaluation."""
-    limit: int | None = Field(default=256, ge=1)
+    limit: int | None = Field(default=128, ge=1)
     """Held-out tasks of one evaluation; None for all."""
-    every: int | None = Field(default=10, ge=1)
+    every: int | None = Field(default=20, ge=1)
     """Updates of the loop between two evaluations; None: only before and after."""
     sampling: Sampling | None = None
     """None: as the loop samples."""
@@ -93,13 +97,16 @@ class TrainConfig(Setup, TrackedConfig):
                 check_engine(player.engine, player.trainer, self.loop, name)
         return self
 
-    def check_models(self) -> None:
-        """Find all models, and download what is on the hub alone. UsageError, before torch is imported."""
+    def checked(self, resume: bool = False) -> TrainConfig:
+        """This with its model's profile, without torch: a wrong setting is answered at once. Downloads models of the
+        hub. resume: the runs of `warm` and `curriculum` are needed no more. UsageError, NoRun."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
-
-    def fitted(self) -> TrainConfig:
-        """With the profile of the model of `engine` where nothing is set (`agents/setup/profiles.py`)."""
-        return fitted(self, self.engine.model, lora=self.trainer.lora is not None)
+        held_out = str(self.evaluation.tasks)
+        if held_out.endswith(tuple(TASK_FILES)) and not Path(held_out).is_file():
+            raise UsageError(f"evaluation.tasks: there is no file {held_out}")
+        for run in () if resume else filter(None, (self.warm, self.curriculum)):
+            Store.open(run.tapes).close()
+        return fitted(self)
 
     @property
     def threads(self) -> int:

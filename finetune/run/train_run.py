@@ -101,17 +101,19 @@ def train(
     agent: AgentSource | None = None,
     env: EnvSource | None = None,
     tasks: TasksSource | None = None,
+    setup: LoadedSetup | None = None,
     resume: bool = False,
     progress: Progress = silent,
 ) -> TrainSummary:
     """Train, or continue the run in `out`. RunExists where `out` holds a run and `resume` is false.
 
-    `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError
-    before anything is written where the configuration names what isn't there. Started as one of several processes
-    (`accelerate launch`, `torchrun`), rank 0 does all of this and the other ranks compute shares of its updates; every
-    rank returns the summary. Works inside a running event loop too.
+    `agent`, `env` and `tasks` are objects, where the configuration names none; `setup`: those that `config.checked()`
+    and `resolve` gave. Raises UsageError before anything is written where the configuration names what isn't there.
+    Started as one of several processes (`accelerate launch`, `torchrun`), rank 0 does all of this and the other ranks
+    compute shares of its updates; every rank returns the summary. Works inside a running event loop too.
     """
-    config, setup = config.fitted().resolve(agent=agent, env=env, tasks=tasks)
+    if setup is None:
+        config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
     torch.set_num_threads(config.threads)
     with setup, launched(shard=config.processes.shard, timeout=config.processes.timeout) as ranks:
         if not ranks.rank:

@@ -14,9 +14,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -36,23 +36,19 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _onto_defaults(cls, data: Any, made: ModelWrapValidatorHandler[Self]) -> Self:
+    def _onto_defaults(cls, data: Any) -> Any:
         """A group that is set in part keeps the other values of the field's default. The field's default may differ
-        from the defaults of the group's own class, which pydantic would take. These values don't count as set
-        (`model_fields_set`)."""
+        from the defaults of the group's own class, which pydantic would take."""
         if not isinstance(data, Mapping):
-            return made(data)
+            return data
         partly = {
             name: _merged(_explicit(info.default), data[name])
             for name, info in cls.model_fields.items()
             if isinstance(data.get(name), Mapping) and _is_group(info)
         }
-        config = made({**data, **partly})
-        for name, group in partly.items():
-            getattr(config, name).model_fields_set.difference_update(group.keys() - data[name].keys())
-        return config
+        return {**data, **partly}
 
     @field_validator("*")
     @classmethod

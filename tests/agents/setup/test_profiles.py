@@ -1,0 +1,145 @@
+"""The profiles: which one a model gets, which settings it fills, and what it says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.agents.runs.runner import RunConfig
+from tapereel.agents.setup.profiles import fitted, shape_of
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.tapes.common.config import dump_config, load_config
+
+QWEN: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+"""Qwen3-0.6B."""
+QWEN_4B = {**QWEN, "hidden_size": 2560, "num_hidden_layers": 36, "num_attention_heads": 32, "intermediate_size": 9728}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return tmp_path
+
+
+def train_config(model: Path, *sets: str) -> TrainConfig:
+    return fitted(load_config(TrainConfig, None, [f"engine.model={model}", *sets]))
+
+
+def test_the_size_is_that_of_the_published_models(folder: Path):
+    small = shape_of(str(folder))
+    assert small is not None
+    assert round(small.parameters / 1e6) == 596  # Qwen3-0.6B as its card counts
+    (folder / "config.json").write_text(json.dumps(QWEN_4B))
+    large = shape_of(str(folder))
+    assert large is not None
+    assert round(large.parameters / 1e7) == 402
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_weights_are_counted(tmp_path: Path, tied: bool):
+    model = tiny_model(char_tokenizer(), "micro")
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.detach().clone())
+    model.save_pretrained(str(tmp_path))
+    shape = shape_of(str(tmp_path))
+    assert shape is not None
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("about", ["", "[]", "{}", json.dumps({**QWEN, "hidden_size": "many"})])
+def test_a_configuration_that_says_no_size_counts_as_pretrained(folder: Path, about: str):
+    (folder / "config.json").write_text(about)
+    assert shape_of(str(folder)) is None
+    assert train_config(folder).loop.optimiser.lr == 1e-6
+
+
+def test_a_profile_fills_what_is_unset_and_nothing_else(folder: Path, caplog: pytest.LogCaptureFixture):
+    made = train_config(folder, "warm.tapes=x", "warm.optimiser.betas=[0.9, 0.9]", "loop.limits.turns=4")
+    assert (made.loop.optimiser.lr, made.loop.optimiser.schedule.warmup, made.loop.group_size) == (1e-6, 10, 8)
+    assert (made.loop.limits.turns, made.loop.limits.agent_seconds, made.loop.sampling.max_tokens) == (4, 600, 1024)
+    assert made.warm is not None
+    assert (made.warm.optimiser.lr, made.warm.optimiser.betas) == (2e-5, (0.9, 0.9))
+    [line] = caplog.messages
+    for said in ("profile `small`", "596.0 M weights (pretrained)", "loop.optimiser.lr=1e-06"):
+        assert said in line
+    (folder / "config.json").write_text(json.dumps(QWEN_4B))
+    assert (train_config(folder).loop.group_size, train_config(folder).loop.sampling.max_tokens) == (16, 2048)
+
+
+def test_a_model_with_dropout_is_not_checkpointed(folder: Path):
+    assert train_config(folder).loop.optimiser.gradient_checkpointing
+    (folder / "config.json").write_text(json.dumps({**QWEN, "resid_pdrop": 0.1}))
+    assert not train_config(folder).loop.optimiser.gradient_checkpointing
+
+
+def test_adapters_have_learning_rates_of_their_own(folder: Path):
+    made = train_config(folder, "trainer.lora.rank=8", "warm.tapes=x")
+    assert made.warm is not None
+    assert (made.loop.optimiser.lr, made.warm.optimiser.lr) == (1e-5, 2e-4)
+
+
+def test_a_tiny_model_keeps_its_defaults(tmp_path: Path):
+    tiny_model(char_tokenizer(), "base").save_pretrained(str(tmp_path))
+    made = train_config(tmp_path, "warm.tapes=x")
+    assert made.warm is not None
+    assert (made.loop.optimiser.lr, made.warm.optimiser.lr) == (3e-4, 3e-3)
+    assert (made.loop.group_size, made.loop.limits.turns, made.loop.sampling.max_tokens) == (16, 8, 64)
+    assert made.loop.limits.agent_seconds == 120
+    assert (made.engine.slots, made.loop.optimiser.gradient_checkpointing, made.evaluation.engine) == (64, False, None)
+
+
+def test_run_and_train_share_their_limits(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    tiny = tmp_path_factory.mktemp("tiny")
+    tiny_model(char_tokenizer(), "micro").save_pretrained(str(tiny))
+    for model in (folder, tiny):
+        run = fitted(load_config(RunConfig, None, ["engine.kind=embedded", f"engine.model={model}"]))
+        train = train_config(model).loop
+        assert (run.limits, run.sampling) == (train.limits, train.sampling)
+
+
+def test_the_recorded_configuration_does_not_depend_on_the_profile(folder: Path, tmp_path: Path, caplog: Any):
+    made = train_config(folder, "loop.updates=3")
+    (tmp_path / "again.yaml").write_text(dump_config(made))
+    (folder / "config.json").write_text(json.dumps(QWEN_4B))
+    caplog.clear()
+    assert fitted(load_config(TrainConfig, tmp_path / "again.yaml")) == made
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("setting", "warns"),
+    [
+        ("loop.optimiser.lr=3e-4", True),
+        ("loop.optimiser.lr=1e-5", False),
+        ("loop.optimiser.lr=1e-8", True),
+        ("loop.sampling.max_tokens=64", True),
+        ("loop.sampling.max_tokens=4096", False),
+        ("loop.group_size=1", True),
+        ("loop.group_size=16", False),
+    ],
+)
+def test_a_value_far_from_the_profile_gives_one_line(
+    folder: Path, setting: str, warns: bool, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING):
+        made = train_config(folder, setting)
+    far = [line for line in caplog.messages if "is far from" in line]
+    assert len(far) == warns
+    assert all(line.startswith(setting.split("=")[0]) and "the value of profile `small` (" in line for line in far)
+    assert f"{setting.split('=')[0]}=" not in "".join(line for line in caplog.messages if line not in far)
+    assert made == load_config(made, None, [setting])

@@ -1,0 +1,152 @@
+"""What a dry run says of memory, against what torch really keeps."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.setup.profiles import fitted
+from tapereel.cli import main
+from tapereel.finetune.history.loop_config import RECIPES, SECOND
+from tapereel.finetune.recipes import RECIPES as REAL
+from tapereel.finetune.run.estimate import estimate
+from tapereel.finetune.run.train_config import TrainConfig
+from tapereel.finetune.trainer.logprobs import be_still
+from tapereel.tapes.common.config import load_config
+
+LAYERS, TOKENS, RANK = 4, 1024, 16
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+
+
+def saved(dtype: torch.dtype, *, autocast: bool, lora: bool, checkpointing: bool) -> int:
+    """Bytes that autograd keeps of one forward of the body, without the model's own weights and their casts."""
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    model = model.to(dtype)
+    model = add_adapters(model, AdapterConfig(rank=RANK)) if lora else model
+    be_still(model, checkpointing=checkpointing)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    shapes = {frozenset(p.shape) for p in model.parameters() if p.ndim == 2}
+    found: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in weights and not (autocast and frozenset(tensor.shape) in shapes):
+            found[place] = tensor
+        return tensor
+
+    base = model.get_base_model() if lora else model
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext(),
+    ):
+        base.get_decoder()(input_ids=torch.zeros(1, TOKENS, dtype=torch.long), use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "autocast", "lora"),
+    [
+        ("float32", False, False),
+        ("float32", True, False),
+        ("float32", False, True),
+        ("float32", True, True),
+        ("bfloat16", False, True),
+        ("bfloat16", True, True),
+    ],
+)
+def test_the_activations_are_those_that_autograd_saves(
+    dtype: str, autocast: bool, lora: bool, checkpointing: bool, tmp_path: Path
+):
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    sets = [
+        f"engine.model={tmp_path}",
+        f"engine.capacity={TOKENS}",
+        f"trainer.dtype={dtype}",
+        f"loop.optimiser.micro_tokens={TOKENS}",
+        f"loop.optimiser.gradient_checkpointing={checkpointing}",
+        f"loop.optimiser.autocast={'bfloat16' if autocast else 'null'}",
+        *([f"trainer.lora.rank={RANK}"] if lora else []),
+    ]
+    made = estimate(load_config(TrainConfig, None, sets))
+    assert made is not None
+    # The way back needs more than what is saved: gradients of one layer, which the estimate counts too.
+    back = TOKENS * 4 * (3 * SHAPE["intermediate_size"] + 2 * SHAPE["hidden_size"])
+    matrix = TOKENS * TOKENS * 4 * SHAPE["num_attention_heads"] if dtype == "float32" and not autocast else 0
+    layers = 1 if checkpointing else LAYERS
+    kept = made["GiB"]["activations"] * 2**30 - back - matrix * layers
+    which: dict[str, Any] = {"autocast": autocast, "lora": lora}
+    real = saved(getattr(torch, dtype), checkpointing=False, **which)
+    if checkpointing:  # one layer is whole while its gradients are computed
+        real = real / LAYERS + saved(getattr(torch, dtype), checkpointing=True, **which)
+    assert 0.9 < kept / real < 1.25
+
+
+def test_a_dry_run_prints_the_estimate_below_a_configuration_that_can_be_read_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 40, "hidden_size": 1024}))
+    words = ["train", "--model", str(tmp_path), "--set", "loop.updates=3", "--dry-run"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "again.yaml").write_text(printed)
+    read = load_config(TrainConfig, tmp_path / "again.yaml")
+    made = estimate(read)
+    assert made is not None
+    assert sum(size for name, size in made["GiB"].items() if name != "sum") == pytest.approx(
+        made["GiB"]["sum"], abs=0.01
+    )
+    assert f"#     sum: {made['GiB']['sum']}" in printed
+    assert made["tokens"]["update"] == 16 * 8 * 4096
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["estimate"] == made
+
+
+def test_a_full_model_costs_four_copies_and_adapters_cost_little(tmp_path: Path):
+    """Weights, gradients and two optimiser states in float32; with LoRA the weights alone."""
+    (tmp_path / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 40, "hidden_size": 2048}))
+    full, lora = (
+        estimate(fitted(load_config(TrainConfig, None, [f"engine.model={tmp_path}", *more])))
+        for more in ([], ["trainer.lora={}", "trainer.dtype=bfloat16"])
+    )
+    assert full is not None
+    assert lora is not None
+    weights = full["GiB"]["weights"]
+    assert full["GiB"]["optimiser"] == pytest.approx(2 * weights, rel=0.01)
+    assert full["GiB"]["gradients"] == pytest.approx(weights, rel=0.05)
+    assert full["GiB"]["weights of the engine"] == weights
+    assert lora["GiB"]["weights"] == pytest.approx(weights / 2, rel=0.1)
+    assert lora["GiB"]["optimiser"] < weights / 5
+
+
+def test_a_model_that_is_not_here_has_no_estimate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(["train", "--model", "no-such/model", "--dry-run"]) == 0
+    assert "# at most: null" in capsys.readouterr().out
+
+
+def test_the_names_of_the_recipes_are_those_of_their_module():
+    assert set(RECIPES) == set(REAL)
+    needs = {
+        name: "critic" if one.needs_value else "reference"
+        for name, one in REAL.items()
+        if one.needs_value or one.needs_reference
+    }
+    assert needs == SECOND
