@@ -26,8 +26,7 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""Field (`kind.field`, with `[]` for list items; or `reward.name`) -> regular expression of the part that varies. None
-stands for the whole field."""
+"""Field (`kind.field`, with `[]` for items; or `reward.name`) -> regex of the part that varies; None: the whole."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -187,8 +186,7 @@ class Environment(Generic[ActionT, TaskT]):
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
 
     async def acquire(self) -> None:
-        """Wait for what an episode needs before it begins, such as a free process. `Limits.environment_seconds` doesn't
-        bound this wait, `Limits.system_seconds` does."""
+        """Wait for what an episode needs first, such as a free process, within `Limits.system_seconds`."""
 
     async def reset(self, task: TaskT) -> Observation | str:
         """Begin the episode for `task`: the bare value, or the `Task`, from the taskset."""

@@ -288,17 +288,14 @@ def hub_tasks(
     *,
     row: Row | None = None,
     config: str | None = None,
-    revision: str | None = None,
     size: int | None = None,
 ) -> Taskset:
     """The tasks in a dataset (`dataset_rows`); without `row`, each row is the private part of its task."""
-    found = dataset_rows(name, split, config=config, revision=revision)
+    found = dataset_rows(name, split, config=config)
     return Taskset(found, row=row, size=size, name=name)
 
 
-def dataset_rows(
-    name: str, split: str = "train", *, config: str | None = None, revision: str | None = None
-) -> Iterable[Mapping[str, object]]:
+def dataset_rows(name: str, split: str = "train", *, config: str | None = None) -> Iterable[Mapping[str, object]]:
     """The rows of a dataset: of the hub, as `org/name` or `org/name@revision`, of its local cache, or in a folder.
 
     config: its subset; None takes the only one, or the one called `default` or `main`. Give a revision (a commit) to
@@ -308,15 +305,15 @@ def dataset_rows(
         import datasets  # noqa: F401
     except ImportError as error:
         raise MissingExtra("datasets", "train", f"reading {name}") from error
-    id, pinned = (name, None) if Path(name).is_dir() else split_name(name) or (name, None)
+    id, revision = (name, None) if Path(name).is_dir() else split_name(name) or (name, None)
     try:
         with _quiet_datasets():
             try:
-                return _loaded(id, config, split, revision or pinned)
+                return _loaded(id, config, split, revision)
             except OSError:
                 # Offline, `datasets` finds only what it has prepared before; the files may be in the hub's cache.
                 try:
-                    folder = snapshot(id, revision or pinned, "dataset", local=True)
+                    folder = snapshot(id, revision, "dataset", local=True)
                 except (NotFound, MissingExtra):
                     folder = None
                 if folder is None:

@@ -161,8 +161,7 @@ class Sampling(Value):
     def exact(self) -> bool:
         """True when the recorded log-probs are those of the distribution that was sampled from.
 
-        top_p, top_k and most of `extra` cut or change the distribution after the log-probs were computed: importance
-        ratios from such log-probs would be wrong.
+        top_p, top_k and most of `extra` change the distribution after the log-probs: ratios would be wrong.
         """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
 

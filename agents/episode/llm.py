@@ -61,8 +61,7 @@ class Reply:
     content: str = ""
     """The text around the calls; the whole text where there are none."""
     problem: str = ""
-    """What is wrong with a call that can't be read, as sentences for the model; empty where all could be read. Yield it
-    as `ParseError(problem=...)` and ask again."""
+    """What is wrong with unreadable calls, as sentences for the model; empty without. Yield it as `ParseError`."""
     chat_calls: tuple[Message, ...] = ()
     """All calls in the chat format (`CallsRead.chat`)."""
 

@@ -92,10 +92,9 @@ async def rollout(
     it, the agent never does. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment. `fork`
     is a prefix made by `tape.at_turn(k)`: the environment is restored to it, and the episode continues there. Where the
     environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a reason to
-    continue, which is recorded. With a `journal` every record is written as it happens, and where the environment is
-    not `pure` an action's intent is durable before it is carried out. `recorder` may write other records. Where the
-    engine waits for its servers, the episode begins after that wait. Raises StoreFailed, EngineStopped and
-    CancelledError only.
+    continue. With a `journal` every record is written as it happens, and where the environment is not `pure` an
+    action's intent is durable before it is carried out. `recorder` may write other records. Where the engine waits for
+    its servers, the episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError only.
     """
     if isinstance(engine, WaitingEngine):
         await engine.absence.over()

@@ -72,8 +72,7 @@ def _before(text: str, word: str) -> int:
 class Live:
     """The streamed answer of one request: the engine's listener writes, and the HTTP handler reads. Single use.
 
-    Both run in the same event loop. The engine may retry after text was sent; then the new attempt must repeat the sent
-    text, or the stream stops and `end` returns False.
+    The engine may retry after text was sent: where the new attempt differs, the stream stops and `end` returns False.
     """
 
     def __init__(self, request: ChatRequest) -> None:

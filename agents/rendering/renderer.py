@@ -352,8 +352,7 @@ class Renderer:
 def _longest(
     messages: tuple[Message, ...], tools: tuple[dict[str, JsonValue], ...] | None, tracks: Sequence[Track]
 ) -> tuple[Track | None, int]:
-    """The track to continue: the longest of those whose messages all lead `messages`, else the one that shares most.
-    The same tools, then the later track, break a tie."""
+    """The track to continue: the longest that leads `messages`, else the one that shares most, by tools, then age."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):
         n = len(track.messages)

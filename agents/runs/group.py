@@ -221,8 +221,7 @@ async def rollout_group(
 
     An attempt whose episode can't be trained on (an error of the environment, the model or Tapereel, a time limit) is
     retried once with a new seed. At `deadline` (seconds from now) the group closes with what it has, and episodes in
-    flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `concurrency` bounds the
-    episodes in flight.
+    flight are cancelled. Returns every closed tape, failed ones too: read `tape.trains`.
     """
     if n < 1:
         raise ValueError(f"n is {n}: a group needs at least one attempt")

@@ -212,8 +212,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     def make(self, protocol: type = Engine, use: str = "This run") -> Engine:
         """Create an engine.
 
-        Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result lacks
-        members of `protocol`, which `use` needs."""
+        Raises UsageError if `kind` names no callable for `options`, IncompleteEngine if the result lacks members."""
         factory = load_named(self.kind)
         if not callable(factory):
             raise UsageError(

@@ -123,9 +123,8 @@ class Setup(TasksConfig, SeedConfig):
     ) -> tuple[Self, LoadedSetup]:
         """Load the objects. Returns (the configuration to record, the objects).
 
-        Each argument is an object, or a name for a setting that is None. The recorded configuration names an object
-        `module:qualname` if an import returns this object, else `<object of module.Class>`. Raises UsageError if the
-        setting and the argument differ.
+        Each argument is an object, or a name for a setting that is None. The recorded name is `module:qualname` if an
+        import returns the object, else `<object of module.Class>`. UsageError if setting and argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env = load_env(*self._source("env", env))
@@ -241,8 +240,7 @@ def load_tasks(
     dataset: DatasetConfig | None = None,
     name: str | None = None,
 ) -> Taskset:
-    """The tasks that `source` names or holds, or the first `count` of them. row, dataset: as `Setup.task_row` and
-    `Setup.dataset`. name: their name in errors."""
+    """The tasks that `source` names or holds, or the first `count`. row, dataset: as in `Setup`. name: for errors."""
     dataset = dataset or DatasetConfig()
     name = name or (source if isinstance(source, str) else "the list of tasks")
     to_task = load_named(row) if row is not None else None

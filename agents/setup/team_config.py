@@ -43,8 +43,7 @@ class ModelConfig(Config):
 
 
 class PartnerConfig(ModelConfig):
-    """A further model in the episodes, and the agents that it samples for. Its engine has the tokenizer and chat
-    template of the run's engine, or returns only text."""
+    """A further model in the episodes, for its agents. Its engine has the run's tokenizer and template, or no ids."""
 
     agents: tuple[str, ...] = Field(min_length=1)
     """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""

@@ -283,8 +283,7 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """The interpreter and the folders that it needs. None stands for the current one or, where this process is root and
-    other users can't run that, for the system's."""
+    """The interpreter and the folders that it needs. None: the current one if snippets can run it, or the system's."""
     if python is None:
         way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
         ours = os.getuid() != 0 or all(place.stat().st_mode & stat.S_IXOTH for place in way)

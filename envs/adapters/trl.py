@@ -261,14 +261,15 @@ def _opening(prompt: Any, addition: Any, instance: Any) -> list[Message]:
 
 def _messages(prompt: Any) -> list[Message]:
     messages = [{"role": "user", "content": prompt or ""}] if prompt is None or isinstance(prompt, str) else prompt
-    if not isinstance(messages, Sequence) or not messages or not all(_is_message(m) for m in messages):
+    if not isinstance(messages, Sequence) or not messages or not all(is_message(m) for m in messages):
         raise NotTRL(
             f"the prompt {prompt!r:.80} is neither a text nor a list of messages with `role` and a text `content`"
         )
     return [dict(message) for message in messages]
 
 
-def _is_message(message: Any) -> bool:
+def is_message(message: object) -> bool:
+    """Whether TRL's trainer takes it as a chat message: `role` and a text `content`."""
     return (
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)

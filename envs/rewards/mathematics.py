@@ -43,8 +43,7 @@ class MathVerifier:
         self._process: subprocess.Popen[bytes] | None = None
 
     def equal(self, answer: str, reference: str) -> bool:
-        """Whether the answer's text contains an expression equal to the reference. NotVerified if the reference can't
-        be parsed or the time limit is reached."""
+        """Whether the answer contains an expression equal to the reference. NotVerified for a bad one or a timeout."""
         with self._lock:
             process = self._process if self._process is not None and self._process.poll() is None else self._start()
             try:

@@ -101,8 +101,7 @@ class History:
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
-        """Records of epochs of the last update that `restore` made and the store lacks, because a crash cut them off.
-        The caller must append them before the next update."""
+        """Records of epochs that a crash cut off. The caller must append them before the next update."""
 
     @property
     def version(self) -> str:
@@ -253,8 +252,7 @@ class History:
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}
 
-        # A newer checkpoint has updates that these records don't explain, and so has one whose lead's last update a
-        # later lead made again. An older one is loaded then.
+        # Not a newer one, which these records don't explain, nor one whose last update a later lead made again.
         def fits(c: Checkpoint) -> bool:
             lead = c.state.get("lead") or 0
             return c.state["lineage"] == self.lineage and c.update <= last and lead >= leads.get(c.update, 0)

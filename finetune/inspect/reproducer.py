@@ -75,8 +75,7 @@ class Reproduction(Value):
     checkpoints: int = 0
     """Checkpoint files whose weights equal the derived weights."""
     trainers: int = 0
-    """Of these, files whose trainer's state (optimiser, counts, moments, coefficients, averages, critic) equals the
-    derived state; the base has no such state."""
+    """Of these, files whose trainer's state equals the derived one; the base has none."""
     tapes: int = 0
     """Tapes that were trained on, each with the digest that its updates pinned."""
     digest: str | None = None

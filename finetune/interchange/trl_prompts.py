@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ...agents import LLM, Agent
+from ...envs.adapters.trl import is_message
 from ...envs.environment import Environment, Outcome
 from ...tapes import Answer, Tape, TapereelError, Task
 from ...tapes.steps import Prompt
@@ -20,7 +21,12 @@ class Asked(Environment[Answer]):
 
     async def reset(self, task: Task) -> Prompt:
         prompt: Any = task.public.get("prompt") if isinstance(task.public, dict) else None
-        if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt or not all(map(_chat, prompt)):
+        if (
+            isinstance(prompt, str)
+            or not isinstance(prompt, Sequence)
+            or not prompt
+            or not all(map(is_message, prompt))
+        ):
             raise BadPrompt(
                 f'the prompt {prompt!r:.80} is no list of chat messages: write [{{"role": "user", "content": "..."}}]'
             )
@@ -38,11 +44,3 @@ class Ask(Agent):
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Answer]:
         yield Answer(text=(await llm(tape)).text)
-
-
-def _chat(message: Any) -> bool:
-    return (
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-    )

@@ -175,8 +175,7 @@ class Rollouts:
                 self._continue(group)
 
     def _continue(self, group: Group) -> None:
-        # The age of a group is that of its oldest sampled token, not that of this process's start: pacing and
-        # staleness must be those of an uninterrupted run.
+        # The age of a group is that of its oldest token: pacing must be that of an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         if not group.open:
             self._fork(group)

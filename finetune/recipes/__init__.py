@@ -49,8 +49,7 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
 
-    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an
-    unknown name and for an object that is no recipe.
+    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. Raises UsageError.
     """
     recipe = _own_recipe(name) if ":" in name else RECIPES.get(name)
     if recipe is None:

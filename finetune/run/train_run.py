@@ -128,8 +128,7 @@ def train(
 
 
 class TrainingRun:
-    """One run of `train`. Everything that the configuration names is loaded before the run directory is made: what
-    can't be loaded must leave no directory behind."""
+    """One run of `train`. All that the configuration names is loaded before the directory is made."""
 
     directory: RunDir
     """The run directory, from `lead` on."""

@@ -53,8 +53,7 @@ class Micro:
 
     @classmethod
     def idle(cls) -> Micro:
-        """A micro-batch without a wanted token. A rank forwards it where other ranks have more micro-batches; it adds
-        exactly 0 to every gradient."""
+        """A micro-batch without a wanted token, for ranks that have fewer: it adds exactly 0 to every gradient."""
         none = torch.zeros(0, dtype=torch.int64)
         ids = torch.zeros(1, 1, dtype=torch.int64)
         return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)

@@ -94,8 +94,7 @@ class TaskDiff(Value):
     name: str
     """Empty when the task has no name."""
     change: Change
-    """Seen from the second run. `won`: its mean reward is higher. `changed`: the mean reward is equal or unknown, and
-    the tapes or their number differ."""
+    """Seen from the second run. `won`: its mean reward is higher. `changed`: it is not, and the tapes differ."""
     first: float | None
     """Mean reward of the scored attempts; None without one."""
     second: float | None

@@ -9,6 +9,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from .text import logger
@@ -110,8 +111,7 @@ async def _end(first: list[asyncio.Task[Any]]) -> None:
 
 
 def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    results: list[ResultT] = []
-    errors: list[BaseException] = []
+    found: Future[ResultT] = Future()
     started = threading.Event()
     handle: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
@@ -124,9 +124,9 @@ def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 
     def work() -> None:
         try:
-            results.append(_run(inside()))
+            found.set_result(_run(inside()))
         except BaseException as error:  # raised again in the calling thread
-            errors.append(error)
+            found.set_exception(error)
         finally:
             started.set()
 
@@ -143,6 +143,4 @@ def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
             loop.call_soon_threadsafe(task.cancel)
         thread.join()
         raise
-    if errors:
-        raise errors[0]
-    return results[0]
+    return found.result()

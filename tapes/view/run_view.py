@@ -262,8 +262,7 @@ class RunView:
         }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
-        """The verdicts of checks on the tape, newest first. `fits`: whether the tape still has the digest that was
-        checked; None where that is not known."""
+        """The verdicts on the tape, newest first. `fits`: whether the tape has the checked digest; None: unknown."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
         return [

@@ -2,8 +2,7 @@
 
 The running rows always fill the slots [0, b). A new row takes the next free slot, and the last row moves into the slot
 of a row that leaves. A generation that is evicted because its KV is stale joins again with its completion as part of
-its prompt. New weights therefore need no separate code path. The KV of a conversation is parked between two turns; the
-least recently used entry is evicted first.
+its prompt. The KV of a conversation is parked between two turns; the least recently used entry is evicted first.
 
 This module has no event loop, requests or versions. The caller decides when to call each method.
 """
@@ -42,8 +41,6 @@ class Stats:
     """Tokens computed again after new weights made their KV stale."""
     steps: int = 0
     """Decoding forwards."""
-    prefills: int = 0
-    """Prefill forwards."""
     swaps: int = 0
     """Weight syncs."""
     max_batch: int = 0
@@ -179,7 +176,6 @@ class Batch:
         logits = self.decoder.extend(first, ids, have, new)
         # Slots are assigned only after the forward. If the forward raises, the KV that it wrote lies in free slots,
         # and the next row there overwrites the KV or masks it.
-        self.stats.prefills += 1
         for i, generation in enumerate(group):
             self._seat(first + i, generation, int(have[i]), int(new[i]))
         self.rows.extend(group)

@@ -264,8 +264,7 @@ class EmbeddedEngine:
         )
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # A request that left the batch has closed its spans already. A weight sync between that moment and this call
-        # therefore can't give its tokens a later version.
+        # A request that left the batch has closed its spans: a later weight sync doesn't rename its tokens.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -396,8 +395,7 @@ class EmbeddedEngine:
             finished = work()
         except Exception as error:
             reason = f"the model failed while {doing} {len(involved)} sequences: {type(error).__name__}: {error}"
-            # A copy: `involved` may be the batch's own list of rows, which leave() changes. Nothing is parked, since a
-            # failed forward may have written part of its KV.
+            # A copy: `involved` may be the batch's own list of rows. Nothing is parked: its KV may be half written.
             for generation in list(involved):
                 if generation.slot >= 0:
                     self._batch.leave(generation, park=False)

@@ -11,8 +11,7 @@ from ....tapes.common.redact import holds_secret
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
 """How a weight sync reaches the servers. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer
-routes, with files in shared memory. `lora`: only the adapters, each version under its own name. `nccl`: a broadcast
-from the GPU of this process to vLLM's GPUs."""
+routes, with files in shared memory. `lora`: only the adapters, by version. `nccl`: a broadcast to vLLM's GPUs."""
 
 
 def _without_password(url: str) -> str:

@@ -371,8 +371,7 @@ class RemoteEngine:
             raise
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
-        """Wait before the next try of a request that failed because `server` is away. Raises `error` if the server is
-        not away, and EngineStopped as `Tries.failed`."""
+        """Wait before the next try of a failed request. Raises `error` if `server` is there, else as `failed`."""
         if not await is_away(server, error, min(HEALTH_SECONDS, self._config.seconds)):
             tries.answered()
             raise error

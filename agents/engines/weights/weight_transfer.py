@@ -186,8 +186,7 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports. Raises
-    CannotSend if this machine doesn't have the address."""
+    """The ports at which the workers of `count` servers connect: from `first` on, or free ones. Raises CannotSend."""
     try:
         return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:
