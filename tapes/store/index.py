@@ -111,7 +111,7 @@ class Index:
         self.folder, self.disk = folder, disk
         self._path = path
         self._db = self._load()
-        # From Python 3.13 a connection that is collected while open warns. Stores that nobody closes are usual.
+        # From Python 3.13 a connection that is collected while open warns. Stores that no caller closes are usual.
         weakref.finalize(self, self._db.close)
         self._read_lines = 0
         """Lines that this process read, and the file therefore lacks."""
