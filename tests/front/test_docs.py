@@ -75,6 +75,7 @@ def _commands(path: Path) -> Iterator[list[str]]:
                         yield words[1:]
 
 
+@pytest.mark.timeout(900)  # the tutorial trains, and starts ten processes
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=lambda p: p.name)
 def test_the_python_of_a_document_runs_and_prints_what_it_says(path: Path, tmp_path: Path):
     blocks = tmp_path / "blocks.json"
