@@ -129,16 +129,6 @@ class Engine(Protocol):
         ...
 
 
-@runtime_checkable
-class WaitingEngine(Protocol):
-    """An engine that waits for its servers where they don't answer."""
-
-    @property
-    def absence(self) -> EngineAbsence:
-        """The clock of that wait."""
-        ...
-
-
 class EngineAbsence(Protocol):
     """How long an engine waits for its servers."""
 
@@ -150,6 +140,11 @@ class EngineAbsence(Protocol):
     async def over(self) -> None:
         """Return when requests are answered again, or when none waits for an answer."""
         ...
+
+
+def absence_of(engine: object) -> EngineAbsence | None:
+    """The attribute `absence` of an engine that waits for its servers where they don't answer; None for others."""
+    return getattr(engine, "absence", None)
 
 
 class EngineStats(Protocol):

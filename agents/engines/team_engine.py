@@ -22,7 +22,7 @@ from .engine import (
     Request,
     SyncMode,
     TrainableEngine,
-    WaitingEngine,
+    absence_of,
 )
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class TeamEngine:
     @property
     def absence(self) -> TeamAbsence:
         """The waits of the engines for their servers."""
-        return TeamAbsence([engine.absence for engine in self._distinct if isinstance(engine, WaitingEngine)])
+        absences = [absence_of(engine) for engine in self._distinct]
+        return TeamAbsence([absence for absence in absences if absence is not None])
 
     def of(self, path: str) -> Engine:
         """The engine that answers for the agent at `path`. EngineError where there is none."""

@@ -172,6 +172,7 @@ class LLM:
         self._cache_keys.add(cache_key)
         partial: list[Completion] = []
         safe_listener = _SafeListener(listener) if listener is not None else None
+        timed = _Timed(self.timers)
         request = Request(
             messages=asked,
             prompt=rendered.ids if rendered is not None else None,
@@ -181,6 +182,7 @@ class LLM:
             path=path,
             cache_key=cache_key,
             on_partial=partial.append,
+            on_start=timed.start,
             listener=safe_listener,
         )
         pending = PendingCall(call, path, conversation, request, rendered, self._conversations.tools_record(schemas))
@@ -190,7 +192,7 @@ class LLM:
         try:
             held = await self._take_tokens(request)
             pending.request = _limited(request, held)
-            completion, attempts = await self._complete(pending.request)
+            completion, attempts = await self._complete(pending.request, timed)
         except asyncio.CancelledError:
             # Recorded also without an answer: the agent asked, and a replay must know that it gave the question up.
             self._write(pending, partial[0] if partial else Completion(text=None), (), "cancelled")
@@ -381,15 +383,15 @@ class LLM:
         update = {"max_tokens": wanted, "temperature": base.temperature if temperature is None else temperature}
         return base.model_copy(update=update)
 
-    async def _complete(self, request: Request) -> tuple[Completion, tuple[Attempt, ...]]:
+    async def _complete(self, request: Request, timed: _Timed) -> tuple[Completion, tuple[Attempt, ...]]:
         """The completion and every attempt at it. Raises _Failed when the error won't pass or retries are used up."""
         assert self.engine is not None
         attempts: list[Attempt] = []
-        timed = _Timed(self.timers)
+        timed.call()
         try:
             while True:
                 try:
-                    completion = await fire.complete(self.engine, replace(request, on_start=timed.start))
+                    completion = await fire.complete(self.engine, request)
                 except EngineError as error:
                     attempts += error.attempts or (timed.attempt(error_text(error)),)
                     if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
@@ -435,7 +437,10 @@ class _Timed:
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
         self._over = False
-        timers.called()
+
+    def call(self) -> None:
+        """The call begins, with its first attempt."""
+        self._timers.called()
         self.begin()
 
     def begin(self) -> None:

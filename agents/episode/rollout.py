@@ -44,7 +44,7 @@ from ...tapes.journal import Journal
 from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending, new_tape_id, step_record
-from ..engines.engine import Engine, EngineStopped, WaitingEngine
+from ..engines.engine import Engine, EngineStopped, absence_of
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
@@ -96,8 +96,9 @@ async def rollout(
     action's intent is durable before it is carried out. `recorder` may write other records. Where the engine waits for
     its servers, the episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError only.
     """
-    if isinstance(engine, WaitingEngine):
-        await engine.absence.over()
+    absence = absence_of(engine)
+    if absence is not None:
+        await absence.over()
     factory, env = env, env if isinstance(env, Environment) else _new_environment(env)
     task, limits = Task.of(task), limits or Limits()
     begin = Begin(

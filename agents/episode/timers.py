@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...tapes import CauseType
-from ..engines.engine import Engine, WaitingEngine
+from ..engines.engine import Engine, absence_of
 from .limits import LimitReached, Limits
 
 
@@ -25,7 +25,7 @@ class Timers:
     """Runs from `start` to `stop`. Beyond a limit, `reached` has it, and `on_limit` is called once."""
 
     def __init__(self, limits: Limits, engine: Engine | None = None) -> None:
-        self._absence = engine.absence if isinstance(engine, WaitingEngine) else None
+        self._absence = absence_of(engine)
         self.on_limit: Callable[[LimitReached], None] = lambda _: None
         self.reached: LimitReached | None = None
         self._limits = {True: limits.agent_seconds, False: limits.system_seconds}
@@ -56,6 +56,7 @@ class Timers:
         self._running = False
         if self._alarm is not None:
             self._alarm.cancel()
+            self._alarm = None
 
     @contextmanager
     def acting(self) -> Iterator[None]:
@@ -92,8 +93,10 @@ class Timers:
         self._since = now
         self._check()
         agents = self._acting and (self._working > 0 or not self._calls)
-        if agents != self._agents:
-            self._agents = agents
+        if agents == self._agents and self._alarm is not None:
+            return
+        self._agents = agents
+        if self._absence is not None:
             self._since = self._now()
         limit = self._limits[self._agents]
         if limit is None or self.reached is not None:
@@ -102,7 +105,7 @@ class Timers:
         # without that, it would ring without a pause where servers go away in the last moment before the limit.
         loop = asyncio.get_running_loop()
         due = loop.time() + max(limit - self._spent[self._agents], 0.01)
-        if self._alarm is None or self._alarm.cancelled() or due < self._alarm.when():
+        if self._alarm is None or due < self._alarm.when():
             if self._alarm is not None:
                 self._alarm.cancel()
             self._alarm = loop.call_at(due, self._ring)

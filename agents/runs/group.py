@@ -21,7 +21,7 @@ from ...envs.environment import EnvironmentFactory, check_factory
 from ...envs.rewards.relative import compared
 from ...tapes import Sampling, Status, Tape, Task
 from ...tapes.journal import Journal
-from ..engines.engine import Engine, WaitingEngine
+from ..engines.engine import Engine, absence_of
 from ..episode.agent import Agent
 from ..episode.limits import Limits
 from ..episode.rollout import rollout
@@ -190,7 +190,7 @@ async def fill(
 async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
     """Wait for `work`, at most until `until` (time of the event loop) plus the time without servers."""
     loop = asyncio.get_running_loop()
-    absence = engine.absence if isinstance(engine, WaitingEngine) else None
+    absence = absence_of(engine)
     before = absence.seconds if absence is not None else 0.0
     left: float | None = None
     while not work.done() and (left is None or left > 0):
