@@ -52,8 +52,7 @@ class Taskset(Sequence[Task]):
     ) -> None:
         """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
 
-        source: an iterable, a function without parameters that returns an iterable, or a function of the index, which
-        needs `size` and is called for 0 to size - 1.
+        source: an iterable, a function that returns one, or a function of the index (0 to `size` - 1).
         """
         self.name = name
         """A label for messages; may be empty."""

@@ -136,9 +136,9 @@ class Rollouts:
         self._closings: Counter[Closing] = Counter()
         self._lost: Counter[str] = Counter()
         self._changed = asyncio.Event()
+        """Set when pacing may allow more groups."""
         self._more = True
         """Whether further groups may begin."""
-        """Set when pacing may allow more groups."""
         self._closed = asyncio.Event()
         """Set when a group has closed."""
 

@@ -173,8 +173,7 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
     """The heads to pin: that of each segment whose end no later segment pins yet. Together they cover every line.
 
-    Of a live writer's segment it is the last line below the frontier. Lines above may still be lost in a power cut, and
-    a pin on a lost line would read as tampering.
+    Of a live writer's segment it is the last line below the frontier: a pin on a lost line would read as tampering.
     """
     pinned = {name: head for segment in segments for name, head in read_pins(segment).items()}
     found: dict[str, str] = {}
