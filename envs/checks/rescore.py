@@ -302,7 +302,7 @@ def rescore_run(
 ) -> Verdicts:
     """Score the named tapes of a run again, or all closed tapes of a split, and compare with the recorded rewards.
 
-    reward: `module:name` of a Rewards, a RewardSource or a function from a tape to its score. tolerance: largest equal gap.
+    reward: `module:name` of a Rewards, a RewardSource or a function from a tape to its score. tolerance: an equal gap.
     """
     load_reward(reward)  # a wrong name is refused here, before any process starts
     plan = partial(_plan, reward, tolerance)
