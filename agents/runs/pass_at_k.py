@@ -54,6 +54,14 @@ class Interval(Value):
             return f"{self.value:.3f}"
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
+    @property
+    def signed(self) -> str:
+        """The text for a difference."""
+        if self.low is None or self.high is None:
+            return f"{self.value:+.3f}"
+        note = "" if self.low <= 0 <= self.high else "  (does not span 0)"
+        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{note}"
+
 
 class Scores(Value):
     """The scores of one evaluation."""

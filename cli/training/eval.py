@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 
-from ...agents.runs.pass_at_k import Interval
 from ...agents.runs.runner import RunScores, score_run
 from ...tapes.common.text import safe
 from ..console import Exit, answer, check_target
@@ -69,13 +68,6 @@ def _score_lines(found: RunScores) -> list[str]:
         f"Difference on the {difference.reward.tasks:,} tasks that both scored ({difference.only_first:,} more only "
         f"in the first, {difference.only_second:,} only in the second):"
     )
-    lines.append(f"  reward {_signed(difference.reward)}")
-    lines += [f"  pass@{k} {_signed(part)}" for k, part in difference.pass_at.items() if part is not None]
+    lines.append(f"  reward {difference.reward.signed}")
+    lines += [f"  pass@{k} {part.signed}" for k, part in difference.pass_at.items() if part is not None]
     return lines
-
-
-def _signed(interval: Interval) -> str:
-    if interval.low is None or interval.high is None:
-        return f"{interval.value:+.3f}"
-    note = "" if interval.low <= 0 <= interval.high else "  (does not span 0)"
-    return f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]{note}"

@@ -6,6 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from ...agents.runs.pass_at_k import Interval
 from ...tapes.common.config import add_config_arguments, dump_config, load_config
 from ...tapes.common.config_yaml import write_yaml
 from ...tapes.common.text import counted, safe
@@ -67,15 +68,18 @@ def _learned_nothing(summary: TrainSummary) -> bool:
 
 
 def _table(summary: TrainSummary) -> Table:
-    made = table("mean reward", "#before", "#after")
+    made = table("mean reward", "#before", "#after", "#change, with its 95 % interval")
     held_out = summary.held_out
-    made.add_row("first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"]))
+    made.add_row("first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"]), "")
     for path, ends in summary.agents.items():
-        made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]))
+        made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]), "")
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
         if f"{prefix}after" in held_out and held_out["n"]:
             made.add_row(
-                f"{held_out['n']} {name}", _number(held_out.get(f"{prefix}before")), _number(held_out[f"{prefix}after"])
+                f"{held_out['n']} {name}",
+                _number(held_out.get(f"{prefix}before")),
+                _number(held_out[f"{prefix}after"]),
+                Interval.model_validate(change).signed if (change := held_out.get(f"{prefix}after_change")) else "",
             )
     return made
 

@@ -80,8 +80,9 @@ class TrainSummary(Value):
     """The same for each agent with its own reward (`loop.by_agent`), by path."""
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
-    """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks; `every`:
-    {update: mean reward}. None without an evaluation."""
+    """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks;
+    `after_change`: their difference, paired by task, with its interval; `every`: {update: mean reward}. None without an
+    evaluation."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -201,7 +202,7 @@ class TrainingRun:
                 books = directory.results.books = directory.store.books()
                 directory.results.books_close = books.closes
                 directory.save()
-                self.advice = advice(directory.store, "train", _loop_lines(self.out))
+                self.advice = advice(directory.store, "train", _loop_lines(self.out), directory.results.after)
         return self.summary()
 
     def _new_results(self) -> Results:
@@ -380,6 +381,8 @@ def _held_out(results: Results) -> dict[str, Any]:
         for name, key in (("sampled", when), ("greedy", f"greedy_{when}")):
             if name == "sampled" or (part and name in part):
                 found[key] = part[name].mean if part else None
+                if when == "after" and part:
+                    found[f"{key}_change"] = part[name].change
     last = results.after or results.before
     every = {k: part["sampled"].mean for k, part in results.evaluations.items()}
     return {**found, "n": last["sampled"].n if last else 0, "every": every}

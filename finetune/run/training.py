@@ -9,7 +9,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,8 @@ from typing import Any, cast
 from ...agents import Agent, Engine
 from ...agents.engines.engine import TrainableEngine
 from ...agents.episode.seeds import derive_seed
+from ...agents.runs.pass_at_k import NothingInCommon, compare
+from ...agents.runs.runner import rewards_of as recorded_rewards
 from ...envs.environment import EnvironmentFactory
 from ...tapes import Tape, Task
 from ...tapes.common.progress import Progress, silent
@@ -402,11 +404,17 @@ class Training:
                     success=config.success,
                 )
             scores = result.scores.model_dump(mode="json", include={"reward", "pass_at"})
+            change = None
+            if when.startswith("after"):
+                first, last = (recorded_rewards(self.run.store, f"eval-{end}-{name}") for end in ("before", when))
+                with suppress(NothingInCommon):
+                    change = compare(last, first).reward.model_dump(mode="json")
             found[name] = HeldOut(
                 mean=result.mean,
                 error=result.error,
                 n=result.scored,
                 metrics=result.metrics,
+                change=change,
                 agents={path: sum(own) / len(own) if own else None for path, own in earned.items()} or None,
                 **scores,
             )

@@ -13,6 +13,7 @@ from statistics import fmean, variance
 from pydantic import JsonValue
 
 from ..errors import TapereelError
+from ..store.run_directory import Evaluations
 from ..store.store import Store
 from ..tape import Tape
 
@@ -32,10 +33,17 @@ GONE = 0.05
 Lines = Sequence[Mapping[str, JsonValue]]
 
 
-def advice(store: Store, split: str | None = None, updates: Lines = ()) -> tuple[str, ...]:
-    """Sentences about the closed tapes of `split` (None: all), and about the loop's `updates`, lines of the metrics."""
+def advice(
+    store: Store, split: str | None = None, updates: Lines = (), held_out: Evaluations | None = None
+) -> tuple[str, ...]:
+    """Sentences about the closed tapes of `split` (None: all), about the loop's `updates`, lines of the metrics, and
+    about the evaluation at its end."""
     try:
-        return (*_tapes(store, split), *_updates(updates))
+        return (
+            *_tapes(store, split),
+            *_updates(updates),
+            *_held_out(held_out if held_out and len(updates) >= LOOP else {}),
+        )
     except TapereelError as error:
         return (f"The newest tapes can't be read, so nothing is said about them: {error}",)
 
@@ -125,6 +133,18 @@ def _updates(lines: Lines) -> Iterator[str]:
         yield (
             "Groups differ and the weights move, so try other steps: loop.optimiser.lr ten times lower or higher, more "
             "groups an update (loop.groups), more updates, or a warm start (warm.tapes)."
+        )
+
+
+def _held_out(evaluations: Evaluations) -> Iterator[str]:
+    part = evaluations.get("sampled")
+    change = part.change if part is not None else None
+    if change and change["low"] is not None and change["low"] <= 0:
+        yield (
+            f"On the {change['tasks']} held-out tasks the reward did not rise beyond its interval: it changed by "
+            f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]. If it rose on the tasks of the "
+            "updates, hold out more tasks (evaluation.fraction) or give each more attempts (evaluation.attempts), and "
+            "train on more different tasks."
         )
 
 

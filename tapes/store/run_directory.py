@@ -53,6 +53,8 @@ class HeldOut(Value):
     """k -> pass@k with its interval."""
     agents: dict[str, float | None] | None = None
     """Path of an agent -> its mean reward, with `loop.by_agent`."""
+    change: dict[str, float | int | None] | None = None
+    """At the end: the difference to the evaluation before, paired by task, as `reward`."""
 
 
 Evaluations = dict[str, HeldOut]

@@ -135,7 +135,7 @@ def overview_of(
             *notes,
             *(f"{text}. No number of such files is shown." for text in edited),
             *_accounting(books),
-            *advice(store, "train" if lines else None, lines),
+            *advice(store, "train" if lines else None, lines, results.after),
         ),
         facts=_facts(results, lines, books, seconds, loop.get("updates")),
         plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),

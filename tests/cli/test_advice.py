@@ -14,6 +14,7 @@ from tapereel.cli.command import main
 from tapereel.envs import Outcome
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes.audit.advice import advice
+from tapereel.tapes.store.run_directory import HeldOut
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.overview import overview_of
 
@@ -127,6 +128,22 @@ def test_each_sign_is_one_sentence(tmp_path: Path, made: list[Any], says: list[s
     assert len(found) == len(says), found
     for text, part in zip(found, says, strict=True):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("low", "updates", "says"), [(-0.1, 40, True), (0.1, 40, False), (None, 40, False), (-0.1, 3, False)]
+)
+def test_a_held_out_reward_that_may_not_have_risen_says_so(
+    tmp_path: Path, low: float | None, updates: int, says: bool
+) -> None:
+    change = {"value": 0.2, "low": low, "high": None if low is None else 0.5, "tasks": 21}
+    after = HeldOut(mean=0.7, error=0.1, n=21, metrics={}, reward=None, pass_at={}, change=change)
+    with Store.create(tmp_path / "r") as store:
+        found = advice(store, "train", lines(updates, lambda k: k / 40), {"sampled": after})
+    said = (
+        "On the 21 held-out tasks the reward did not rise beyond its interval: it changed by +0.200 [-0.100, +0.500]."
+    )
+    assert [text.startswith(said) for text in found] == [True] * says
 
 
 def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path: Path, model: str) -> None:

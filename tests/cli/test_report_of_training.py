@@ -74,6 +74,8 @@ def test_the_answer_names_the_page_and_a_run_at_work_has_one(
     out = tmp_path / "r"
     found = answer_of(capsys, *train_words(model, out, "evaluation.every=1", "loop.groups=8", "loop.group_size=8"))
     assert found["report"] == str(out / "report.html")
+    held_out = found["held_out"]
+    assert held_out["after_change"]["value"] == pytest.approx(held_out["after"] - held_out["before"])
     *at_work, last = written
     assert at_work
     assert all("The run is at work" in one.notes[0] for one in at_work)
