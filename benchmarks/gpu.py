@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny-full": ("tiny", FULL),
     "tiny-lora": ("tiny", LORA),
     "0.6b-full": ("0.6b", FULL),
-    "0.6b-plain": ("0.6b", {"loop.optimiser.autocast": "bfloat16"}),
+    "0.6b-plain": ("0.6b", {"loop.optimiser.autocast": "bfloat16", "loop.optimiser.gradient_checkpointing": False}),
     "0.6b-float32": ("0.6b", {"loop.optimiser.gradient_checkpointing": True}),
     "0.6b-lora": ("0.6b", LORA),
     "4b-lora": ("4b", LORA),
@@ -143,6 +143,7 @@ def settings(case: str, model: Path, updates: int) -> dict[str, Any]:
 def measured(case: str, folder: Path, updates: int) -> dict[str, Any]:
     import torch
 
+    from tapereel.agents.setup.profiles import fitted
     from tapereel.finetune.run.estimate import estimate
     from tapereel.finetune.run.train_config import TrainConfig
     from tapereel.finetune.run.train_run import train
@@ -167,7 +168,7 @@ def measured(case: str, folder: Path, updates: int) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
         "reserved GiB": round(torch.cuda.max_memory_reserved() / 2**30, 2) if cuda else None,
-        "estimated GiB": estimate(config),
+        "estimated GiB": estimate(fitted(config)),
         "books close": summary.books_close,
         "rollouts": {key: report[key] for key in ("seconds", "tokens")},
         "updates": [{key: line[key] for key in kept} for line in lines if "train_seconds" in line],

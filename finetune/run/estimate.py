@@ -71,8 +71,9 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
         "logits": 64 << 20,
     }
-    # After the update a copy of the weights is published; a state dict has tied weights twice.
-    publish = {"copy of the weights to publish": model + 2 * output * own - (shape.parameters - shape.body) * own}
+    # After the update a copy of the weights is published, tied ones twice, and checked by 5 times 144 rows of logits.
+    copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
+    publish = {"copy of the weights to publish": copied}
     memory = fixed | max(update, publish, key=lambda items: sum(items.values()))
     episode = min((loop.limits.turns or capacity) * loop.sampling.max_tokens, capacity)
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
