@@ -24,9 +24,7 @@ queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama h
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     """`GiB`: of the trainer's device by item, at the moment of the largest sum; `tokens`: sampled ones of an episode,
-    an update, and the run with its evaluations. None for a model that isn't here, or of another shape.
-
-    config: with its profile (`fitted`)."""
+    an update, and the run with its evaluations. None for a model that isn't here, or of another shape. config: with its profile."""
     shape = shape_of(config.engine.model)
     if shape is None:
         return None
@@ -73,8 +71,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     }
     # After the update a copy of the weights is published, tied ones twice, and checked by 5 times 144 rows of logits.
     copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
-    publish = {"copy of the weights to publish": copied}
-    memory = fixed | max(update, publish, key=lambda items: sum(items.values()))
+    memory = fixed | max(update, {"copy of the weights to publish": copied}, key=lambda items: sum(items.values()))
     episode = min((loop.limits.turns or capacity) * loop.sampling.max_tokens, capacity)
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
     times = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
