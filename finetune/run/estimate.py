@@ -24,7 +24,7 @@ queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama h
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     """`GiB`: of the trainer's device by item, at the moment of the largest sum; `tokens`: sampled ones of an episode,
-    an update, and the run with its evaluations. None for a model that isn't here, or of another shape. config: with its profile."""
+    an update, and the run with its evaluations. None for an unknown shape. config: with its profile."""
     shape = shape_of(config.engine.model)
     if shape is None:
         return None
