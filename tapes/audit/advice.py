@@ -7,12 +7,14 @@ tapes, and never says that a run is right: no sentence means that none of these 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, variance
 
 from pydantic import JsonValue
 
 from ..errors import TapereelError
+from ..steps import ParseError
 from ..store.run_directory import Evaluations
 from ..store.store import Store
 from ..tape import Tape
@@ -21,6 +23,8 @@ NEWEST = 50
 """Tapes that are read for what no number says."""
 OFTEN = 0.1
 """Share of answers above which those that were cut off are reported."""
+MOST = 0.5
+"""Share of answers above which those that could not be read are reported."""
 FEW = 4
 """Least number of rewards, or of called-for answers, that make a sentence."""
 SHORT = 16
@@ -65,6 +69,15 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
             f"Tools were offered in {len(offered)} of the newest {len(newest)} episodes, and none was called. Read an "
             f"answer (tapereel show RUN {offered[-1].id}): does the model know that it has tools, does it "
             "write calls in a format that is read (docs/tools.md), and does your agent act on reply.tool_calls?"
+        )
+    misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
+    answers = sum(len(tape.calls) for tape in newest)
+    if misread.total() >= FEW and misread.total() > MOST * answers:
+        problem, _ = misread.most_common(1)[0]
+        yield (
+            f"{misread.total() / answers:.0%} of the newest answers could not be read as an action, most often: "
+            f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
+            "agent's `parse`?"
         )
     # Limits of a few tokens, and those that an agent sets itself (`max_tokens=1`), mean the cut.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]

@@ -67,6 +67,17 @@ def test_a_run_that_calls_tools_or_tries_to_is_told_apart(tmp_path: Path, capsys
     assert not any("rewards are" in text for text in said)
 
 
+def test_a_parser_that_can_read_no_answer_is_named(tmp_path: Path) -> None:
+    def parse(text: str) -> tr.Action:
+        raise ValueError(f"{text} is no move")
+
+    made = tr.run(tr.ChatAgent(parse=parse), Digits, TASKS, ["e4"] * 3, out=tmp_path / "r")
+    assert made.summary is not None
+    (said,) = (text for text in made.summary.advice if "could not be read" in text)
+    assert "'e4 is no move'" in said
+    assert "`parse`" in said
+
+
 def test_a_run_with_different_rewards_and_calls_has_no_advice(tmp_path: Path, capsys: Any) -> None:
     assert rolled(tmp_path, capsys, '{"name": "note", "arguments": {"text": "a"}}', "3") == ()
 
