@@ -77,6 +77,7 @@ PROFILES: tuple[tuple[str, Any, Any, Any, str, float, Any], ...] = (
     ("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, "TRL's SFTConfig; LoRA Without Regret", 10, 2e-4),
     ("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig", 0, None),
     ("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None),
+    ("evaluation.fraction", 0.25, 0.1, 0.1, "of few tasks a tenth has an interval too wide to see a rise", 0, None),
     ("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
 )
 """Key in `train`; values `tiny`, `small` and `large`; source of the last two; factor from which a user's value gives a

@@ -35,7 +35,7 @@ class OptimiserConfig(Config):
 class WarmStartConfig(Config):
     """SFT on recorded tapes."""
 
-    updates: int = Field(default=120, ge=0)
+    updates: int = Field(default=300, ge=0)
     batch: int = Field(default=64, ge=1)
     """Tapes per update."""
     optimiser: OptimiserConfig = OptimiserConfig()

@@ -155,9 +155,9 @@ def _held_out(evaluations: Evaluations) -> Iterator[str]:
     if change and change["low"] is not None and change["low"] <= 0:
         yield (
             f"On the {change['tasks']} held-out tasks the reward did not rise beyond its interval: it changed by "
-            f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]. If it rose on the tasks of the "
-            "updates, hold out more tasks (evaluation.fraction) or give each more attempts (evaluation.attempts), and "
-            "train on more different tasks."
+            f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]. Train longer (loop.updates, and "
+            "warm.updates of a warm start) on more different tasks, and measure with more tasks (evaluation.fraction) "
+            "or attempts (evaluation.attempts)."
         )
 
 
