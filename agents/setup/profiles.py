@@ -64,24 +64,37 @@ def shape_of(model: str | None) -> Shape | None:
         return None  # the load of the model says what is wrong with it
 
 
-PROFILES: tuple[tuple[str, Any, Any, Any, str, float, Any], ...] = (
-    ("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5),
-    ("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B", 0, None),
-    ("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig", 0, None),
-    ("loop.group_size", 16, 8, 16, "TRL's GRPOConfig: 8; DAPO: 16", 4, None),
-    ("loop.sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 8, None),
-    ("loop.limits.turns", 8, 10, 10, "verifiers' ToolEnv", 0, None),
-    ("loop.limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second", 0, None),
-    ("loop.limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds", 0, None),
-    ("loop.group_deadline", 300.0, 1800.0, 1800.0, "as long as the rest of an episode may take", 0, None),
-    ("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, "TRL's SFTConfig; LoRA Without Regret", 10, 2e-4),
-    ("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig", 0, None),
-    ("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None),
-    ("evaluation.fraction", 0.25, 0.1, 0.1, "of few tasks a tenth has an interval too wide to see a rise", 0, None),
-    ("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
+class Default(NamedTuple):
+    """A setting's value by profile, and the source of the last two."""
+
+    key: str
+    """In `train`."""
+    tiny: Any
+    small: Any
+    large: Any
+    source: str
+    far: float
+    """The factor from which a user's value gives a warning; 0: never."""
+    adapted: Any
+    """The value with adapters on a pretrained model; None: the same."""
+
+
+PROFILES: tuple[Default, ...] = (
+    Default("loop.optimiser.lr", 3e-4, 1e-6, 1e-6, "TRL's GRPOConfig; LoRA Without Regret", 10, 1e-5),
+    Default("loop.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "verl's DAPO on 7B", 0, None),
+    Default("loop.optimiser.gradient_checkpointing", False, True, True, "TRL's GRPOConfig", 0, None),
+    Default("loop.group_size", 16, 8, 16, "TRL's GRPOConfig: 8; DAPO: 16", 4, None),
+    Default("loop.sampling.max_tokens", 64, 1024, 2048, "verl's GSM8K: 1024; DAPO on 7B: 2048", 8, None),
+    Default("loop.limits.turns", 8, 10, 10, "verifiers' ToolEnv", 0, None),
+    Default("loop.limits.agent_seconds", 120.0, 600.0, 600.0, "10 turns of 2048 tokens at 34 a second", 0, None),
+    Default("loop.limits.system_seconds", 600.0, 1800.0, 1800.0, "three times the agent's seconds", 0, None),
+    Default("loop.group_deadline", 300.0, 1800.0, 1800.0, "as long as the rest of an episode may take", 0, None),
+    Default("warm.optimiser.lr", 3e-3, 2e-5, 2e-5, "TRL's SFTConfig; LoRA Without Regret", 10, 2e-4),
+    Default("warm.optimiser.gradient_checkpointing", False, True, True, "TRL's SFTConfig", 0, None),
+    Default("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None),
+    Default("evaluation.fraction", 0.25, 0.1, 0.1, "a tenth of few tasks is too few to see a rise", 0, None),
+    Default("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
 )
-"""Key in `train`; values `tiny`, `small` and `large`; source of the last two; factor from which a user's value gives a
-warning, 0: never; value with adapters on a pretrained model, None: the same."""
 
 
 def fitted(config: ConfigT) -> ConfigT:
