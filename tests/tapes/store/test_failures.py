@@ -376,6 +376,11 @@ def forked(store: Store, tell: Any) -> None:
         tell.send(str(error))
 
 
+def asleep(hold: Any) -> None:
+    hold.send("at work")
+    hold.recv()
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_child_can_neither_write_nor_keep_the_lock(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "run")
@@ -388,8 +393,9 @@ def test_a_forked_child_can_neither_write_nor_keep_the_lock(tmp_path: Path) -> N
     assert "belongs to process" in here.recv()
     process.join()
     hold, let_go = context.Pipe()
-    sleeper = context.Process(target=hold.recv)
+    sleeper = context.Process(target=asleep, args=(hold,))
     sleeper.start()
+    assert let_go.recv() == "at work"  # a child closes what it inherited a moment after the fork
     store.abandon()
     with Store.open(tmp_path / "run", write=True) as again:  # though the child lives
         assert again.recovered.crashed == ["a"]
