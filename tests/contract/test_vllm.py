@@ -140,7 +140,7 @@ def test_an_answer_that_is_heard_while_it_is_sampled_is_the_same_and_exact(
         await served.hears_what_is_sampled(engine)
         request, left = await served.leaves_what_was_heard(engine)
         assert off(0, request, left) < CLOSE
-        request, found = await served.hears_through_a_change_of_weights(engine, policy(1).state_dict())
+        request, found = await served.hears_through_a_change_of_weights(engine, policy)
         for seed, (_, start, end) in enumerate(found.spans):
             assert off(seed, request, found, start, end) < CLOSE
 

@@ -47,6 +47,7 @@ T.Table = class {
     const query = new URLSearchParams();
     for (const name of FILTERS) if (next[name] !== undefined && next[name] !== "" && next[name] !== false) query.set(name, next[name]);
     const text = query.toString();
+    this.filter = next;  // the address changes a moment later, and another change may come before
     this.app.go(text ? `#/?${text}` : "#/");
   }
 
