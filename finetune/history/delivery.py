@@ -31,9 +31,9 @@ from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
 
-PLACES = 6
+PLACES = 8
 """Tokens that each sampler samples."""
-SHARE, LEAST, MOST = 200, 32, 144
+SHARE, LEAST, MOST = 100, 32, 144
 """The longest place has the tokens of the batch / SHARE, within these bounds, so that the check costs little beside the
 update. With MOST tokens it fills a block of 128, which is a large one for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02

@@ -75,8 +75,8 @@ def test_a_fault_is_found_in_the_update_that_it_hits(
 
     async def test(engine: RemoteEngine) -> None:
         with Store.create(tmp_path / "run", durability="os") as store:
-            # The longest beginning has a 200th of the batch: this one is enough for a block of 128.
-            size = {"groups": 8, "group_size": 24} if kind == "a stale cache" else {}
+            # The longest beginning has a hundredth of the batch: this one is enough for a block of 128.
+            size = {"groups": 8, "group_size": 12} if kind == "a stale cache" else {}
             history, loop, _ = loop_on(store, tmp_path, engine, way, **size)
             monkeypatch.setattr(module, name, write)
             await engine.sync_weights(history.model.state_dict(), history.version, loop.config.publish)
