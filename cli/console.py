@@ -55,7 +55,8 @@ def check_port(port: int) -> None:
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
-    """UsageError where no file can be written at `path`, the value of `flag`. Call it before the work."""
+    """UsageError where no file can be written at `path`, the value of `flag`. Call it before the work, so that hours of
+    work don't end in an answer that can't be written."""
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if path is not None and Path(path).is_dir():
@@ -78,7 +79,8 @@ class Verb(Protocol):
 
 
 def say(text: str) -> None:
-    """Print one line of progress to stderr. Control characters are escaped."""
+    """Print one line of progress to stderr. Control characters are escaped: text from a tape can't control the
+    terminal."""
     print(safe(text), file=sys.stderr, flush=True)
 
 
@@ -198,7 +200,8 @@ def _least_width(item: RenderableType, console: Console) -> int:
 
 
 def _escape_unprintable(text: str) -> str:
-    """JSON with every unprintable character escaped. They stand only in strings, where it means the same."""
+    """JSON with every unprintable character escaped. Such characters stand only in strings, where the escape means the
+    same."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 

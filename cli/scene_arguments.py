@@ -85,7 +85,8 @@ def add_server_arguments(
 
 
 def variable_value(variable: str | None) -> str | None:
-    """The token in an environment variable; None without a variable. UsageError if it is not set or too short.
+    """The token in an environment variable; None without a variable. UsageError if the variable is not set,
+    or if the token is too short.
 
     A command line can't hold the token itself: every user of the machine can read it there.
     """

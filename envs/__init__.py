@@ -1,6 +1,7 @@
 """Environments, tasks and rewards: where an agent acts, and how its episodes are scored.
 
-Imports `tapes` only; `agents` and `finetune` import it. Optional packages are imported when they are used.
+Imports `tapes` only; `agents` and `finetune` import it. Importing it loads no optional package: a module imports its
+optional package when it is used.
 """
 
 if __name__ == "envs":

@@ -1,6 +1,7 @@
 """Threads for blocking code, so that the event loop stays free: for one call, or for all calls of an environment.
 
-The threads are daemons of their own. A call that never returns would occupy a pool's thread.
+The threads are daemons of their own. A pool's thread would not do: a call that never returns would occupy it and delay
+the end of the process.
 """
 
 from __future__ import annotations

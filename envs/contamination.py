@@ -183,5 +183,6 @@ def _runs(words: list[str], n: int) -> Iterator[int]:
 
 
 def _key(text: str) -> int:
-    """A 64-bit hash: among 10^9 n-grams, two collide with a probability of about 0.03, which may report an overlap."""
+    """A 64-bit hash: among 10^9 n-grams, any two collide with a probability of about 0.03. A collision can only report
+    an overlap that isn't there."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

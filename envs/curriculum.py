@@ -1,7 +1,8 @@
 """Curriculum: chooses the next task by its measured difficulty.
 
 Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed; untried tasks form the
-pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws them again.
+pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws the same
+tasks as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Rate:
 
 
 def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
-    """Task hash -> how often it was solved (a reward of at least `success`), of scored attempts to train on."""
+    """Task hash -> how often it was solved (a reward of at least `success`). Only scored attempts that training may use
+    count."""
     counts: dict[str, list[int]] = {}
     for tape in tapes:
         if tape.trains and tape.reward is not None:
@@ -57,7 +59,8 @@ def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate
 
 
 def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard: float = HARD) -> dict[str, Taskset]:
-    """The tasks of each pool, in the set's order. A rate of exactly `easy` or `hard` is normal."""
+    """The tasks of each pool, in the order of the set; pools may be empty. A rate of exactly `easy` or `hard` is
+    normal."""
     if not 0 <= hard <= easy <= 1:
         raise BadTasks(f"invalid pass rates: hard={hard:g}, easy={easy:g}; they need 0 <= hard <= easy <= 1")
     members: dict[str, list[Task]] = {name: [] for name in POOLS}

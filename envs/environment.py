@@ -26,7 +26,8 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""Field (`kind.field`, with `[]` for items; or `reward.name`) -> regex of the part that varies; None: the whole."""
+"""Field (`kind.field`, with `[]` for list items; or `reward.name`) -> regular expression of the part that varies. None
+stands for the whole field."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -46,7 +47,8 @@ class RestoreMismatch(TapereelError, ValueError):
 def as_observation(value: object, source: str = "the value that reset returns") -> Observation:
     """`value` as it is recorded: a `str` becomes `Text`, an Observation stays. EnvironmentFault for any other type.
 
-    Every caller of `reset` uses it, so that all record and compare the same step.
+    Every caller of `reset` uses this function, so that rollout, re-execution, `check_env` and remote hosts record and
+    compare the same step.
     """
     if isinstance(value, str):
         return Text(text=value)
@@ -167,7 +169,8 @@ class Environment(Generic[ActionT, TaskT]):
     """What repeating an action does to the outside world: nothing, the same as once, or harm. Unless it is `pure`, an
     action's intent is durable on disk before `step` is called."""
     blocking: ClassVar[bool] = False
-    """True when the methods below block the event loop (a C library, a sync simulator): calls then run in a thread."""
+    """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
+    rollout then runs each call in a separate thread."""
 
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore when re-executing, as `{"reading.text": "[0-9]+ ms"}`. A key is a field of an
@@ -186,7 +189,8 @@ class Environment(Generic[ActionT, TaskT]):
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
 
     async def acquire(self) -> None:
-        """Wait for what an episode needs first, such as a free process, within `Limits.system_seconds`."""
+        """Wait for what an episode needs before it begins, such as a free process. `Limits.environment_seconds` doesn't
+        bound this wait, `Limits.system_seconds` does."""
 
     async def reset(self, task: TaskT) -> Observation | str:
         """Begin the episode for `task`: the bare value, or the `Task`, from the taskset."""

@@ -44,7 +44,8 @@ def load_named(name: str, *, execute: bool = True) -> object:
 
 
 def listed_tasks(text: str) -> Iterable[object]:
-    """The value of `--tasks`: a JSON list, or the name of an iterable or of a function that returns one. UsageError."""
+    """The value of `--tasks`: a JSON list, or the name of an iterable or of a function that returns one. UsageError if
+    it is neither."""
     if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
         try:
             tasks = json.loads(text)

@@ -64,7 +64,9 @@ class LoopWatch:
     ) -> None:
         if seconds <= 0:
             raise ValueError(f"seconds is {seconds}; it must be more than 0")
-        self._on_stall, self._seconds, self._clock = on_stall, seconds, clock
+        self._on_stall = on_stall
+        self._seconds = seconds
+        self._clock = clock
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -116,7 +118,8 @@ class LoopWatch:
         if silent >= self._seconds and not self._reported:
             self._reported = True
             frame = sys._current_frames().get(self._watched)
-            # The loop may continue between the heartbeat check and the stack read: then it is no stall.
+            # The loop may continue between the heartbeat check and the stack read: without the second check, a healthy
+            # loop's idle stack would be reported as a stall.
             if frame is not None and not self._alive:
                 self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame))))
         return True

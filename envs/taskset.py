@@ -52,7 +52,8 @@ class Taskset(Sequence[Task]):
     ) -> None:
         """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
 
-        source: an iterable, a function that returns one, or a function of the index (0 to `size` - 1).
+        source: an iterable, a function without parameters that returns an iterable, or a function of the index, which
+        needs `size` and is called for 0 to size - 1.
         """
         self.name = name
         """A label for messages; may be empty."""
@@ -298,7 +299,8 @@ def dataset_rows(name: str, split: str = "train", *, config: str | None = None) 
     """The rows of a dataset: of the hub, as `org/name` or `org/name@revision`, of its local cache, or in a folder.
 
     config: its subset; None takes the only one, or the one called `default` or `main`. Give a revision (a commit) to
-    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks if it can't be reached.
+    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks says what to do if the
+    dataset can't be reached.
     """
     try:
         import datasets  # noqa: F401
@@ -396,7 +398,8 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
-    """Why the text is not JSON of the wanted type; None if it is. line: its number; 0 for the file."""
+    """Why the text is not JSON of the wanted type; None if it is. line: its number in the file; 0 for the whole
+    file."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:

@@ -1,6 +1,7 @@
 """Numeric columns: int32 and float32 arrays, in JSON as base64 of their little-endian bytes, 4 bytes a value.
 
-A float32 keeps its bits through writing and reading, which decimal text would not promise.
+A float32 keeps its bits through writing and reading, which decimal text would not promise: digests and log-probs stay
+equal.
 """
 
 from __future__ import annotations

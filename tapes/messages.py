@@ -20,13 +20,16 @@ ENV = "env"
 class Messages(Sequence[Message]):
     """An immutable prefix of an append-only conversation, after a fixed head: O(1) to make and to compare.
 
-    All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²).
+    All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
+    makes a plain list.
     """
 
     __slots__ = ("_items", "_n", "head")
 
     def __init__(self, head: tuple[Message, ...], items: list[Message], n: int) -> None:
-        self.head, self._items, self._n = head, items, n
+        self.head = head
+        self._items = items
+        self._n = n
 
     def __len__(self) -> int:
         return len(self.head) + self._n

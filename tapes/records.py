@@ -1,7 +1,8 @@
 """Records: the closed union, on `t`, of everything that is written to a run.
 
 Tape records, from `begin` to `end`, are folded into the tape's digest. Layers are written any time later and are never
-folded. Run records have no tape. Bodies name tapes and calls by id, never by ordinal, so a record fits any segment.
+folded. Run records have no tape. Bodies name tapes and calls by id, never by ordinal, so a record means the same in any
+segment.
 """
 
 from __future__ import annotations
@@ -155,13 +156,15 @@ class Sampling(Value):
     """Further settings of the engine (penalties, grammars). They make a call unfit for RL, because they change the
     distribution; `stop`, the texts that end an answer, does not."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Temperature of the first token (FIRE: 10 is usual); its log-prob is at this temperature. None: no other."""
+    """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
+    other tokens."""
 
     @property
     def exact(self) -> bool:
         """True when the recorded log-probs are those of the distribution that was sampled from.
 
-        top_p, top_k and most of `extra` change the distribution after the log-probs: ratios would be wrong.
+        top_p, top_k and most of `extra` cut or change the distribution after the log-probs were computed: importance
+        ratios from such log-probs would be wrong.
         """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
 
@@ -364,7 +367,8 @@ class Call(Sampled):
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
     """Whether a component with these fields leaves its whole tape unscored.
 
-    It does when it counts (weight not 0) and is NaN, or when it records the failure of its source.
+    It does when it counts (weight not 0) and is NaN, or when it records the failure of its source. A metric that is NaN
+    doesn't affect the reward.
     """
     return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
@@ -397,7 +401,8 @@ class Reward(Record):
 def total_reward(rewards: Iterable[Reward]) -> float | None:
     """The reward of a tape: the sum of weight * value of its components.
 
-    None where no component counts (weight 0 is a metric), or where one failed.
+    None where no component counts (weight 0 is a metric), or where one failed. One rule serves tapes, indexes, audits
+    and training.
     """
     every = list(rewards)
     counted = [r.weight * r.value for r in every if r.weight != 0]
@@ -441,7 +446,8 @@ class Label(Record):
     """Completion ranges that are targets; None for all."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """The call whose prompt and completion begin this call's prompt, where that is not its `base`. None: the `base`."""
+    """The call whose prompt and completion begin this call's prompt, where that is not its `base` (it may have been
+    recorded earlier). None: the `base`."""
 
 
 class Tokens(Record):

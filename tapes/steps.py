@@ -185,7 +185,8 @@ class ParseError(Thought, kind="misread"):
 
 
 class ToolOffer(Observation):
-    """First observation of an episode with tools. A model reads the text, and receives the tools as schemas."""
+    """First observation of an episode with tools: the question and the tools. A model reads the text, and receives the
+    tools as function schemas."""
 
     text: str
     tools: tuple[dict[str, JsonValue], ...]

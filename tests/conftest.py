@@ -1,4 +1,4 @@
-"""What holds for every test: one thread for numerics, no network beyond this machine; and `--without`."""
+"""Settings of all tests: one thread for numerics, no network beyond this machine, and the option `--without`."""
 
 from __future__ import annotations
 

@@ -70,8 +70,9 @@ def check_engine(
     """Test an engine, or the one that a class or (async) function without arguments makes. The engine is closed.
 
     messages: the conversation that all requests continue. weights: a state dict to sync; None skips that check.
-    trainable: report members of `TrainableEngine` that are missing. timeout: seconds that each call may take. Runs in a
-    thread with its own event loop: an engine at work in another loop can't be tested.
+    trainable: report members of `TrainableEngine` that are missing. timeout: seconds that each call may take. Runs in
+    an event loop of its own in a thread, so it can be called from anywhere; an engine that works in another event loop
+    already can't be tested.
     """
     check = _Check(messages, weights, trainable, max_tokens, timeout, seed)
     started = time.perf_counter()

@@ -30,7 +30,8 @@ SyncMode = Literal["reprefill", "drain"]
 their KV cache again (exact). `drain`: they end with the old weights first, and new requests wait (exact, slower)."""
 PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
 """The modes of engines with more than `SyncMode`. `abort`: completions in flight end, and their tokens so far are
-recorded. `stale_kv`: they continue on the old KV, and their log-probs belong to no version: for experiments."""
+recorded. `stale_kv`: they continue on the old KV, and their log-probs belong to no version; use it in experiments
+only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,8 @@ class Completion:
 
 
 class Listener(Protocol):
-    """Receives the tokens of one request while they are sampled. Its methods must return at once and not raise."""
+    """Receives the tokens of one request while they are sampled. The engine calls it in the event loop: the methods
+    must return at once and must not raise."""
 
     def tokens(self, ids: array[int], /) -> None:
         """The ids sampled since the last call, in order. All ids received so far are a prefix of the completion's."""
@@ -86,9 +88,11 @@ class Request:
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
     """Called once with what was sampled so far when the request is cancelled, before CancelledError is raised."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
-    """An engine that can tell calls it once, when the model begins to work at the request (`episode/timers.py`)."""
+    """An engine that can tell calls it once, when the model begins to work at the request: the time before is the
+    engine's queue (`agents/episode/timers.py`)."""
     listener: Listener | None = field(default=None, compare=False)
-    """Receives tokens while they are sampled; an engine that can't stream never calls it. It changes no sample."""
+    """Receives tokens while they are sampled; an engine that can't stream never calls it. It must not change what is
+    sampled."""
 
 
 @runtime_checkable
@@ -117,7 +121,8 @@ class Engine(Protocol):
         """Sample one completion. May be called any number of times concurrently.
 
         Raises `PromptTooLong` when the prompt leaves no room for a completion, and `EngineError` for every other
-        failure. When cancelled, calls `request.on_partial` with the tokens so far, then raises CancelledError."""
+        failure of the model or its server. When cancelled, calls `request.on_partial` with the tokens sampled so far,
+        then raises CancelledError."""
         ...
 
     def forget(self, cache_key: str) -> None:
@@ -217,7 +222,8 @@ class SleepingEngine(TrainableEngine, Protocol):
     """An engine that can free its GPU memory while the trainer computes (`loop.sleep`)."""
 
     async def sleep(self) -> None:
-        """Free the GPU memory, once. Requests in flight end as `abort`; later ones raise EngineError until `wake`."""
+        """Free the GPU memory. Requests in flight end as `abort`; later ones raise EngineError until `wake`. Does
+        nothing when already asleep."""
         ...
 
     async def wake(self) -> None:

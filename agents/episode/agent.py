@@ -99,7 +99,8 @@ def qualified(thing: type | Callable[..., object]) -> str:
 
 
 def configuration(thing: object) -> dict[str, JsonValue]:
-    """The public attributes of an instance that are plain values, without secrets; of sub-agents and models, theirs."""
+    """The public attributes of an instance that are plain values, without secrets. Sub-agents and pydantic models are
+    represented by their own configuration."""
     config: dict[str, JsonValue] = {}
     for key, value in vars(thing).items():
         if key.startswith("_") or key == "name":

@@ -65,7 +65,10 @@ class ChatAgent(Agent):
         self.plain = plain
         self.parse = parse
         self.tools: tuple[dict[str, Any], ...] = tuple(tools)
-        self.misreads, self.name, self.temperature, self.max_tokens = misreads, name, temperature, max_tokens
+        self.misreads = misreads
+        self.name = name
+        self.temperature = temperature
+        self.max_tokens = max_tokens
 
     async def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         offered = self._offered(tape)

@@ -52,8 +52,10 @@ async def complete(engine: Engine, request: Request) -> Completion:
 
 
 class _Rest:
-    """Reports the first token together with the tokens of the second request. So a retry of the second request voids
-    the first token too, as the listener's `again` promises."""
+    """Reports the first token together with the tokens of the second request.
+
+    So a retry of the second request voids the first token too, as the listener's `again` promises.
+    """
 
     def __init__(self, listener: Listener, first: array[int]) -> None:
         self._listener, self._first, self._reported = listener, first, False

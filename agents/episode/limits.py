@@ -54,7 +54,8 @@ class Limits(Value):
 class LimitReached(BaseException):
     """`LLM` raises this in the agent when a limit is reached.
 
-    Not an Exception, so that an agent's `except Exception` doesn't swallow it. Every later call raises it again.
+    Not an Exception, so that an agent's `except Exception` doesn't swallow it. `LLM` also latches the limit: every
+    later call raises it again.
     """
 
     def __init__(self, limit: CauseType, message: str) -> None:

@@ -1,7 +1,8 @@
 """`LLM`: an agent's interface to its model, for one episode.
 
 It takes the speaker from the tape, renders the conversation into the tokens that follow what was sampled before,
-derives the seed, counts tokens, enforces limits and records every call with its attempts.
+derives the seed, counts tokens, enforces limits and records every call with its attempts. An agent never sees more than
+its own conversation.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Reply:
     content: str = ""
     """The text around the calls; the whole text where there are none."""
     problem: str = ""
-    """What is wrong with unreadable calls, as sentences for the model; empty without. Yield it as `ParseError`."""
+    """What is wrong with a call that can't be read, as sentences for the model; empty where all could be read. Yield it
+    as `ParseError(problem=...)` and ask again."""
     chat_calls: tuple[Message, ...] = ()
     """All calls in the chat format (`CallsRead.chat`)."""
 
@@ -92,14 +94,18 @@ class LLM:
         backoff: float = 0.5,
     ) -> None:
         """
-        retries: further requests after an engine's error that may pass. backoff: seconds before the first; they double.
+        retries: further requests after an engine's error that may pass. backoff: seconds before the first of them; each
+        further wait is twice as long.
         """
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         # Asked once an episode: Python looks up each member of a protocol, which would cost a tenth of every turn.
         self._recorded = engine if isinstance(engine, RecordedEngine) else None
         self._clock = Clock(recorder, seed)
         self._conversations = Conversations(recorder, engine)
-        self._seed, self._limits, self._retries, self._backoff = seed, limits, retries, backoff
+        self._seed = seed
+        self._limits = limits
+        self._retries = retries
+        self._backoff = backoff
         self.timers = Timers(limits, engine)
         self._asking: set[asyncio.Task[Any]] = set()
         """Tasks with a call in flight."""
@@ -342,9 +348,11 @@ class LLM:
         return self._latch(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
 
     async def _take_tokens(self, request: Request) -> int:
-        """Take tokens of the episode's limit for this request. LimitReached where all are spent. In a replay the engine
-        says how many the recorded call had: how long a call waited for the tokens of others depended on how long their
-        answers took, which no tape records."""
+        """Take tokens of the episode's limit for this request. LimitReached where all are spent.
+
+        In a replay the engine says how many the recorded call had: how long a call waited for the tokens of others
+        depended on how long their answers took, which no tape records.
+        """
         if self._recorded is not None and self._limits.tokens is not None:
             recorded = await self._recorded.granted(request, self._budget)
             if recorded is not None:
@@ -417,8 +425,10 @@ class LLM:
     def _write(
         self, pending: PendingCall, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish
     ) -> None:
-        """Count the sampled tokens and record the call, however it ended. Only an answered call is attributed to later
-        steps (see `__call__`): an agent never saw the other ones."""
+        """Count the sampled tokens and record the call, however it ended.
+
+        Only an answered call is attributed to later steps (see `__call__`): an agent never saw the other ones.
+        """
         ids = completion.ids
         self.sampled += len(ids) if ids is not None else completion.usage.completion_tokens or 0
         self._conversations.write(pending, completion, attempts, finish=finish)
@@ -472,8 +482,10 @@ class _Timed:
 
 
 class _SafeListener:
-    """Passes tokens to an agent's listener until it raises, and keeps its first error. The engine calls it. An agent's
-    error raised there would break the engine's loop for all episodes that share it."""
+    """Passes tokens to an agent's listener until it raises, and keeps its first error.
+
+    The engine calls it. An agent's error raised there would break the engine's loop for all episodes that share it.
+    """
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -517,7 +529,8 @@ def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonV
 def cut_at_stop(
     completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
 ) -> Completion:
-    """The completion up to the first stop string, for engines that only know stop ids. decode: None for texts.
+    """The completion up to the first stop string, for engines that only know stop ids. decode: ids -> text; None for an
+    engine of texts.
 
     Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
     text ends before the stop string; the ids include it, because the model chose them.
@@ -529,7 +542,8 @@ def cut_at_stop(
     if completion.ids is None or decode is None:
         return replace(completion, text=text, finish="stop")
     ids = completion.ids
-    # The shortest prefix with a stop string. A longer prefix contains the stop strings of a shorter one.
+    # The shortest prefix with a stop string. A longer prefix contains every stop string of a shorter one, so bisection
+    # is right.
     lengths = range(1, len(ids))
     n = 1 + bisect_left(lengths, True, key=lambda n: _first_stop(decode(ids[:n]), stops) is not None)
     return replace(

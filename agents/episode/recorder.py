@@ -26,7 +26,8 @@ class Recorder:
         return self.log.begin.tape
 
     def write(self, record: Record) -> None:
-        """Append to the log, then to the journal. A record that the log rejects never reaches the disk."""
+        """Append to the log, then to the journal. In this order a record that the log rejects never reaches the
+        disk."""
         body = self.log.append(record)
         if self.journal is not None:
             self.journal.append(body)

@@ -89,12 +89,14 @@ async def rollout(
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
     `env` is an instance for this episode alone, or a factory. A bare value as a task is its private part: `reset` sees
-    it, the agent never does. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment. `fork`
-    is a prefix made by `tape.at_turn(k)`: the environment is restored to it, and the episode continues there. Where the
-    environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a reason to
-    continue. With a `journal` every record is written as it happens, and where the environment is not `pure` an
-    action's intent is durable before it is carried out. `recorder` may write other records. Where the engine waits for
-    its servers, the episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError only.
+    it, the agent never does. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
+    `fork` is a prefix made by `tape.at_turn(k)`: the environment is restored to it, and the episode continues there.
+    Where the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
+    reason to continue, which is recorded.
+    With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
+    is durable before it is carried out. `recorder` may write other records. Where the engine waits for its servers, the
+    episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError; nothing else comes out of an
+    episode.
     """
     absence = absence_of(engine)
     if absence is not None:
@@ -174,7 +176,10 @@ class Episode:
         limits: Limits,
         retries: int,
     ) -> None:
-        self.agent, self.env, self.recorder, self.limits = agent, env, recorder, limits
+        self.agent = agent
+        self.env = env
+        self.recorder = recorder
+        self.limits = limits
         self.log = recorder.log
         self.begin = begin = recorder.log.begin
         self.started = time.perf_counter()
@@ -273,7 +278,8 @@ class Episode:
                 return ended
             assert action is not None
             if self.env.effect != "pure" or self.recorder.every_turn:
-                # Durable before it is carried out: after a crash the tape shows every effect.
+                # The action is durable before it is carried out: after a crash the tape shows every effect on the
+                # world.
                 await self.recorder.durable()
             ended = await self._react(action)
             if ended is not None:
@@ -394,8 +400,10 @@ class Episode:
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """The final rewards: those of the environment's `finish`, then those of sources that read the whole tape. Only
-        an episode that can be trained on is scored."""
+        """The final rewards: those of the environment's `finish`, then those of sources that read the whole tape.
+
+        Only an episode that can be trained on is scored.
+        """
         if not trains(status, cause.type if cause is not None else None):
             return status, cause
         try:
@@ -438,7 +446,8 @@ class Episode:
 
 
 def _recorded_limits(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
-    """The limits as `begin` records them: `context` is the smaller of the limit and the engine's."""
+    """The limits as `begin` records them: those that are set; `context` is the smaller of the limit and the
+    engine's."""
     recorded = limits.model_dump(exclude_none=True)
     contexts = [c for c in (limits.context, engine.context if engine is not None else None) if c]
     return {**recorded, "context": min(contexts)} if contexts else recorded
@@ -473,8 +482,10 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own. Code typed into an
-    interpreter or a notebook counts as the user's; `<string>` doesn't: dataclasses compile under it."""
+    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own.
+
+    Code typed into an interpreter or a notebook counts as the user's; `<string>` doesn't: dataclasses compile under it.
+    """
     if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
         return False
     if file.startswith("<"):

@@ -260,8 +260,10 @@ class Control(Gateway):
         return {"paused": self.resume()}
 
     async def _begin(self, request: web.Request) -> object:
-        """Begin a tape. Returns its id, its API key and the base URL for requests to the model. Raises Refused if the
-        gateway ends or too many tapes are open, and StoreFailed if the tape can't be written."""
+        """Begin a tape. Returns its id, its API key and the base URL for requests to the model.
+
+        Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
+        """
         asked = self._body(request, BeginTape)
         if self._closed:
             raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
@@ -441,7 +443,8 @@ async def serve_gateway(
                 host=host,
                 bounds=Bounds(body=config.max_body, hold_seconds=config.hold_seconds),
             )
-            # Open tapes end before the store is sealed: a sealed store takes no records.
+            # Open tapes end before the store is sealed: a sealed store takes no records, so a tape that ends later
+            # would lose its last records.
             async with gateway.serving(port):
                 yield gateway
     finally:

@@ -242,8 +242,11 @@ class Gateway(HttpService):
     async def _stream(
         self, request: web.Request, session: Session, asked: ChatRequest, use: Use | None
     ) -> web.StreamResponse:
-        """Stream the answer while it is sampled. Nothing is sent before the first token, so an error before it still
-        gets its own HTTP status. A later error is sent as an event, because the status 200 is already sent."""
+        """Stream the answer while it is sampled.
+
+        Nothing is sent before the first token, so an error before it still gets its own HTTP status. A later error is
+        sent as an event, because the status 200 is already sent.
+        """
         live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
         asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
         asking.add_done_callback(lambda _: live.moved.set())

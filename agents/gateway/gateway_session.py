@@ -2,7 +2,8 @@
 
 A program doesn't know tapes, so the session derives what `LLM` needs from an agent. The conversation of a request
 follows from its first messages, so that concurrent requests may arrive in any order. An assistant message that repeats
-a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however it ends.
+a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request
+ends. HTTP is in `gateway_server`.
 
 What can be sent of a streamed answer is decided here too: the sent text must begin the final answer, because a client
 can't take text back. Incomplete characters and text that may be the beginning of a stop string are held back. If the
@@ -72,7 +73,8 @@ def _before(text: str, word: str) -> int:
 class Live:
     """The streamed answer of one request: the engine's listener writes, and the HTTP handler reads. Single use.
 
-    The engine may retry after text was sent: where the new attempt differs, the stream stops and `end` returns False.
+    Both run in the same event loop. The engine may retry after text was sent; then the new attempt must repeat the sent
+    text, or the stream stops and `end` returns False.
     """
 
     def __init__(self, request: ChatRequest) -> None:
@@ -159,7 +161,8 @@ class Session:
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: BaseException | None = None
-        """The exception that must end the episode: a failing store, the end of a replay, an error of Tapereel."""
+        """The exception that must end the episode, even if the program ignores the refused request: a failing store,
+        the end of a replay, an error of Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure; None if a later request was answered."""
         self.limited: LimitReached | None = None
@@ -333,8 +336,10 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """The recorded form of a message that repeats a sent answer with tool calls; other messages are unchanged. The
-        role `developer` becomes `system`, which chat templates know."""
+        """The recorded form of a message that repeats a sent answer with tool calls; other messages are unchanged.
+
+        The role `developer` becomes `system`, which chat templates know.
+        """
         calls = message.get("tool_calls") or ()
         sent = self._sent.get(calls[0]["id"]) if calls else None
         if sent is not None and sent[0] == message:
@@ -381,8 +386,10 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """A name from the messages up to the first one that isn't a system message. Every continuation of a conversation
-    has the same name, in any order of concurrent requests."""
+    """A name from the messages up to the first one that isn't a system message.
+
+    Every continuation of a conversation has the same name, in any order of concurrent requests.
+    """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
 

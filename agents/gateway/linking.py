@@ -144,7 +144,9 @@ def _digest(ids: array[int]) -> str:
 
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
     """Find each root's parent by exact tokens: the longest call whose prompt and completion begin the root's prompt.
-    Text is no substitute: different ids can decode to the same text, and training needs the ids that were sampled."""
+
+    Text is no substitute: different ids can decode to the same text, and training needs the ids that were sampled.
+    """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, _Node]] = defaultdict(dict)
     """Number of tokens -> digest of prompt and completion -> the call; of calls with equal tokens, the last."""
@@ -164,9 +166,11 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 
 
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
-    """Make the last of several calls with equal prompt and answer the parent of all their continuations. Equal tokens
-    don't show which call the program continued. With one parent, the others have no continuation and count as retries;
-    otherwise the same tokens would be trained on in several branches."""
+    """Make the last of several calls with equal prompt and answer the parent of all their continuations.
+
+    Equal tokens don't show which call the program continued. With one parent, the others have no continuation and count
+    as retries; otherwise the same tokens would be trained on in several branches.
+    """
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
         siblings = levels.pop()
@@ -216,9 +220,11 @@ def _families(nodes: list[_Node]) -> list[list[_Node]]:
 
 
 def _retries(family: list[_Node]) -> None:
-    """Discard the answers of a family that the program didn't use. If the program continued any answer, the answers
-    without a continuation are discarded. Otherwise the last call stands, and only calls that were answered before it
-    started are discarded: concurrent calls are no retries."""
+    """Discard the answers of a family that the program didn't use.
+
+    If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call
+    stands, and only calls that were answered before it started are discarded: concurrent calls are no retries.
+    """
     if any(node.children for node in family):
         left = [node for node in family if not node.children]
     else:

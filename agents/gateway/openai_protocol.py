@@ -1,6 +1,7 @@
 """OpenAI's chat-completions protocol as pure functions: they read a request and write an answer.
 
-Every field of a request is honoured, is refused with its name, or can't change what is sampled.
+Every field of a request is honoured, is refused with its name, or can't change what is sampled. No field that matters
+is dropped silently. HTTP is in `gateway_server`.
 """
 
 from __future__ import annotations

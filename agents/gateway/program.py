@@ -2,7 +2,8 @@
 
 The program is a command or an async function that speaks OpenAI's protocol. A command finds `OPENAI_BASE_URL` and
 `OPENAI_API_KEY` in its environment; a function gets both as an argument. The program reads the newest observation and
-answers with text. Before its answer it may send any number of requests to the model. Each is a call on the tape.
+answers with text. Before its answer it may send any number of requests to the model. Each request is a call on the
+tape.
 """
 
 from __future__ import annotations
@@ -166,8 +167,10 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
 
 
 class _Ran(asyncio.SubprocessProtocol):
-    """Collects a command's output and its end. The end is the exit of the process, not the end of its pipes: a child
-    that survives can hold them open."""
+    """Collects a command's output and its end.
+
+    The end is the exit of the process, not the end of its pipes: a child that survives can hold them open.
+    """
 
     def __init__(self) -> None:
         self.said, self.complained = bytearray(), b""
@@ -254,7 +257,8 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
-    # `users` is counted before the lock is taken: a program that ends then sees this user and doesn't stop the gateway.
+    # `users` is counted before the lock is taken: a program that ends at the same time then sees this user and doesn't
+    # stop the gateway that this program is about to use.
     shared.users += 1
     try:
         async with shared.lock:

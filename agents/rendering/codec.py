@@ -33,7 +33,8 @@ class NoChatTemplate(RenderError, UsageError):
 
 
 class SpecialText(RenderError):
-    """Content holds the text of a control token, and `special_text` is "refuse" (or it can't be split)."""
+    """Content holds the text of a control token, and the renderer's `special_text` is "refuse" (or it can't be
+    split)."""
 
 
 class ChatTokenizer(Protocol):
@@ -169,17 +170,21 @@ class Codec:
         return self._backend.encode(text, add_special_tokens=False).ids if text else []
 
     def _following(self, text: str, after: int) -> list[int]:
-        """Encode `text` as the continuation of the id `after`. A control token is encoded along with the text and then
-        removed, as some consume the white space after them."""
+        """Encode `text` as the continuation of the id `after`.
+
+        A control token is encoded along with the text and then removed, as some consume the white space after them.
+        """
         if after not in self._ids:
             return self._middle(text)
         ids = self._raw(self.token(after) + text)
         return ids[1:] if ids[:1] == [after] else self._middle(text)
 
     def _middle(self, text: str) -> list[int]:
-        """Encode `text` as a continuation of other text. SentencePiece puts a space before the first word of a text. So
-        a newline is encoded in front and its ids are removed; if the tokenizer merges the newline with the text, the
-        text is encoded alone."""
+        """Encode `text` as a continuation of other text.
+
+        SentencePiece puts a space before the first word of a text. So a newline is encoded in front and its ids are
+        removed; if the tokenizer merges the newline with the text, the text is encoded alone.
+        """
         ids = self._raw("\n" + text)
         n = len(self._newline)
         return ids[n:] if ids[:n] == self._newline else self._raw(text)

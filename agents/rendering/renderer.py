@@ -206,7 +206,8 @@ class Renderer:
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
-        """The ids that an engine would have sampled for `reply`, with the turn-ending one: for authored text."""
+        """The ids that an engine would have sampled for `reply`, the turn-ending one included: for text that no model
+        sampled."""
         said = self._mark_one(reply, len(rendered.messages))
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
         ending = self._template.ending
@@ -321,8 +322,10 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """The text after the base's answer, where the template rewrote earlier answers. The answers are replaced by a
-        blank in both renderings, so that their text makes no difference."""
+        """The text after the base's answer, where the template rewrote earlier answers.
+
+        The answers are replaced by a blank in both renderings, so that their text makes no difference.
+        """
         blank = next((char for char in _BLANKS if char not in text), None)
         if blank is None:
             return None, "the template rewrote history, and content uses every character that could stand for an answer"
@@ -352,7 +355,8 @@ class Renderer:
 def _longest(
     messages: tuple[Message, ...], tools: tuple[dict[str, JsonValue], ...] | None, tracks: Sequence[Track]
 ) -> tuple[Track | None, int]:
-    """The track to continue: the longest that leads `messages`, else the one that shares most, by tools, then age."""
+    """The track to continue: the longest of those whose messages all lead `messages`, else the one that shares most.
+    The same tools, then the later track, break a tie."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):
         n = len(track.messages)

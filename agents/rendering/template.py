@@ -1,6 +1,7 @@
 """Finds the properties of a chat template: how it ends an answer, frames turns and rewrites history.
 
-The module renders small test conversations and reads the result; it never looks at a model's name.
+The module renders small test conversations and reads the result; it never looks at a model's name. `renderer` combines
+the template's text with sampled token ids.
 """
 
 from __future__ import annotations
@@ -128,9 +129,11 @@ class Template:
             return None
 
     def _find_closing(self) -> tuple[str, str, str]:
-        """Find (end token, closing, ending) from the text between an answer and the next message. The first control
-        token after an answer may end the answer, or open the next user message. It ends the answer if it also stands
-        after a last answer, or doesn't stand before the first user message."""
+        """Find (end token, closing, ending) from the text between an answer and the next message.
+
+        The first control token after an answer may end the answer, or open the next user message. It ends the answer if
+        it also stands after a last answer, or doesn't stand before the first user message.
+        """
         user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         opening = self.render([user], prompt=False).partition("Qx")[0]
         last = self.render([user, answer], prompt=False).partition("Ax")[2]
@@ -173,7 +176,8 @@ class Template:
     def _find_framing(self) -> frozenset[str]:
         """Find the tokens that frame turns: those in test conversations with plain text, and those that end answers.
         The renderer splits these tokens in earlier answers. A token that belongs in answers must not be found here, or
-        an answer that the model sampled with it would render to other ids."""
+        an answer that the model sampled with it would render to other ids.
+        """
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         calling = {**a, "tool_calls": [_CALL]}

@@ -44,7 +44,8 @@ class CallsRead:
     problem: str = ""
     """What is wrong with the other calls, as sentences for the model; empty where all could be read."""
     chat: tuple[Message, ...] = ()
-    """All calls with a name in the chat format: arguments are JSON text, or as written. The id may be empty."""
+    """All calls with a name in the chat format: arguments are JSON text, and as written where they can't be read. The
+    id is empty where the engine gave none."""
 
 
 class _Written(NamedTuple):
@@ -66,7 +67,8 @@ def read_tool_calls(
 
     tools: names or schemas of the tools that were offered. A bare JSON object is a call only if it has the name of one;
     what stands behind a mark such as `<tool_call>` is meant as a call in any case. native: the calls in the chat
-    format, where the engine has parsed them; the text isn't read then. thinking: whether the prompt opened a thought.
+    format, where the engine has parsed them; the text isn't read then. thinking: whether the answer begins inside a
+    thought, which the prompt has opened.
     """
     if native:
         return _read(text, [_native_call(call) for call in native])
@@ -84,7 +86,8 @@ def tool_name(schema: Mapping[str, JsonValue]) -> str:
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """(n, fresh, thinking): the first n characters of `text`, an answer's unsent end, are surely content.
+    """(n, fresh, thinking): the first n characters of `text`, the unsent end of an answer, belong to its content
+    whatever follows.
 
     `fresh`: nothing but white space stands between the beginning or a thought and the place; `thinking`: the place is
     in a thought. Both are given for the beginning of `text` and returned for the place n. It must free nothing that
@@ -158,7 +161,8 @@ def _run(text: str, at: int) -> list[_Written]:
 
 
 _FORMATS: Mapping[str, Callable[[str, int], list[_Written]]] = {_TAG: _tagged, "<|python_tag|>": _run}
-"""The mark of a format -> the calls in a text whose mark ends at an index; at least one, which may be broken."""
+"""The mark of a format -> the calls in a text whose mark ends at an index; at least one, which may be broken. Calls
+without any mark (Llama 3) are in `_find`."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
@@ -215,8 +219,10 @@ def _written_call(body: str) -> tuple[Message | None, str]:
 
 
 def _parts(call: JsonValue) -> tuple[str, JsonValue]:
-    """(name, arguments) of a call as an object, also in the chat format. ValueError says what is wrong with it. Nothing
-    beside name and arguments is dropped: it may be arguments in a place where no tool would get them."""
+    """(name, arguments) of a call as an object, also in the chat format. ValueError says what is wrong with it.
+
+    Nothing beside name and arguments is dropped: it may be arguments in a place where no tool would get them.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
         raise ValueError(_SHAPE)

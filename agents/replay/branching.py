@@ -270,7 +270,8 @@ async def _branch(
     own: set[str],
     unverified: bool,
 ) -> list[Tape]:
-    """The continuations. The store is opened for writing after every check. own: as in `_check_weights`."""
+    """The continuations. The store is opened for writing only after every check has passed. own: as `_check_weights`
+    takes it."""
     engine, publishes = await make_team(config.engine, config.players)
     try:
         _check_weights(tape, config, own, publishes)
@@ -357,10 +358,12 @@ def _speaking(players: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
-    """UsageError where the run's configuration names other weights than those that sampled the tape. The configuration
-    names the weights that training began with. A tape of a later update was sampled by a checkpoint, and a branch from
-    the first weights would compare two policies without saying so. own: players ("" is the run's engine) whose model is
-    the one of the run's configuration."""
+    """UsageError where the run's configuration names other weights than those that sampled the tape.
+
+    The configuration names the weights that training began with. A tape of a later update was sampled by a checkpoint,
+    and a branch from the first weights would compare two policies without saying so. own: players ("" is the run's
+    engine) whose model is the one of the run's configuration.
+    """
     for name, publish in publishes.items():
         if name not in own:
             continue

@@ -30,7 +30,8 @@ wait; the bound is for an agent that no longer makes an earlier request."""
 
 
 class Diverged(EngineError):
-    """A request differs from the recorded one, or none is left; `divergence` has place and values."""
+    """A request differs from the recorded one, or no recorded one is left; `divergence` has the place and both
+    values."""
 
     def __init__(self, divergence: Divergence) -> None:
         d = divergence
@@ -50,7 +51,8 @@ class ReplayStats:
 class ReplayEngine:
     """Returns the recorded answers of the tapes. With a renderer it also compares the prompts' token ids.
 
-    With one tape, requests are matched by their order within each path. With several, the recorded seeds select it.
+    With one tape, requests are matched by their order within each path. With several, the seeds select the tape, so the
+    rollouts must use the recorded seeds.
     """
 
     name = "replay"
@@ -138,9 +140,11 @@ class ReplayEngine:
         return None
 
     def _may_be(self, call: Call, conversation: str) -> bool:
-        """Whether a request of this conversation may be the recorded call. A conversation of an external program is
-        named by its first messages. So an unknown name there is a recorded conversation whose first messages changed,
-        and the comparison can say what changed."""
+        """Whether a request of this conversation may be the recorded call.
+
+        A conversation of an external program is named by its first messages. So an unknown name there is a recorded
+        conversation whose first messages changed, and the comparison can say what changed.
+        """
         if call.conversation == conversation or not self.patience or self._only is None:
             return call.conversation == conversation
         return all(other.conversation != conversation for other in self._only.calls)
@@ -214,7 +218,8 @@ def _sampled(call: Call) -> int:
 
 
 def recorded_answer(call: Call) -> Completion:
-    """The completion that the engine returned. Without the ids that `LLM` made of a scripted text."""
+    """The completion that the engine returned. Ids of a scripted engine's text were made by `LLM`, so they are left
+    out."""
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(
         text=call.text,

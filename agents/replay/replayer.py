@@ -98,8 +98,9 @@ def replay_run(
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
     agent: an object or `module:name`; None: the agent of the run's configuration. An object is replayed in this
-    process, since worker processes find agents by name. imports: `module:name` of anything else that defines steps.
-    tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as many as pay.
+    process, since worker processes find agents by name. imports: `module:name` of anything else that
+    defines steps. tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as
+    many as pay for their start.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")

@@ -1,6 +1,7 @@
 """Script: what a tape holds, read as the script of a replay, and how far the replay has come.
 
-Compares each request, step and end with the recorded one; at the first difference it says where, and why.
+Compares each request, step and end with the recorded one; at the first difference it says where and for what likely
+cause.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _FROM_OUTSIDE = {
 
 
 class Over(BaseException):
-    """The replay has ended: it diverged, or reached the end of the tape. Not an Exception: agents let it pass."""
+    """The replay has ended: it diverged, or reached the end of the tape. Not an Exception, so that agents let it
+    pass."""
 
 
 class Script:
@@ -170,7 +172,8 @@ class Script:
         self.due[self.turns[call.call]].pop(call.call, None)
 
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
-        """The agent yielded a step, read from `calls`: returns the recorded one, or ends the replay."""
+        """The agent yielded a step, read from `calls`: returns the recorded step, or ends the replay where they
+        differ."""
         by = record.by
         if not self.steps[by]:
             raise self._unexpected(record)
@@ -280,7 +283,8 @@ class Script:
         return Likely.CODE, f"the agent yields another step, {what}"
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
-        """Whether the recorded step's answers may have given the step: a text of one is in the other."""
+        """Whether the step may have been parsed from the answers of the recorded step's calls: one of its texts is in
+        an answer, or an answer is in one of its texts."""
         answers = [self.tape.call(call) for call, _, _ in entry.calls]
         heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
         texts = [call.text.casefold() for call in answers if call.text]

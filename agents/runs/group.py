@@ -67,7 +67,8 @@ async def run_all(
     """`await work(item)` for each item, started in order, at most `concurrency` at once (None: all). Results in order.
 
     The first error cancels the rest and is raised alone, after every task has ended. Without that wait the rest would
-    go on to sample and to write tapes after the caller closed the engine or the store. The others follow from it.
+    go on to sample and to write tapes after the caller closed the engine or the store. The other errors follow from the
+    first: a store that fails, fails for every episode.
     """
     todo = list(items)
     results: dict[int, ResultT] = {}
@@ -188,17 +189,21 @@ async def fill(
 
 
 async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
-    """Wait for `work`, at most until `until` (time of the event loop) plus the time without servers."""
+    """Wait until `work` is done, or until the deadline `until` (time of the event loop; None: no deadline). The time in
+    which no server answers moves the deadline on."""
     loop = asyncio.get_running_loop()
     absence = absence_of(engine)
     before = absence.seconds if absence is not None else 0.0
-    left: float | None = None
-    while not work.done() and (left is None or left > 0):
-        if until is not None:
-            away = absence.seconds - before if absence is not None else 0.0
-            left = until + away - loop.time()
-        # More than a moment: while the servers are away, the deadline moves on.
-        await asyncio.wait([work], timeout=None if left is None else max(left, 0.1))
+    while not work.done():
+        if until is None:
+            await asyncio.wait([work])
+            continue
+        away = absence.seconds - before if absence is not None else 0.0
+        left = until + away - loop.time()
+        if left <= 0:
+            return
+        # More than a moment, since the deadline may move on meanwhile.
+        await asyncio.wait([work], timeout=max(left, 0.1))
 
 
 async def rollout_group(
@@ -221,7 +226,8 @@ async def rollout_group(
 
     An attempt whose episode can't be trained on (an error of the environment, the model or Tapereel, a time limit) is
     retried once with a new seed. At `deadline` (seconds from now) the group closes with what it has, and episodes in
-    flight are cancelled. Returns every closed tape, failed ones too: read `tape.trains`.
+    flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `concurrency` bounds the
+    episodes in flight.
     """
     if n < 1:
         raise ValueError(f"n is {n}: a group needs at least one attempt")

@@ -56,7 +56,7 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """The text for a difference."""
+        """The text of a difference, with its sign; it says where the interval doesn't span 0."""
         if self.low is None or self.high is None:
             return f"{self.value:+.3f}"
         note = "" if self.low <= 0 <= self.high else "  (does not span 0)"
@@ -169,7 +169,8 @@ def evaluate_rewards(
     seed: int = 0,
     labels: Mapping[str, str] | None = None,
 ) -> Scores:
-    """The scores of these rewards. success: the least reward of a success. labels: task -> label."""
+    """The scores of these rewards. success: the least reward of a success. labels: task -> label, for scores by
+    label."""
     known = _known(rewards)
     wanted = sorted(set(k))
     pass_at = {n: share_interval(list(_passes(known, n, success).values())) for n in wanted}

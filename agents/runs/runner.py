@@ -1,6 +1,7 @@
 """`run`: rolls an agent out over tasks into a run directory.
 
-A resumed run reads which attempts already have a usable episode, and rolls out the others with the same seeds.
+A resumed run reads which attempts already have a usable episode, and rolls out the others with the seeds that an
+uninterrupted run would have used.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     """What to roll out."""
 
     retries: int = Field(default=RETRIES, ge=0)
-    """Further episodes of an attempt whose episode can't be trained on."""
+    """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
+    limit."""
 
 
 FREE = ("concurrency", "k", "success")
@@ -123,7 +125,8 @@ def run(
     resume: bool = False,
     progress: Progress = silent,
 ) -> RunSummary:
-    """Roll the agent out over the tasks into the directory `out`. RunExists where it holds a run and `resume` is false.
+    """Roll the agent out over the tasks into the run directory `out`. RunExists where `out` holds a run and `resume` is
+    false.
 
     `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError
     before anything is written where the configuration names what isn't there. Works inside a running event loop too.
@@ -168,7 +171,8 @@ class _Attempts:
         self.recorded = 0
         """Episodes of this process."""
         for summary in directory.store.summaries(split=config.split, closed=True):
-            # An episode that the model failed is repeated with the same seed: the server may answer now.
+            # An episode that the model failed counts in this process, as a retry; a later process repeats it, with the
+            # same seed: the server may answer now.
             cut = (Status.CANCELLED, Status.CRASHED)
             failed = summary.status == Status.ERROR and summary.cause == CauseType.MODEL
             if summary.group is not None and summary.status not in cut and not failed:
@@ -290,7 +294,8 @@ def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float |
 def scores_of(
     store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
 ) -> Scores:
-    """Scores of the recorded episodes of `split` (None: all). by: also by this key of each task's public part."""
+    """Scores of the recorded episodes of `split` (None: all). by: also by label, the value under this key in the public
+    part of each task."""
     labels: dict[str, str] | None = None
     if by is not None:
         first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}
@@ -331,7 +336,8 @@ def score_run(
     """(the scores, the rewards by task of the run and of the one it is compared with, by name).
 
     k: pass@k for these; empty: powers of two as far as there are attempts. success: the least reward of a success. by:
-    also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError.
+    also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError
+    where a split has no closed tape.
     """
     with ExitStack() as stores:
         store = stores.enter_context(Store.open(run))

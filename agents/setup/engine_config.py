@@ -35,7 +35,8 @@ class RendererConfig(Config):
     """Settings of the renderer, which turns conversations into tokens."""
 
     history: Literal["sampled", "template"] = "sampled"
-    """`sampled`: a prompt keeps the sampled token ids. `template`: the chat template renders each prompt anew."""
+    """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
+    prompt anew."""
     special_text: Literal["split", "refuse"] = "split"
     """Control-token text in content. `split`: it becomes ordinary tokens. `refuse`: it ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})
@@ -175,7 +176,8 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
 
 
 class LiteLLMConfig(RequestConfig, OptionsConfig):
-    """A hosted model of any provider that litellm supports. Its texts have no log-probs: they suit imitation only."""
+    """A hosted model of any provider that litellm supports. Its answers are text without log-probs: they suit
+    imitation (SFT) and not reinforcement learning."""
 
     kind: Literal["litellm"] = "litellm"
     model: str
@@ -212,7 +214,8 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     def make(self, protocol: type = Engine, use: str = "This run") -> Engine:
         """Create an engine.
 
-        Raises UsageError if `kind` names no callable for `options`, IncompleteEngine if the result lacks members."""
+        Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result lacks
+        members of `protocol`, which `use` needs."""
         factory = load_named(self.kind)
         if not callable(factory):
             raise UsageError(

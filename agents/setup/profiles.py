@@ -65,16 +65,16 @@ def shape_of(model: str | None) -> Shape | None:
 
 
 class Default(NamedTuple):
-    """A setting's value by profile, and the source of the last two."""
+    """A setting, its value in each profile, and where the values for pretrained models come from."""
 
     key: str
-    """In `train`."""
+    """As in the configuration of `train`."""
     tiny: Any
     small: Any
     large: Any
     source: str
     far: float
-    """The factor from which a user's value gives a warning; 0: never."""
+    """A user's value gives a warning when it is this many times higher or lower; 0: never."""
     adapted: Any
     """The value with adapters on a pretrained model; None: the same."""
 
@@ -98,8 +98,10 @@ PROFILES: tuple[Default, ...] = (
 
 
 def fitted(config: ConfigT) -> ConfigT:
-    """The configuration of a run with the values of its model's profile where it sets none. Logs the profile, and each
-    number that is far from it. A hosted model, and one that isn't on this machine, has no profile."""
+    """The configuration with the profile's value for each setting that it leaves unset.
+
+    Logs the profile and its reason, and a warning for each number that is far from the profile. A hosted model has no
+    profile, nor has a model that isn't on this machine."""
     engine: Any = getattr(config, "engine", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
     lora = getattr(getattr(config, "trainer", None), "lora", None) is not None
@@ -109,7 +111,7 @@ def fitted(config: ConfigT) -> ConfigT:
     name, size = "small", "an unknown size"
     if shape is not None:
         name = "tiny" if shape.body < TINY else "large" if shape.parameters >= LARGE else "small"
-        size = f"{shape.parameters / 1e6:,.1f} M weights"
+        size = f"{shape.parameters:,} weights"
     filled: list[str] = []
     for key, tiny, small, large, source, factor, adapted in PROFILES:
         # `run` has the limits and the sampling of the loop as its own.

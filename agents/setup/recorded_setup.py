@@ -76,8 +76,9 @@ def import_steps(run: str | Path) -> None:
 
 
 def _own(identity: Identity) -> Agent | None:
-    """The demo's agent, a `ChatAgent` with the calculator's `read_action` as its parser; None for any other agent. The
-    function compares the names on the tape with known names and never imports them."""
+    """The demo's agent, a `ChatAgent` with the calculator's `read_action` as its parser; None for any other agent.
+
+    The function compares the names on the tape with known names and never imports them."""
     paths = identity.cls, str(identity.config.get("parse"))
     if tuple(map(current_path, paths)) != (qualified(ChatAgent), qualified(read_action)):
         return None

@@ -101,9 +101,11 @@ class Setup(TasksConfig, SeedConfig):
     """The agent, the environment, the tasks and the seed of a run."""
 
     agent: str | None = None
-    """`module:name` of an Agent, its class, or a function that creates one. None: Python code passes the object."""
+    """`module:name` of an Agent instance, a class, or a function without arguments that creates an agent. None: Python
+    code passes the object."""
     env: str | None = None
-    """`module:name` of an Environment class or a function that creates one. None: Python code passes the object."""
+    """`module:name` of an Environment class, or of a function without arguments that creates an instance. None: Python
+    code passes the object."""
     env_processes: int | None = Field(default=None, ge=1)
     """Processes that the environments run in, one episode in each at a time; further episodes wait. None: environments
     run in this process, and one that exits or computes without awaiting ends or blocks the run."""
@@ -123,8 +125,9 @@ class Setup(TasksConfig, SeedConfig):
     ) -> tuple[Self, LoadedSetup]:
         """Load the objects. Returns (the configuration to record, the objects).
 
-        Each argument is an object, or a name for a setting that is None. The recorded name is `module:qualname` if an
-        import returns the object, else `<object of module.Class>`. UsageError if setting and argument differ.
+        An argument takes the place of a setting that is None. It is an object or a name. The recorded configuration
+        names an object `module:qualname` if an import returns this object, else `<object of module.Class>`. Raises
+        UsageError if the setting and the argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env = load_env(*self._source("env", env))
@@ -183,7 +186,8 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
 
 
 def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
-    """The factory that `source` is or names. Each episode gets an instance. name: for errors."""
+    """The factory that `source` is or names. It creates a separate instance for each episode. name: its name in
+    errors."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -199,8 +203,10 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
-    """The value that the factory makes, closed again where it is an environment. Both run in a thread that is left
-    behind after `LOAD_SECONDS`: code of the user's that hangs must not hang the load."""
+    """The value that the factory makes, closed again where it is an environment.
+
+    Both run in a thread that is left behind after `LOAD_SECONDS`: code of the user's that hangs must not hang the load.
+    """
     doing = f"{name}()"
 
     def work() -> object:
@@ -240,7 +246,8 @@ def load_tasks(
     dataset: DatasetConfig | None = None,
     name: str | None = None,
 ) -> Taskset:
-    """The tasks that `source` names or holds, or the first `count`. row, dataset: as in `Setup`. name: for errors."""
+    """The tasks that `source` names or holds, or the first `count` of them. row, dataset: as `Setup.task_row` and
+    `Setup.dataset`. name: their name in errors."""
     dataset = dataset or DatasetConfig()
     name = name or (source if isinstance(source, str) else "the list of tasks")
     to_task = load_named(row) if row is not None else None
@@ -314,7 +321,9 @@ def _name_of(thing: Any) -> str:
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
     """As `_name_of`. A short list of plain values is its own name; an unnamed object also gets the digest of its tasks.
-    Without the digest, a resumed run could continue with other tasks without an error."""
+
+    Without the digest, a resumed run could continue with other tasks without an error.
+    """
     if (
         isinstance(thing, list | tuple)
         and len(thing) <= LISTED

@@ -43,7 +43,8 @@ class ModelConfig(Config):
 
 
 class PartnerConfig(ModelConfig):
-    """A further model in the episodes, for its agents. Its engine has the run's tokenizer and template, or no ids."""
+    """A further model in the episodes, and the agents that it samples for. Its engine has the tokenizer and chat
+    template of the run's engine, or returns only text."""
 
     agents: tuple[str, ...] = Field(min_length=1)
     """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""
@@ -129,7 +130,8 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 def team_of(
     engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
 ) -> EngineT | TeamEngine:
-    """`engine` alone, or a team of it and the players' `engines`, by name. The caller owns the engines in `lent`."""
+    """`engine` alone, or a team of it and the players' `engines`, by name. The team's `close` doesn't close the engines
+    of the players in `lent`, which the caller owns."""
     if not players:
         return engine
     seats = {path: engines[name] for name, player in players.items() for path in player.agents}

@@ -1,6 +1,7 @@
 """`tapereel audit`: account for every sampled token, and report attrition, cost, rewards and anomalies of a run.
 
-The exit code is 1 where a token is not accounted for; with `--strict` also where there are anomalies.
+The exit code is 1 where a token is not accounted for; with `--strict` also where there are anomalies. The account is
+always of the whole run.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ LEAST = {
 }
 """The least value of each option; 0 means above 0."""
 PROCESS_SHARE = 0.9
-"""Share of a call's seconds after which its process is killed. Below 1: the client gets that error, no timeout."""
+"""Share of a call's seconds after which its process is killed. It is below 1 so that the client gets the error of the
+killed process, and not the service's bare timeout."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

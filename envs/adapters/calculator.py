@@ -70,7 +70,9 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         """
         if not 0 <= width <= 100:
             raise ValueError(f"width is {width}; it must be from 0 to 100 digits")
-        self.width, self.max_turns, self.scorer = width, max_turns, scorer
+        self.width = width
+        self.max_turns = max_turns
+        self.scorer = scorer
         self._score = reasoning_scorer(scorer) if scorer is not None else None
         self._answer: str | None = None
 

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Observe = Callable[[Any, Any], Observation]
 """(observation, gymnasium environment) -> what the agent sees. May call the environment's `render`."""
 Act = Callable[[Any, Any], Any]
-"""(action, gymnasium environment) -> argument of `env.step`. A ValueError becomes a `GymRefusal`."""
+"""(action, gymnasium environment) -> argument of `env.step`. The agent sees the message of a ValueError as a
+`GymRefusal`; `env.step` is then not called."""
 
 
 class GymObservation(Observation, kind="gym_observation"):
@@ -92,7 +93,9 @@ class GymEnvironment(Environment[Action]):
                 f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment: pass them "
                 "inside the function"
             )
-        self.env, self.observe, self.act = env, observe, act
+        self.env = env
+        self.observe = observe
+        self.act = act
         self.metrics = tuple(metrics)
         self.make: dict[str, Any] = make
         self._env: Any = None

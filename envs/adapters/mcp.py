@@ -111,7 +111,8 @@ class McpServer:
         key_variable: str | None = None,
         **options: Unpack[McpOptions],
     ) -> McpServer:
-        """A server at an address. key_variable: the variable with its token; token and `headers` are never recorded."""
+        """A server at an address. key_variable: the environment variable with the server's bearer token; the token and
+        `headers` are never recorded."""
         name = urlsplit(url)._replace(query="", netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
         options.setdefault("name", name)
         return cls(partial(_over_http, url, dict(headers or {}), key_variable), **options)
@@ -243,7 +244,8 @@ class _Session:
     async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str:
         """The tool's result. ToolFailed for an error that the tool reports; ToolsLost if the server is gone.
 
-        After another exception a ping decides between the two: a dead server is no failing tool to train on.
+        After another exception a ping decides between the two: otherwise a dead server would look like a failing tool,
+        and the episode would be trained on.
         """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")

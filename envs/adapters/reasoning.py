@@ -1,6 +1,7 @@
 """Tasks and scorers of reasoning-gym, which is imported at the first use.
 
-Its generator seeds item i with `seed + i`, so the sets of neighbouring seeds overlap: make one taskset and `split` it.
+Its generator seeds item i with `seed + i`, so the sets of neighbouring seeds overlap: make one taskset and `split` it
+by hash, or held-out tasks occur in training.
 """
 
 from __future__ import annotations

@@ -179,8 +179,10 @@ def _inside(name: str) -> str:
 
 
 def _sendable(word: str) -> str:
-    """An argument in a form that can be sent to another process. Raises ToolFailed if it is too long. Lone surrogates,
-    which UTF-8 can't encode, become backslash escapes."""
+    """An argument in a form that can be sent to another process. Raises ToolFailed if it is too long.
+
+    Lone surrogates, which UTF-8 can't encode, become backslash escapes.
+    """
     sent = word.encode("utf-8", "backslashreplace")
     if len(sent) > LONGEST_WORD:
         raise ToolFailed(

@@ -262,7 +262,8 @@ class LocalBackend:
 def _delete(box: Path) -> None:
     """Delete the box. Without isolation it is a tree on disk that snippets made: NoSandbox if something of it is left.
     `find` and `rm` follow no link, and neither a deep path nor many files stop them. Root needs no `find`; others must
-    be able to read and write a folder before they can empty it."""
+    be able to read and write a folder before they can empty it.
+    """
     if os.getuid() != 0:
         unlock = ["find", box, "-type", "d", "!", "-perm", "-700", "-execdir", "chmod", "700", "{}", ";"]
         subprocess.run(unlock, env=_PLAIN, capture_output=True)
@@ -283,7 +284,8 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """The interpreter and the folders that it needs. None: the current one if snippets can run it, or the system's."""
+    """The interpreter and the folders that it needs. None stands for the current one or, where this process is root and
+    other users can't run that, for the system's."""
     if python is None:
         way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
         ours = os.getuid() != 0 or all(place.stat().st_mode & stat.S_IXOTH for place in way)
@@ -304,8 +306,10 @@ def _roots() -> dict[str, str]:
 
 
 def _binds(paths: Sequence[str], *, image: bool) -> list[str]:
-    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much. An
-    image has system folders of its own."""
+    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much.
+
+    An image has system folders of its own.
+    """
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
     found = [name for name in system if not image and Path(name).is_dir() and not Path(name).is_symlink()]
     for text in paths:

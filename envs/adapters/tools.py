@@ -194,7 +194,8 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     """An environment with tools: the agent calls them, also several in one turn, until it gives an `Answer`.
 
     Override `prompt` (the question) and `answered` (the score of an answer). The agent for it is
-    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tape's first step lists the tools.
+    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode; the first step of the
+    tape lists them.
 
     An episode that ends without any answer, at a limit or by calls that can't be read, is scored as the answer "".
     Unscored it would not be trained on, and a model that calls tools for ever would never learn to stop.
@@ -208,7 +209,8 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     """Whether an answer was given in this episode."""
 
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
-        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls."""
+        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
+        further calls wait."""
         if parallel < 1:
             raise ValueError(f"parallel must be at least 1, not {parallel}")
         self._sources = [t for t in tools if not isinstance(t, Tool) and isinstance(t, ToolSource)]

@@ -3,6 +3,7 @@
 An environment class has `reset(**row)`, which may return text that is appended to the prompt. Its other public methods
 are the tools, described by type hints and docstrings. `get_reward()`, if defined, scores the end. A reward function is
 `f(prompts, completions, completion_ids, **columns)` and returns a list with one number, or None, for each completion.
+TRL need not be installed.
 
 1. Every episode has its own instance; TRL resets one instance repeatedly.
 2. A reward function receives a batch of one. Functions that compare the completions of a batch can't be used.
@@ -55,7 +56,8 @@ class NotTRL(TapereelError, TypeError):
 def trl_row(row: Mapping[str, JsonValue]) -> Task:
     """A row of TRL data as a task: the prompt is its public part, every other column is private.
 
-    NotTRL if the row has no `prompt`, or if it is neither text nor messages. None: `reset` returns it.
+    NotTRL if the row has no `prompt`, or if it is neither text nor messages. Use None if `reset` returns the whole
+    prompt.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
@@ -199,7 +201,8 @@ def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValu
 def completion_ids(tape: Tape) -> list[int]:
     """The token ids after the prompt: sampled tokens, and the tokens of observations in between.
 
-    NotATape if there are no ids, or the calls are not one sequence of tokens.
+    NotATape if there are no ids, or if the calls are not one token sequence: the ids would then not be the model's
+    input.
     """
     calls = [call for call in _calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
     if not calls:

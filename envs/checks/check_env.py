@@ -1,7 +1,8 @@
 """check_env: plays an environment and reports violations of its contract, each with a remedy.
 
 It needs a factory, a few tasks and a policy. Faults of the environment become findings, not exceptions, and every call
-has a time limit. A `str` observation is `Text`, and a `str` of the policy an `Answer`.
+has a time limit. Plain environments are accepted: a `str` observation is `Text`, and the policy may return a `str`,
+which becomes an `Answer`.
 """
 
 from __future__ import annotations
@@ -284,8 +285,10 @@ def _outcomes_differ(one: Outcome, other: Outcome) -> str | None:
 
 
 def _check_restore(probe: Probe, k: int, play: Play) -> None:
-    """Restore the first half of an episode in a fresh instance and play the second half: results must be equal. The
-    second half shows state that no observation of the first half shows, such as the random generator's."""
+    """Restore the first half of an episode in a fresh instance and play the second half: results must be equal.
+
+    The second half shows state that no observation of the first half shows, such as the random generator's.
+    """
     cut = len(play.turns) // 2
     tape = _tape(Play(play.task, play.first, play.turns[:cut]), probe, k)
     script = play.turns[cut:]

@@ -1,6 +1,7 @@
 """Probe: plays episodes of an untested environment and turns its faults into findings, for `check_env`.
 
-Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout only.
+Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout and not the
+whole check.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from ..loop_watch import LoopWatch, Stall
 from .findings import Finding
 
 Policy = Callable[[Observation, random.Random], Action | str]
-"""The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives."""
+"""The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives, so
+that the episode can be repeated."""
 ResultT = TypeVar("ResultT")
 
 
@@ -81,8 +83,12 @@ class Probe:
         seed: int,
     ) -> None:
         self.findings: list[Finding] = []
-        self.max_turns, self.timeout, self.seed = max_turns, timeout, seed
-        self._factory, self._policy, self._stall = factory, policy, stall
+        self.max_turns = max_turns
+        self.timeout = timeout
+        self.seed = seed
+        self._factory = factory
+        self._policy = policy
+        self._stall = stall
         self._calls = 0
         self._threads: dict[Future[list[Any]], tuple[threading.Thread, LoopWatch | None]] = {}
         self._inside: dict[int, str] = {}

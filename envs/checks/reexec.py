@@ -376,7 +376,8 @@ def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
 def own_environment(identity: Identity) -> EnvironmentFactory | None:
     """The calculator with the settings on the tape, where the tape was recorded in one; None for any other.
 
-    A tape may come from an untrusted source, so a class path on it is never imported.
+    A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
+    caller or the run's configuration names it.
     """
     from ..adapters.calculator import Calculator
 
@@ -400,7 +401,8 @@ def _factory(name: str | None) -> EnvironmentFactory | None:
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
-    """The check of one tape, made in each worker process. name: None for Tapereel's own environments."""
+    """The check of one tape, made in each worker process. name: None for the environment on each tape, where that is
+    Tapereel's own."""
     named = _factory(name)
 
     def check(tape: Tape) -> Verdict:

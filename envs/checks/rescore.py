@@ -1,7 +1,8 @@
 """Rescoring: runs reward code again over recorded tapes, without agent, environment or model.
 
 Each component is compared with the recorded component of the same name. A component that isn't on the tape is new and
-can be added as a layer. Two reward functions can also be compared with each other.
+can be added as a layer. Two reward functions can also be compared with each other. A source that needs more than the
+tape (`pure=False`) can't be verified.
 """
 
 from __future__ import annotations
@@ -302,7 +303,8 @@ def rescore_run(
 ) -> Verdicts:
     """Score the named tapes of a run again, or all closed tapes of a split, and compare with the recorded rewards.
 
-    reward: `module:name` of a Rewards, a RewardSource or a function from a tape to its score. tolerance: an equal gap.
+    reward: `module:name` of a Rewards, a RewardSource or a function from a tape to its score. tolerance: the largest
+    difference that counts as equal.
     """
     load_reward(reward)  # a wrong name is refused here, before any process starts
     plan = partial(_plan, reward, tolerance)
@@ -321,7 +323,8 @@ def add_reward_layer(
 ) -> Added:
     """Write the scores of `reward` as `layer` to the tapes that lack the layer, and compare it on the others.
 
-    It runs in one process, since a store has one writer. UsageError for the layer that training writes.
+    It runs in one process, since a store has one writer. A tape whose reward fails gets no records. UsageError for the
+    layer that training writes.
     """
     from ...tapes.store.store import Store
 

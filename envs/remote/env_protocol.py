@@ -190,7 +190,8 @@ class Fault(Message):
     id: Annotated[int, Field(ge=0, le=1 << 53)]
     """0 if the call could not be read and so has no number."""
     code: Literal["raised", "mismatch", "hung", "refused", "lost"]
-    """The environment raised; is in another state than recorded; was too slow; got an invalid call; is gone."""
+    """In this order: the environment raised; it did not return to the recorded state; it did not answer in time; the
+    call is invalid; the environment is gone."""
     error: str = ""
     """The class name of the exception."""
     message: str

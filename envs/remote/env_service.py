@@ -243,8 +243,10 @@ class Service(HttpService):
 
     @contextmanager
     def _connected(self, session: Session) -> Iterator[None]:
-        """Inside the block the session has this connection, which replaces any other. Afterwards the session waits
-        `window_seconds` for a new connection."""
+        """Inside the block the session has this connection, which replaces any other.
+
+        Afterwards the session waits `window_seconds` for a new connection.
+        """
         connection = session.connection = object()
         if session.expires is not None:
             session.expires.cancel()

@@ -72,10 +72,14 @@ class Host:
     def __init__(
         self, make: EnvironmentFactory, declared: Declared, seconds: float | None, *, alone: bool = False
     ) -> None:
-        """`seconds`: time limit of a call; None for no limit. `alone`: in this event loop; no thread is needed."""
+        """`seconds`: time limit of a call; None for no limit. `alone`: no other episode uses this event loop, so a
+        blocking environment needs no thread."""
         self.dead = False
         """True after a call hung: the state of the environment is unknown."""
-        self._make, self._declared, self._seconds, self._alone = make, declared, seconds, alone
+        self._make = make
+        self._declared = declared
+        self._seconds = seconds
+        self._alone = alone
         self._code = Supervised()
         self._env: AnyEnvironment | None = None
         self._thread: EnvironmentThread | None = None

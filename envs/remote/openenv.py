@@ -96,7 +96,8 @@ class OpenEnvironment(Environment[Action]):
         patience: float = 30.0,
         largest: int = 4 << 20,
     ) -> None:
-        """action, observation: your classes, with the environment's fields. Others: as in `RemoteEnvironment`."""
+        """action, observation: your classes, with the environment's fields. The other parameters are as in
+        `RemoteEnvironment`."""
         self._line = Line(url, key_variable=key_variable, seconds=seconds, patience=patience, largest=largest)
         self.url = self._line.url
         self.action, self.observation = action, observation

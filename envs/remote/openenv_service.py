@@ -3,7 +3,8 @@
 An action is sent as its fields, plus its `kind` if the environment accepts several kinds; observations likewise.
 `reset` takes `seed` (of the environment's generator) and `task`; without a task, the seed draws one of the service's
 tasks. The reward is the sum of an outcome's components; the reward of `finish` is added to the last step. `done` is
-`terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may play several episodes.
+`terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may play several episodes in
+turn; each has a fresh environment.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class _Asked(BaseModel):
 
 
 def add_openenv(service: Service, tasks: Sequence[JsonValue | Task] | None = None) -> Service:
-    """Add OpenEnv's routes to a service that does not serve yet, and return it. `tasks`: for a `reset` without one."""
+    """Add OpenEnv's routes to a service that does not serve yet, and return it. `tasks`: tasks for a `reset` without
+    one."""
     declared = service.declared
 
     async def schema(request: web.Request) -> web.StreamResponse:

@@ -53,7 +53,8 @@ class Hung(RemoteError, TimeoutError):
 
 
 class RemoteFault(RemoteError, RuntimeError):
-    """The environment raised. The class has the name of the original exception, so a tape records the same cause."""
+    """The environment raised. The class has the name of the original exception, so a tape records the same cause as for
+    a local environment."""
 
     @staticmethod
     def named(error: str, message: str) -> RemoteFault:

@@ -43,7 +43,8 @@ class MathVerifier:
         self._process: subprocess.Popen[bytes] | None = None
 
     def equal(self, answer: str, reference: str) -> bool:
-        """Whether the answer contains an expression equal to the reference. NotVerified for a bad one or a timeout."""
+        """Whether the answer's text contains an expression equal to the reference. NotVerified if the reference can't
+        be parsed or the time limit is reached."""
         with self._lock:
             process = self._process if self._process is not None and self._process.poll() is None else self._start()
             try:
@@ -121,8 +122,9 @@ def math_reward(
     reference: Callable[[Tape], object] = reference_of,
     verifier: MathVerifier | None = None,
 ) -> RewardSource[Tape]:
-    """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for one that is not mathematics.
-    A timeout, or a reference that is not mathematics, leaves the tape unscored; a task without one has no score."""
+    """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for an answer that is not
+    mathematics. A timeout, or a reference that is not mathematics, leaves the tape unscored. A task without a reference
+    has no score."""
     verify = verifier or MathVerifier(timeout=timeout)
 
     async def score(tape: Tape) -> float | None:

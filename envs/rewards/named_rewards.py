@@ -1,7 +1,8 @@
 """Rewards by name, as in a configuration: `module:name`, a `.py` file, or the address of a reward model.
 
 A file has a function for many samples, `reward_func(queries, prompts, labels=..., references=...)`. It receives the
-lists for which it has parameters. It returns a list of numbers (or an array), or a dict of named lists.
+lists for which it has parameters. It returns a list of numbers (or an array), or a dict of named lists. Loading imports
+the file and so runs its code.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def file_reward(
     size: int = 64,
     sample: Callable[[Tape], Sample] = sample_of,
 ) -> RewardSource[Tape]:
-    """A source of the `reward_func` in a file; by default it has the file's name. Pure unless it has `pure = False`."""
+    """A source of the `reward_func` in a file; by default it has the file's name. It is pure unless the function has an
+    attribute `pure = False`."""
     function = load_named(f"{path}:{FUNCTION}")
     if not callable(function):
         raise UsageError(f"{FUNCTION} in {path} is a {type(function).__name__}, not a function")

@@ -6,7 +6,8 @@ sends many samples in one POST request; every answer is validated.
     {"ids": [...], "queries": [...], "prompts": [...], "references": [...], "labels": [...]}  ->  {"rewards": [...]}
 
 `references` and `labels` are sent if a sample has one. An answer needs one finite number for each query, or named
-numbers, or null for no score. A server that returns `ids` may answer in any order.
+numbers, or null for no score. A server that returns `ids` may answer in any order; otherwise the order of the queries
+counts.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def _finite(value: float) -> bool:
 class Batched:
     """A scorer of single tapes that sends all waiting tapes to a model in one call.
 
-    A call has at most `size` tapes, and at most `concurrency` calls run at once. A failed one scores none.
+    A call has at most `size` tapes, and at most `concurrency` calls run at once. A failed call leaves all of its tapes
+    unscored.
     """
 
     def __init__(

@@ -132,7 +132,8 @@ class Rewards(Generic[SubjectT]):
     async def compare(self, tapes: Sequence[Tape]) -> dict[str, list[Reward]]:
         """Tape id -> records of layer GROUP_LAYER, from the sources with `per="group"`.
 
-        If one of them fails, every record of every tape has weight 0: attempts are comparable by the same sources only.
+        If one of them fails, every record of every tape has weight 0: the attempts of a group are only comparable if
+        all are scored by the same sources.
         """
         results = await asyncio.gather(*(_ask(source, list(tapes), len(tapes)) for source in self.relative))
         failed = any(isinstance(result, RewardFailed) for result in results)

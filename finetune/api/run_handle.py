@@ -60,7 +60,8 @@ class Run:
         env: EnvironmentFactory | None = None,
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
-        """agent, env: the run's objects, for `replay` and `branch`; None: as `config.yaml` names them. Raises NoRun."""
+        """agent, env: the objects that the run was made with, for `replay` and `branch`; None: as `config.yaml` names
+        them. Raises NoRun where `path` holds no run."""
         self.path = Path(path)
         self.agent = agent
         self.env = env

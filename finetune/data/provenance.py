@@ -129,7 +129,8 @@ def own_ranges(rows: Sequence[Row]) -> list[Range]:
 def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
     """Runs of consecutive tokens of equal weight within a call, from the weights (T,) of the stream of `rows`.
 
-    Tokens of weight 0 took no part and are left out. The ledger stores runs of equal weight.
+    Tokens of weight 0 took no part and are left out. The ledger stores runs, not tokens: most recipes give all tokens
+    of a call the same weight.
     """
     weight = weights.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)

@@ -1,7 +1,8 @@
 """From tape to rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
 
 A call that extends an earlier call continues its row, so an episode of n turns costs O(tokens), not O(n tokens). Any
-other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row.
+other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row: twice would
+double its weight in the loss.
 """
 
 from __future__ import annotations
@@ -128,15 +129,17 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """The turn of each of the tape's own calls, by its position in the log."""
+    """The turn of each of the tape's own calls, by its position in the log. A call from which no step was parsed has no
+    other sign of its turn."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Each call with the call that it continues, in recorded order, except that parents named by a label come first. A
-    call that a label excludes, and that no call continues, is left out: it would take the row of its parent."""
+    """Each call with the call that it continues, in recorded order, except that parents named by a label come first.
+
+    A call that a label excludes, and that no call continues, is left out: it would take the row of its parent."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
     idle = {name for name, label in labels.items() if label.use != "agent"}

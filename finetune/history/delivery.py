@@ -125,13 +125,14 @@ class Delivery:
         asked = [self._ids[:place] for place in self._places]
         answers = await asyncio.gather(*(_ask(name, sampler, asked) for name, sampler in samplers.items()))
         gaps = [answer.gaps(self._versions) for answer in answers]
-        for answer, of in zip(answers, gaps, strict=True):
-            if not of[-1] <= bound:  # written so that NaN is a difference
-                raise NotDelivered(self._sentence(answer, of, bound))
-        difference, sure = max(of[-1] for of in gaps), self._sure
+        newest = [to_versions[-1] for to_versions in gaps]
+        for answer, to_versions in zip(answers, gaps, strict=True):
+            if not to_versions[-1] <= bound:  # written so that NaN is a difference
+                raise NotDelivered(self._sentence(answer, to_versions, bound))
+        difference, sure = max(newest), self._sure
         moved = min(float((one.of(new) - one.of(sure)).abs().max()) for one in answers) if sure is not None else None
         # A sampler that lags behind by small updates is nearer to an older version: its difference is no rounding.
-        lags = any(of[-1] > min(of) for of in gaps)
+        lags = any(to_versions[-1] > min(to_versions) for to_versions in gaps)
         if moved is None or (moved > 2 * bound and not lags):
             self._sure = new
             if moved is not None or self._clean is None:

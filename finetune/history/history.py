@@ -2,7 +2,8 @@
 
 A lineage counts its updates from 0 (the base weights) through every phase: version `lineage:n` is the policy after n
 updates. A `use` record names the tokens that update n trained on; it is durable before an engine or a checkpoint has
-the new weights. Resume loads the newest checkpoint and applies the recorded updates after it again, from the tapes.
+the new weights. Resume loads the newest checkpoint and applies the recorded updates after it again, from the tapes, so
+no update is lost or applied twice.
 """
 
 from __future__ import annotations
@@ -84,10 +85,17 @@ class History:
         keep: int | None = 3,
         keep_bytes: int | None = None,
     ) -> None:
-        """model: with the base weights. make_trainer: phase -> a fresh trainer. keep, keep_bytes: as in `prune`."""
-        self.store, self.lineage, self.directory = store, lineage, directory
-        self.model, self.make_trainer, self.renderer = model, make_trainer, renderer
-        self.tokenizer, self.keep, self.keep_bytes = tokenizer, keep, keep_bytes
+        """model: with the base weights. make_trainer: from a phase to a fresh trainer of the model. keep, keep_bytes:
+        as in `prune`."""
+        self.store = store
+        self.lineage = lineage
+        self.directory = directory
+        self.model = model
+        self.make_trainer = make_trainer
+        self.renderer = renderer
+        self.tokenizer = tokenizer
+        self.keep = keep
+        self.keep_bytes = keep_bytes
         self.updates = 0
         """The number of updates in the present weights."""
         self.trained_tokens = 0
@@ -101,7 +109,8 @@ class History:
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
-        """Records of epochs that a crash cut off. The caller must append them before the next update."""
+        """Records of epochs of the last update that `restore` made and the store lacks, because a crash cut them off.
+        The caller must append them before the next update."""
 
     @property
     def version(self) -> str:
@@ -115,7 +124,8 @@ class History:
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
-        """Rows and episode of a recorded tape: with its present layers, or with its content as `pin` names it."""
+        """Rows and episode of a recorded tape: with all of its present layers, or with its content as `pin` names
+        it."""
         found = self.store.tape(tape, refresh=False)
         if pin is not None:
             found = as_pinned(found, pin)
@@ -242,7 +252,8 @@ class History:
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
         checkpoint_every: int | None = None,
     ) -> int:
-        """Bring the weights to the last recorded update: load the newest checkpoint, apply the updates after it.
+        """Bring the weights to the last recorded update: load the newest checkpoint, then apply the updates after it
+        again.
 
         Returns the number of updates that were applied again; `report` gets each of them. until: only updates below
         this one. checkpoint_every: updates between the checkpoints that are written, those that the process before had
@@ -252,7 +263,8 @@ class History:
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}
 
-        # Not a newer one, which these records don't explain, nor one whose last update a later lead made again.
+        # A newer checkpoint has updates that these records don't explain, and so has one whose lead's last update a
+        # later lead made again. An older one is loaded then.
         def fits(c: Checkpoint) -> bool:
             lead = c.state.get("lead") or 0
             return c.state["lineage"] == self.lineage and c.update <= last and lead >= leads.get(c.update, 0)
@@ -262,7 +274,8 @@ class History:
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
-            # A crash between the records of an update's epochs: the missing records are written when the run continues.
+            # A crash between the records of an update's epochs: no engine got its weights, and the missing records are
+            # written when the run continues.
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
@@ -278,7 +291,8 @@ class History:
         return len(redo)
 
     def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
-        """Load the newest checkpoint that is whole and fits; False where there is none."""
+        """Load the newest checkpoint that is whole and fits; False where there is none. A damaged one costs only the
+        time to apply its updates again."""
         recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
         for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
@@ -311,9 +325,11 @@ class History:
             self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
-        """BrokenHistory where the restored weights differ from those that were published under their version. The
-        comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
-        weights under the same version, and tapes of both would count as of one policy."""
+        """BrokenHistory where the restored weights differ from those that were published under their version.
+
+        The comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
+        weights under the same version, and tapes of both would count as of one policy.
+        """
         recorded = self.store.published.get(self.version)
         found = weights_digest(copied_weights(self.model)) if recorded is not None else None
         if recorded is not None and found != recorded.digest:
@@ -363,7 +379,8 @@ def as_read(history: History, info: UpdateInfo) -> Source:
 
 @contextmanager
 def with_threads(recorded: int | None) -> Iterator[None]:
-    """Inside, torch has the recorded number of threads: they divide sums, and another order has other last bits."""
+    """Inside, torch has the recorded number of threads: it divides sums by threads, and sums in another order have
+    other last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(recorded or before)
     try:
@@ -373,8 +390,10 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """The error with the recipe as its cause, where the recipe's digest differs too. The digest alone is no error: a
-    new constant of a term changes it, and may leave the update as it was."""
+    """The error with the recipe as its cause, where the recipe's digest differs too.
+
+    The digest alone is no error: a new constant of a term changes it, and may leave the update as it was.
+    """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
     if then.get("recipe") in (None, now.get("recipe")):
@@ -465,7 +484,8 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
     """The tokens of scored episodes without a part in the loss: the recipe did not select them or their group, they are
-    no data for RL, or the whole update was skipped. This update accounts for them."""
+    no data for RL, or the whole update was skipped. No later update trains on them, so this update accounts for
+    them."""
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

@@ -48,9 +48,11 @@ class CriticConfig(Config):
     """`own`: a copy of the policy's body, trained with the head; `policy`: a head alone, on the policy's states."""
     optimiser: OptimiserConfig = OptimiserConfig(lr=1e-3)
     clip: float | None = Field(default=0.2, gt=0)
-    """The loss stops where a value has moved this far from its value before the update, in reward; None: no bound."""
+    """The loss stops where a value has moved this far from its value before the update, in units of reward; None: no
+    bound."""
     normalised: bool = True
-    """Targets are scaled by their running mean and deviation, and the critic begins at their mean."""
+    """Targets are scaled by their running mean and deviation, and the critic begins at the mean of its first
+    targets."""
     passes: int = Field(default=4, ge=1)
     """Optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
@@ -81,15 +83,17 @@ class ProcessesConfig(Config):
     """How processes that were launched together share the work of an update."""
 
     shard: bool = False
-    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2); False: copies."""
+    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2); False: a copy of all of
+    them."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
 
 SECOND = {"ppo": "critic", "minor_sft": "reference", "distill": "reference"}
+"""Recipe -> the second model that it needs."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
-"""All recipes, whose module imports torch, and the second model of those that need one."""
+"""The names of all recipes. They stand here too because the module of the recipes imports torch."""
 
 
 class RecipeConfig(Config):
@@ -118,7 +122,8 @@ class LoopConfig(RecipeConfig):
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     rollouts: int = Field(default=1, ge=1)
-    """Rollout batches of one update, in one optimiser step. Baselines by batch compare within one of them."""
+    """Rollout batches that one update trains on, in one optimiser step. Baselines by batch compare within one of
+    them."""
     epochs: int = Field(default=1, ge=1)
     """Passes of an update over its batch."""
     minibatches: int = Field(default=1, ge=1)
@@ -136,7 +141,8 @@ class LoopConfig(RecipeConfig):
     demonstrations: int = Field(default=0, ge=0)
     """With a recipe that has an `nll` regulariser: tapes of the warm start that each update imitates as well."""
     max_lag: int = Field(default=1, ge=0)
-    """Largest staleness of a trained token: updates since the policy that sampled it. 0 is synchronous."""
+    """Largest staleness of a trained token: updates between the policy that sampled it and the one that trains on it.
+    0 is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     optimiser: OptimiserConfig = OptimiserConfig()
@@ -147,7 +153,8 @@ class LoopConfig(RecipeConfig):
     publish: Literal["reprefill", "drain"] = "reprefill"
     """What happens to completions in flight when weights change; both ways keep log-probs exact."""
     sleep: bool = False
-    """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0."""
+    """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0, since nothing
+    is sampled then."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
     """With max_lag 0: the largest allowed |log-prob at sampling - log-prob in training| in nats; None: not checked."""
     group_deadline: float = Field(default=300.0, gt=0)

@@ -75,7 +75,8 @@ class Plan(Value):
     by_agent: bool = False
     """Compare each agent with itself in the other attempts, by its own reward."""
     batches: tuple[int, ...] = ()
-    """The number of tapes of each rollout batch, where an update has several; empty: one batch."""
+    """The number of tapes of each rollout batch, where an update has several; a recipe's baseline `by = batch` compares
+    within one of them. Empty: one batch."""
     epochs: int = 1
     minibatches: int = 1
     """Optimiser steps of an epoch, each on one part of the tapes."""
@@ -95,7 +96,8 @@ class Plan(Value):
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
-        """The plan as a `use` record holds it. Fields at their defaults are left out, as before they existed."""
+        """The plan as a `use` record holds it. Fields at their defaults are left out, so a record of before a field
+        existed equals one that is made now."""
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {

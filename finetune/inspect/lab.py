@@ -131,7 +131,8 @@ def lab(
 
     A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). updates: numbers from 0; None: the
     loop's last. policy: a trained player of the run; None: the loop's own policy. tokens: number of tokens to list with
-    the largest gain, and with the largest loss. UsageError where one doesn't exist; Unknown without the base weights.
+    the largest gain, and with the largest loss. UsageError where an update, a policy or a recipe doesn't exist; Unknown
+    where the base weights are gone.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
@@ -196,8 +197,10 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
 
 
 def _go_to(history: History, update: int) -> None:
-    """Bring the weights to the beginning of `update`, from the present weights or from the nearest checkpoint. Applying
-    recorded updates to the present weights is right only when they are before `update`, on the same lineage."""
+    """Bring the weights to the beginning of `update`, from the present weights or from the nearest checkpoint.
+
+    Applying recorded updates to the present weights is right only when they are before `update`, on the same lineage.
+    """
     saved = [
         one.update
         for one in checkpoints(history.directory)

@@ -43,7 +43,8 @@ class RebuiltRun:
 
     @classmethod
     def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """Of the run in `run`, open as `store`. scratch: an empty directory for the history. Raises Unknown."""
+        """Of the run in the directory `run`, open as `store`. scratch: an empty directory for what the history writes.
+        Unknown where the beginning can't be rebuilt."""
         if not (run / CONFIG).exists():
             if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
                 return cls._of_control(run, store, scratch, lineage)

@@ -75,7 +75,8 @@ class Reproduction(Value):
     checkpoints: int = 0
     """Checkpoint files whose weights equal the derived weights."""
     trainers: int = 0
-    """Of these, files whose trainer's state equals the derived one; the base has none."""
+    """Of these, files whose trainer's state (optimiser, counts, moments, coefficients, averages, critic) equals the
+    derived state; the base has no such state."""
     tapes: int = 0
     """Tapes that were trained on, each with the digest that its updates pinned."""
     digest: str | None = None
@@ -248,8 +249,10 @@ class _Walk:
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the present weights with the published digest and the checkpoint file of this update, if any. Without
-        the comparison after each update, a difference would show at the last checkpoint only, unlocated."""
+        """Compare the present weights with the published digest and the checkpoint file of this update, if any.
+
+        Without the comparison after each update, a difference would show at the last checkpoint only, unlocated.
+        """
         n = self.history.updates
         published, file = self.known.get(version_name(lineage, n)), self.files.get(n)
         last = n == self.until

@@ -133,7 +133,8 @@ def requery_run(
     """(the verdicts, why there are none) of the named tapes, or of all closed tapes of a split with sampled tokens.
 
     model: a checkpoint or model folder that every token is compared with; None: the weights of each token's own
-    version, from the run's checkpoints. tolerance: the largest equal difference in nats. threads: torch's.
+    version, from the run's checkpoints. tolerance: the largest difference that counts as equal, in nats. threads: of
+    torch.
     """
     if tolerance < 0 or threads < 1:
         raise UsageError(

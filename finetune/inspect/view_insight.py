@@ -23,7 +23,8 @@ class TrainingInsight:
     """The facts of one run. Loads the run's tokenizer at once."""
 
     def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
-        """weights: a checkpoint or model folder; compared with the sampler's. tokenizer: a folder; None: the run's."""
+        """weights: a checkpoint or model folder; its probabilities are compared with those at sampling. tokenizer: a
+        folder; None takes the run's own tokenizer."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]

@@ -1,6 +1,7 @@
 """The trace formats by name; `write` exports tapes to a file, `read` imports a file as tapes.
 
-`read` parses the whole file and checks every record before it writes the first tape: an invalid one changes nothing.
+`read` parses the whole file and checks every record before it writes the first tape: an invalid record leaves the run
+unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from .story import Story, stories_in, story_of, write_story
 from .trace_files import BadImport, Bounds, check_new, nothing, records, write_records
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
     """One trace format."""
 
@@ -37,36 +38,51 @@ class Format:
     """(record, stem of the file's name) -> stories. ValueError says what is wrong with the record."""
 
 
-_ROWS = (".jsonl", ".parquet")
-_FORMATS = (
-    Format("openenv", "OpenEnv's TrainingTrace, version 1", (".jsonl",), openenv.LOSES, openenv.write, openenv.read),
-    Format(
-        "verifiers",
-        "rollouts of verifiers, with their trajectories",
-        (".jsonl", ""),
-        verifiers.LOSES,
-        verifiers.write,
-        verifiers.read,
-    ),
-    Format(
-        "trl",
-        "rows with prompt, completion, token ids and reward",
-        _ROWS,
-        sets.TRL_LOSES,
-        sets.write_trl,
-        sets.read_trl,
-    ),
-    Format("sft", "conversations to imitate", _ROWS, sets.SFT_LOSES, sets.write_sft, sets.read_sft),
-    Format(
-        "preference",
-        "the best and the worst attempt of each group",
-        _ROWS,
-        sets.PREFERENCE_LOSES,
-        sets.write_preference,
-        sets.read_preference,
-    ),
-)
-FORMATS = {made.name: made for made in _FORMATS}
+FORMATS = {
+    made.name: made
+    for made in (
+        Format(
+            name="openenv",
+            what="OpenEnv's TrainingTrace, version 1",
+            endings=(".jsonl",),
+            loses=openenv.LOSES,
+            write=openenv.write,
+            read=openenv.read,
+        ),
+        Format(
+            name="verifiers",
+            what="rollouts of verifiers, with their trajectories",
+            endings=(".jsonl", ""),
+            loses=verifiers.LOSES,
+            write=verifiers.write,
+            read=verifiers.read,
+        ),
+        Format(
+            name="trl",
+            what="rows with prompt, completion, token ids and reward",
+            endings=(".jsonl", ".parquet"),
+            loses=sets.TRL_LOSES,
+            write=sets.write_trl,
+            read=sets.read_trl,
+        ),
+        Format(
+            name="sft",
+            what="conversations to imitate",
+            endings=(".jsonl", ".parquet"),
+            loses=sets.SFT_LOSES,
+            write=sets.write_sft,
+            read=sets.read_sft,
+        ),
+        Format(
+            name="preference",
+            what="the best and the worst attempt of each group",
+            endings=(".jsonl", ".parquet"),
+            loses=sets.PREFERENCE_LOSES,
+            write=sets.write_preference,
+            read=sets.read_preference,
+        ),
+    )
+}
 
 
 class Exchange(Value):
@@ -96,7 +112,8 @@ def _format_of(name: str) -> Format:
 def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
     """Write closed `tapes` to `path`.
 
-    UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport, without a file.
+    UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
+    record; no file is written then.
     """
     chosen, path = _format_of(format), Path(path)
     check_new(path, chosen.endings, format)

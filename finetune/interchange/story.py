@@ -198,7 +198,8 @@ def conversation(messages: object) -> list[Message]:
 def story_of(tape: Tape) -> Story:
     """The story of a closed tape.
 
-    If a failure left the tape unscored, its reward components become metrics (weight 0): a part of a sum is no reward.
+    If a failure left the tape unscored, its reward components become metrics (weight 0): a sum of some components must
+    not become a reward.
     """
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
     assert tape.status is not None
@@ -263,7 +264,8 @@ def _targets(label: Label | None, n: int) -> list[int] | None:
 def stories_in(store: Store) -> Counter[tuple[str, str]]:
     """(content, status) -> number of the run's tapes that were written from such a story.
 
-    A tape that a crashed process left unfinished is closed with another status. The next import writes its story again.
+    A tape that a crashed process left unfinished is closed with another status. It doesn't match its story, so the next
+    import writes that story again.
     """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):
@@ -345,8 +347,10 @@ def _write_turn(recorder: Recorder, turn: Turn, before: list[tuple[Turn, Call]],
 
 
 def _continues(turn: Turn, earlier: Turn, call: Call) -> bool:
-    """True if the turn extends the earlier call of the same agent: by token ids if it has them, else by messages. Only
-    an exact prefix counts: the tape then stores the rest of the prompt, and `keep` ids of the earlier call."""
+    """True if the turn extends the earlier call of the same agent: by token ids if it has them, else by messages.
+
+    Only an exact prefix counts: the tape then stores the rest of the prompt, and `keep` ids of the earlier call.
+    """
     if earlier.by != turn.by:
         return False
     if turn.prompt is not None:

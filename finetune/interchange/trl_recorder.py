@@ -56,8 +56,10 @@ class NotForTRL(TapereelError, ValueError):
 
 
 class _Held(Recorder):
-    """A recorder that holds the episode's end until the trainer's rewards are written. A reward after the end would be
-    a layer: not part of the tape's own reward, nor of its digest."""
+    """A recorder that holds the episode's end until the trainer's rewards are written.
+
+    A reward after the end would be a layer: not part of the tape's own reward, nor of its digest.
+    """
 
     __slots__ = ("held",)
 
@@ -174,7 +176,8 @@ class TRLRecorder:
     def reward(self, function: Callable[..., object]) -> Callable[..., object]:
         """Wrap TRL's reward function `f(prompts, completions, **columns)`, so that its scores are written to the tapes.
 
-        The function gets one more column, `tape`: the ids of the tapes. Others stay unscored."""
+        The function gets one more column, `tape`: the ids of the tapes. Episodes that may not be trained on stay
+        unscored."""
         if not callable(function) or isinstance(function, torch.nn.Module):
             raise NotForTRL(
                 f"{function!r:.60} is no function: a reward model stays as it is in reward_funcs, and its "
@@ -295,7 +298,8 @@ class TRLRecorder:
         """Write the ledger entry of an optimiser step that TRL has made."""
         whole = self._passed >= trainer.args.steps_per_generation
         self._trained.update(s.id for s in self._step)
-        # Every sampled token must be accounted for. After a batch, episodes without a step are recorded as filtered.
+        # Every sampled token must be accounted for. After the last micro-batch of a batch, episodes that no step has
+        # trained on are recorded as filtered.
         left = [s for s in self._batch.values() if whole and s.id not in self._trained]
         total = sum(len(s.row.own) for s in self._step if s.row is not None)
         items = [(*part, 1 / total) for part in _ranges(self._step)]

@@ -1,7 +1,8 @@
 """Rollouts in the format of verifiers' `results.jsonl`: one JSON object per rollout, with its `trajectory`.
 
 A rollout without a trajectory has its prompt and completion as messages; each message of the assistant is a call
-without token ids. An export writes reward components as `metrics`, other facts to `info`, under `tapereel`.
+without token ids. An export writes reward components as `metrics`, and other facts without a field to `info`, under
+`tapereel`.
 """
 
 from __future__ import annotations

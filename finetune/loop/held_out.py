@@ -1,6 +1,7 @@
 """Evaluation on held-out tasks: episodes with a sampling of their own, which change no state of training.
 
-Their tapes have a split of their own, so that no update can name them. `agents.runs.pass_at_k` computes the scores.
+Their tapes have a split of their own, so that no update can name them and the accounting of tokens counts them as held
+out. `agents.runs.pass_at_k` computes the scores.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Evaluation:
     """Rewards of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Of each episode, task after task; None where unscored, or ended by another's error than the agent's."""
+    """Of each episode, task after task; None where it could not be scored, or ended by an error that isn't the
+    agent's."""
     metrics: dict[str, float]
     """Mean of every reward component and metric over the tapes that have it."""
     tapes: tuple[str, ...]

@@ -43,7 +43,8 @@ log = logger("loop")
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """Sampler and trainer compute different log-probs with the same weights: tokens, masks or positions differ."""
+    """Sampler and trainer have the same weights and compute different log-probs: the trainer's tokens, masks or
+    positions are not those of the sampler."""
 
 
 class UnknownAgent(TapereelError, ValueError):
@@ -134,8 +135,12 @@ class Loop:
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
         check_recipe(config, recipe, len(shown))
-        self.config, self.store, self.history = config, store, history
-        self.engine, self.seed, self.phase = engine, seed, phase
+        self.config = config
+        self.store = store
+        self.history = history
+        self.engine = engine
+        self.seed = seed
+        self.phase = phase
         self.shown = tuple(shown) if config.demonstrations else ()
         self.players = tuple(players)
         check_players(self.players, config.agents, history.lineage, history.updates)
@@ -223,7 +228,8 @@ class Loop:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
             # The line of metrics is written before the checkpoint. After a crash, resume makes again only the updates
-            # behind the newest checkpoint, and writes their missing lines.
+            # behind the newest checkpoint, and writes their missing lines; a line of an update inside the checkpoint
+            # would be missing for ever.
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 or self.done:
@@ -267,10 +273,12 @@ class Loop:
         return tuple(sum(len(group.usable) for group in part) for part in parts)
 
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
-        """One update: train, record, publish, in this order. A crash before the records are durable loses the update,
-        and resume makes it anew from the same tapes. A crash after that finds the records, and resume applies the
-        update again. If the engine got the weights before the records were durable, a crash would leave tapes sampled
-        by a version that no record explains."""
+        """One update: train, record, publish, in this order.
+
+        A crash before the records are durable loses the update, and resume makes it anew from the same tapes. A crash
+        after that finds the records, and resume applies the update again. If the engine got the weights before the
+        records were durable, a crash would leave tapes sampled by a version that no record explains.
+        """
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)
@@ -366,8 +374,10 @@ class Loop:
         self._agents_checked = True
 
     def _check(self, stats: UpdateStats) -> None:
-        """SamplerMismatch where sampler and trainer differ by more than the tolerance. `stats.mismatch` is of the
-        update's first step alone: after it the trainer has other weights than the sampler."""
+        """SamplerMismatch where sampler and trainer differ by more than the tolerance.
+
+        `stats.mismatch` is of the update's first step alone: after it the trainer has other weights than the sampler.
+        """
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
             raise SamplerMismatch(

@@ -109,9 +109,15 @@ class Rollouts:
         seed: int,
         phase: str,
     ) -> None:
-        self.config, self.store, self.history = config, store, history
-        self.engine, self.agent, self.env = engine, agent, env
-        self.tasks, self.seed, self.phase = tasks, seed, phase
+        self.config = config
+        self.store = store
+        self.history = history
+        self.engine = engine
+        self.agent = agent
+        self.env = env
+        self.tasks = tasks
+        self.seed = seed
+        self.phase = phase
         self.trained = None if config.agents is None else frozenset(config.agents)
         """Paths of all agents that are trained, by any policy; None: all."""
         self.drops_flat = recipe.select.flat == "drop"
@@ -151,7 +157,8 @@ class Rollouts:
     def resume(self) -> None:
         """Continue with the groups on tape: closed groups are ready, half-sampled groups get their missing attempts.
 
-        A group with a tape that a recorded update names is spent as a whole. Its other attempts were trained on too.
+        A group with a tape that a recorded update names is spent as a whole. Without that rule, its other attempts
+        would be trained on a second time.
         """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
         used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use).every}
@@ -175,7 +182,8 @@ class Rollouts:
                 self._continue(group)
 
     def _continue(self, group: Group) -> None:
-        # The age of a group is that of its oldest token: pacing must be that of an uninterrupted run.
+        # The age of a group is that of its oldest sampled token, not that of this process's start: pacing and
+        # staleness must be those of an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         if not group.open:
             self._fork(group)
@@ -257,12 +265,13 @@ class Rollouts:
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
-        """Whether an attempt sampled now can still be compared with the group's first attempts: within `max_lag`."""
+        """Whether an attempt sampled now can still be compared with the group's first attempts: at most `max_lag`
+        updates lie between them."""
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
         """Add the continuations of `loop.forks`, each as an attempt of its own; true if there are any. The seed and the
-        attempts alone decide, so a resumed loop draws the same continuations."""
+        attempts alone decide which attempts continue, and from which turns. So a resumed loop draws the same ones."""
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False
@@ -378,7 +387,8 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups."""
+        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups; they
+        would be sampled for nothing after the last update."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()

@@ -31,7 +31,8 @@ def choose(
 ) -> list[str]:
     """Ids of the tapes of the run `source` that may be imitated and match the filters, in the order of their begin.
 
-    UsageError where no tape matches, where a tape was tokenized for another model, or where `split` is held out; NoRun.
+    UsageError where no tape matches, where a tape was tokenized for another model, or where `split` is held out; NoRun
+    where `source` is no run.
     """
     if split is not None and split not in TRAINABLE_SPLITS:
         raise UsageError(f"split {split!r} is held out: imitate tapes of {' or '.join(TRAINABLE_SPLITS)}")
@@ -102,7 +103,8 @@ def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
 
 
 def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
-    """The tapes of SFT update `update`: shuffled epochs, cut into batches. The seed alone decides."""
+    """The tapes of SFT update `update`: shuffled epochs, cut into batches. The seed alone decides, so a resumed run
+    draws the same batches."""
     if len(tapes) < batch:
         raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
     per_epoch = len(tapes) // batch

@@ -7,7 +7,8 @@
     batch_std  y = (x - m) / (s_batch + eps): the group's mean, the whole batch's deviation
 
 m (mean), s (standard deviation) and n (count) are over the units of one group (by = group), the continuations of one
-fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. Unscored: in none.
+fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored unit is
+in no group.
 
 1. A group whose values are all equal gives exactly 0. The test compares the values: s is only rounding then, and a
    division by s + eps would scale rounding up.

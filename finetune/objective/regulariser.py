@@ -10,7 +10,8 @@ kl and its n episodes:  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 
 1. k1 as a loss is invalid: its expected gradient is 0. The expected gradient of k2 is that of KL(pi || ref), and the
    expected gradient of k3 is that of KL(ref || pi).
-2. The factor of an adaptive coefficient is at least 0, for any number of episodes.
+2. The factor of an adaptive coefficient is at least 0, for any number of episodes. A negative coefficient would
+   reward divergence.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ class Running(Shape):
     """True: subtract the running mean before the division."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        # The batch is merged first, over all ranks: every rank must scale by the same moments.
+        # The batch is merged first, over all ranks: every rank must scale by the same moments, or advantages of equal
+        # rewards would differ between ranks.
         context.moments.take(*context.mean_and_square(x[scored]))
         std = context.moments.std
         if std is None:

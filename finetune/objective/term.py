@@ -100,8 +100,9 @@ class Kinds:
 
 
 def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = True) -> Term:
-    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported. execute: as
-    `load_named`."""
+    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported.
+
+    execute: as `load_named`."""
     name = str(value["kind"])
     module, _, path = name.rpartition(":")
     main = _main_file()
@@ -248,7 +249,8 @@ class Context:
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
         """(n, mean, sum of squared deviations) of x over all ranks.
 
-        Two passes: E[x^2] - E[x]^2 cancels if the mean is large against the deviation, and leaves rounding errors.
+        Two passes: E[x^2] - E[x]^2 cancels if the mean is large against the deviation, and whitening would then
+        divide by rounding errors.
         """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)

@@ -68,7 +68,8 @@ class Player:
     def update(
         self, plan: Plan, source: Source, mode: str
     ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
-        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record)."""
+        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
+        in a thread."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 
@@ -97,8 +98,15 @@ class Player:
 
 def player_metrics(name: str, stats: UpdateStats) -> dict[str, object]:
     """Metrics of one update of the player called `name`."""
-    keys = ("loss", "grad_norm", "lr", "skipped", "mismatch", "ess")
-    return {**{f"players/{name}/{key}": getattr(stats, key) for key in keys}, **reward_by_agent(stats.stream)}
+    values = {
+        "loss": stats.loss,
+        "grad_norm": stats.grad_norm,
+        "lr": stats.lr,
+        "skipped": stats.skipped,
+        "mismatch": stats.mismatch,
+        "ess": stats.ess,
+    }
+    return {**{f"players/{name}/{key}": value for key, value in values.items()}, **reward_by_agent(stats.stream)}
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:

@@ -39,7 +39,8 @@ class Policy:
     """Connects to the servers that sample for the loop; None: an engine in this process samples."""
 
     def copy(self, version: str) -> EmbeddedEngine:
-        """An engine with a copy of the present weights, under the name `version`."""
+        """An engine with a copy of the present weights, under the name `version`. The copy lets the trainer change the
+        model while the engine samples."""
         model = copying.deepcopy(self.model)
         if sampling_attention(self.attention) != self.attention:
             model.set_attn_implementation(sampling_attention(self.attention))
@@ -88,7 +89,8 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention)
     renderer = engine.renderer.make(found.tokenizer)
-    # Adapters are drawn on the CPU: the random streams of devices differ.
+    # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
+    # on every machine.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
     return Policy(
         placed(model, device),

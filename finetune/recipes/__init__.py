@@ -49,7 +49,8 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
 
-    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. Raises UsageError.
+    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an
+    unknown name and for an object that is no recipe.
     """
     recipe = _own_recipe(name) if ":" in name else RECIPES.get(name)
     if recipe is None:
@@ -88,7 +89,8 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
     """The recipe of each phase, or why it can't be used here; empty where the run has no such file.
 
-    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes.
+    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes where
+    the file holds no recipes.
     """
     path = directory / run_directory.RECIPES
     if not path.exists():

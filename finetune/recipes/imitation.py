@@ -8,7 +8,8 @@ sft = Recipe(name="sft", score=Score(temperature="one"), baseline=Baseline(kind=
 
     loss = -1/T sum_t lp_t
 
-Source: maximum likelihood. No score is needed, and a token counts whether a model or a person wrote it.
+Source: maximum likelihood. No score is needed, and a token counts whether a model or a person wrote it. The sampling
+temperature plays no part.
 """
 
 rft = Recipe(

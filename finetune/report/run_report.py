@@ -1,6 +1,7 @@
 """Keeps the `report.html` of a training run up to date: the viewer's overview page, written as one file.
 
-The file is written at evaluations, checkpoints and the run's end. A failure to write it never ends the run.
+The file is written at evaluations and checkpoints, and when the run ends, also by an error. A failure to write the
+file never ends the run.
 """
 
 from __future__ import annotations

@@ -180,7 +180,8 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 
 
 def start_tracker(name: str, directory: Path) -> Tracker:
-    """Start a tracker for the run in `directory`, offline unless the environment names a server."""
+    """Start a tracker for the run in `directory`, offline unless the environment names a server. It continues the
+    curves of an earlier process of the run."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -235,5 +236,6 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 def _log(name: str, tracker: Tracker, point: Point) -> None:
     if name == "mlflow":  # mlflow refuses the whole point for one bad character, as in `reward@agent`
         point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
-    # wandb has one step counter for all axes, and drops a point whose step goes back: each axis sends its own.
+    # wandb has one step counter for all axes, and drops a point whose step goes back: each axis sends its step as a
+    # number instead.
     tracker.log(point.values, step=None if name == "wandb" else point.step)

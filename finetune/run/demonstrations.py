@@ -233,7 +233,8 @@ class DemoRun(TrainingRun):
         return ()
 
     def imitated(self) -> tuple[Sequence[str], Source]:
-        """Record the demonstrations that are not on tape yet. Demonstration k has one task and seed."""
+        """Record the demonstrations that are not on tape yet. Demonstration k has the same task and seed in every
+        process."""
         history = self.training.history
         if not self.demo.warm.updates and not checkpoints(history.directory):
             history.settle()  # the controls begin with these weights too
@@ -320,7 +321,8 @@ class DemoRun(TrainingRun):
             done = min(history.trained_tokens, trained)
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
-        # The control has a store of its own. Its updates name these tapes, so the tapes must be there too.
+        # The control has a store of its own. Its updates name these tapes, so the tapes must be there too; otherwise no
+        # later process could apply the updates again.
         tapes = bring_in(self.out, self.order, history.store, self.policy.renderer)
         warm_start(
             self.demo.warm,

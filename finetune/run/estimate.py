@@ -23,8 +23,9 @@ queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama h
 
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
-    """`GiB`: of the trainer's device by item, at the moment of the largest sum; `tokens`: sampled ones of an episode,
-    an update, and the run with its evaluations. None for an unknown shape. config: with its profile."""
+    """`GiB`: memory of the trainer's device by item, at the moment when their `sum` is largest. `tokens`: the most that
+    an episode, an update, and the run with its evaluations sample. None where the model's shape is unknown. config:
+    with its profile applied."""
     shape = shape_of(config.engine.model)
     if shape is None:
         return None

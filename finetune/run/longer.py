@@ -2,7 +2,8 @@
 
 The recorded updates stay as they are, so no other setting may change. No learning-rate schedule is stretched: its
 `total` is a setting of its own, and the recorded learning rates follow from it. The evaluation at the earlier end
-belongs to the weights of that update: it moves to `evaluations`, and the new end gets its own.
+belongs to the weights of that update: it moves to `evaluations`, and the new end gets an evaluation and a split of its
+own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
 
 
 def end_name(results: Results, updates: int) -> str:
-    """The name of the evaluation at the end: `after`, or `after-UPDATES` in a run that was made longer at its end."""
+    """The name of the evaluation at the end: `after`, or `after-UPDATES` in a run that was made longer at its end. Two
+    ends must not share a split."""
     ended = any(one.done >= one.updates for one in results.lengths)
     return f"after-{updates:06d}" if ended else "after"
 

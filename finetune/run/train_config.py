@@ -98,8 +98,10 @@ class TrainConfig(Setup, TrackedConfig):
         return self
 
     def checked(self, resume: bool = False) -> TrainConfig:
-        """This with its model's profile, without torch: a wrong setting is answered at once. Downloads models of the
-        hub. resume: the runs of `warm` and `curriculum` are needed no more. UsageError, NoRun."""
+        """Check what can be checked without torch, download models of the hub, and apply the model's profile.
+
+        So a wrong setting is answered at once. resume: the runs of `warm` and `curriculum` need not be there any more.
+        Raises UsageError, and NoRun where one of these is missing."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
         held_out = str(self.evaluation.tasks)
         if held_out.endswith(tuple(TASK_FILES)) and not Path(held_out).is_file():

@@ -129,7 +129,8 @@ def train(
 
 
 class TrainingRun:
-    """One run of `train`. All that the configuration names is loaded before the directory is made."""
+    """One run of `train`. Everything that the configuration names is loaded before the run directory is made: what
+    can't be loaded must leave no directory behind."""
 
     directory: RunDir
     """The run directory, from `lead` on."""
@@ -327,7 +328,8 @@ class TrainingRun:
 def _split_tasks(
     tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
 ) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(tasks to train on, held-out tasks), with no task in both. dataset: its columns hold for both."""
+    """(tasks to train on, held-out tasks), with no task in both. dataset: that of the tasks to train on, whose columns
+    hold for the others too."""
     if config.tasks is not None:
         columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
         shared = config.dataset.model_copy(update={"columns": columns})

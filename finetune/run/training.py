@@ -126,7 +126,8 @@ class Training:
 
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[Engine]:
-        """An engine with the present weights, for an evaluation: the loop's, or one closed at the end."""
+        """An engine with the present weights, for an evaluation: the loop's engine, or one that is closed at the
+        end."""
         if self.measured_by == "loop" and self._loop is not None:
             yield self._loop.engine
             return
@@ -152,7 +153,8 @@ class Training:
             raise
 
     async def settled(self) -> None:
-        """Wait until no evaluation needs the present weights of the loop's engine. One score has one version."""
+        """Wait until no evaluation needs the present weights of the loop's engine. New weights in mid-evaluation would
+        mix two versions in one score."""
         if self._evaluation is not None and self.measured_by == "loop":
             await self._evaluation
 
@@ -283,7 +285,8 @@ class Training:
     def _evaluate_beside(self, done: int) -> None:
         """Start the evaluation that is due after `done` updates of the loop; it begins when the one before has ended.
         It has an engine of its own with a copy of the present weights, so training continues meanwhile; or the loop's
-        engine, which gets its next weights after the evaluation. One that a crash cut off is not repeated."""
+        engine, which gets its next weights after the evaluation. An evaluation that a crash cut off is not
+        repeated: its weights are gone."""
         every = self.config.evaluation.every
         if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
             return

@@ -156,7 +156,8 @@ def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:
     """Deletes the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left (None: no bound).
 
-    The newest, the base (update 0), pinned checkpoints and the one of update `best` are never deleted.
+    The newest, the base (update 0), pinned checkpoints and the one of update `best` are never deleted, so more than the
+    bounds may stay.
     """
     found = checkpoints(directory, damaged=False)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}

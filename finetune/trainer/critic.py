@@ -28,7 +28,8 @@ class Value(Term):
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
 
-    The loss has its own optimiser and denominator: a mean over the tokens that entered.
+    The loss has its own optimiser and denominator: a token mean over the tokens that entered, whatever the recipe
+    weighs by.
     """
 
     clip: float | None = Field(default=0.2, gt=0)
@@ -148,7 +149,8 @@ class CriticTrainer:
         ranks: Ranks | None = None,
     ) -> None:
         """passes: optimiser steps on each update's targets; with one, the critic learns too slowly for a short run.
-        autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the trainer's."""
+        autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the processes that
+        step together, which must be the trainer's."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:

@@ -41,7 +41,8 @@ MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
     """The ranks that `accelerate launch` or `torchrun` started; a single rank without a launcher.
 
-    shard: each process holds a part of each weight instead of a copy. timeout: seconds until RankLost.
+    shard: each process holds a part of each weight instead of a copy. timeout: seconds without an answer after which a
+    process raises RankLost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -64,7 +65,9 @@ class Processes:
 
     def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
         """`model` may hold any weights: rank 0's are copied to every rank whenever a trainer is made."""
-        self.ranks, self.model, self.make_trainer = ranks, model, make_trainer
+        self.ranks = ranks
+        self.model = model
+        self.make_trainer = make_trainer
         self.work = copy.deepcopy(model) if ranks.sharded else model
         """The model that is trained; a copy where it is sharded, since `model` must stay whole to sample."""
         ranks.shard(self.work)
@@ -237,7 +240,8 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks."""
+        """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks. So no other
+        rank has to be asked."""
         if not rows:
             return None
         episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]

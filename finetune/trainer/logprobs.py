@@ -138,7 +138,8 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """True when the keys and values of a prefix can serve several rows: full attention, no gradient checkpointing."""
+    """True when the keys and values of a prefix can serve several rows: full attention, and no gradient checkpointing
+    (which would compute the cache twice)."""
     base = _base(model)
     kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
     plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)

@@ -53,7 +53,8 @@ class Micro:
 
     @classmethod
     def idle(cls) -> Micro:
-        """A micro-batch without a wanted token, for ranks that have fewer: it adds exactly 0 to every gradient."""
+        """A micro-batch without a wanted token. A rank forwards it where other ranks have more micro-batches; it adds
+        exactly 0 to every gradient."""
         none = torch.zeros(0, dtype=torch.int64)
         ids = torch.zeros(1, 1, dtype=torch.int64)
         return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)
@@ -109,8 +110,10 @@ def _families(
 
 
 def _common(rows: Sequence[Row], most: int) -> int:
-    """Number of tokens that all rows begin with, at most `most`. `most` ends before the position that predicts the
-    first wanted token: hidden states are read after the prefix only."""
+    """Number of tokens that all rows begin with, at most `most`.
+
+    `most` ends before the position that predicts the first wanted token: hidden states are read after the prefix only.
+    """
     first = rows[0].input_ids[:most]
     for row in rows[1:]:
         differs = np.flatnonzero(first != row.input_ids[: len(first)])

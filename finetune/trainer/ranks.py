@@ -54,18 +54,21 @@ class Ranks:
     def halt(self, flag: bool) -> bool:
         """True when this rank must not run its next backward pass.
 
-        Where backward passes are collective all ranks halt together: the others would wait for a rank that halts alone.
+        Where backward passes are collective all ranks halt together: a rank that halts alone would leave the others
+        waiting in theirs until the time limit.
         """
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """The micro-batches to forward: this rank's, and idle ones where passes are collective and another has more."""
+        """The micro-batches to forward: this rank's, padded with idle ones where passes are collective and another rank
+        has more."""
         return micros
 
     def shard(self, model: nn.Module) -> None:
         """Leaves each rank its part of every weight, where the ranks shard weights. A second call changes nothing.
 
-        Call it before an optimiser is made: sharding replaces the parameters.
+        Call it before an optimiser is made: sharding replaces the parameters, and an optimiser of the old ones would
+        step on tensors that no forward pass reads.
         """
 
     def run(self, model: nn.Module, work: Callable[[], T]) -> T:
@@ -221,7 +224,8 @@ class ShardedRanks(DataParallelRanks):
         root = _Root(model)
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
-        # Weights are whole only inside of a forward or backward pass. Between two, code sees this rank's part.
+        # Weights are whole only inside of a forward or backward pass. Code that reads or changes a weight between two
+        # passes sees this rank's part of it.
         fully_shard(root, mesh=mesh, reshard_after_forward=True)
         for module in root.modules():
             if isinstance(module, FSDPModule):

@@ -80,10 +80,16 @@ class Trainer(PolicyTrainer):
         theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed where the
         attention kernel supports variable lengths."""
         objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
-        self.model, self.recipe, self.lr, self.grad_clip = model, recipe, lr, grad_clip
+        self.model = model
+        self.recipe = recipe
+        self.lr = lr
+        self.grad_clip = grad_clip
         self.schedule = schedule or Schedule()
-        self.reference, self.critic, self.critic_first = reference, critic, critic_first
-        self.ema, self.autocast = ema, autocast
+        self.reference = reference
+        self.critic = critic
+        self.critic_first = critic_first
+        self.ema = ema
+        self.autocast = autocast
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)
         if isinstance(reference, nn.Module):
@@ -184,7 +190,8 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """Statistics of a step that isn't taken, and the loss's unclipped gradient by each weight. Nothing changes."""
+        """Statistics of a step that isn't taken, and the loss's unclipped gradient by each weight. Weights, optimiser
+        and critic don't change."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.lr * self.schedule.factor(self.steps)
@@ -229,8 +236,10 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """The gradient norm over all ranks, clipped to `clip`; all ranks decide here whether any of them steps. Each
-        rank makes the same collective calls in the same order on every path, or the others would wait forever."""
+        """The gradient norm over all ranks, clipped to `clip`; all ranks decide here whether any of them steps.
+
+        Each rank makes the same collective calls in the same order on every path, or the others would wait forever.
+        """
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
             done.skipped = done.skipped if bad else "another rank"
@@ -314,7 +323,8 @@ class Trainer(PolicyTrainer):
         """The loss's gradient by all log-probs (and entropies), for a recipe whose loss of a token reads other tokens.
         A first pass scores all tokens without a graph; the loss is differentiated by these log-probs alone. The second
         pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result equals one graph
-        over the whole batch, with the memory of one micro-batch."""
+        over the whole batch, with the memory of one micro-batch.
+        """
         scores = self._score(self.model, rows, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]

@@ -76,7 +76,8 @@ class UpdateStats:
 
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:
-    """Several steps on one prepared batch as one: applied if any was; sums add up, losses and norms are averaged.
+    """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
+    averaged.
 
     `mismatch` is that of the first step alone. After it the weights differ from the sampler's on purpose, so a later
     mismatch says nothing of the numerics of sampler and trainer.
@@ -147,7 +148,8 @@ class PolicyTrainer(ABC):
         """Advantages and everything else that is computed once per rollout batch.
 
         several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
-        batches: episodes of each rollout batch, where there are several; `by = batch` compares within one of them.
+        batches: episodes of each rollout batch, in order, where there are several; a term that compares `by = batch`
+        compares within one of them.
         """
 
     @abstractmethod
@@ -160,7 +162,8 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
-        """All state besides the weights that the next update depends on: whole tensors, numbers and strings only."""
+        """All state besides the weights that the next update depends on: tensors, numbers and strings only. Tensors are
+        whole, also where weights are sharded."""
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:
@@ -180,7 +183,8 @@ class PolicyTrainer(ABC):
         """Several optimiser steps on one rollout batch, one at a time; advantages are computed once, over the whole.
 
         Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
-        number of updates so far; seed None keeps the order. Demonstrations are cut by tape. batches: as in `prepare`.
+        number of updates so far; seed None keeps the order. Demonstrations are cut alike, by tape. batches: as
+        in `prepare`.
         """
         imitated = cut_rows(demonstrations, minibatches)
         prepared = self.prepare(

@@ -72,7 +72,7 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
         )
     misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
     answers = sum(len(tape.calls) for tape in newest)
-    if misread.total() >= FEW and misread.total() > MOST * answers:
+    if answers and misread.total() >= FEW and misread.total() > MOST * answers:
         problem, _ = misread.most_common(1)[0]
         yield (
             f"{misread.total() / answers:.0%} of the newest answers could not be read as an action, most often: "

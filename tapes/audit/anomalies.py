@@ -184,10 +184,12 @@ class Anomalies:
             self._uses.append((use, mismatch, tapes))
 
     def _mismatches(self) -> None:
-        """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on. The
-        trainer compares with the weights that it has. It explains no mismatch of tokens that these weights sampled.
+        """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on.
+
+        The trainer compares with the weights that it has. It explains no mismatch of tokens that these weights sampled.
         Older tokens may differ by whatever the updates since moved, which depends on the learning rate and has no
-        bound: only the weights that sampled them tell (`replay --model`), so its verdict is asked for."""
+        bound: only the weights that sampled them tell (`replay --model`), so its verdict is asked for.
+        """
         for use, mismatch, tapes in self._uses:
             versions = (version for item in use.items for version in self._oldest.get(item[1], ()))
             older = any(_age(version, use.lineage, use.update) for version in versions)
@@ -318,8 +320,10 @@ class Anomalies:
 
 
 def _age(version: str, lineage: str, update: int) -> int:
-    """The staleness of a version: updates between it and the weights that update `update` (from 0) changes. 0 where the
-    version is of another lineage: its staleness is unknown then, so it excuses no mismatch."""
+    """The staleness of a version: updates between it and the weights that update `update` (from 0) changes.
+
+    0 where the version is of another lineage: its staleness is unknown then, so it excuses no mismatch.
+    """
     name, _, n = version.rpartition(":")
     return max(0, update - int(n)) if name == lineage and n.isdigit() else 0
 

@@ -43,7 +43,8 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes of a split.
 
-    `jobs`: processes; None: one for each `PER_JOB` tapes. Raises UsageError, NoRun or NoSuchTape.
+    `jobs`: processes; None: one for each `PER_JOB` tapes. Raises UsageError, NoRun or NoSuchTape where the arguments
+    name no tape.
     """
     from ..store.store import Store
 

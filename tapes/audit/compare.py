@@ -94,13 +94,15 @@ class TaskDiff(Value):
     name: str
     """Empty when the task has no name."""
     change: Change
-    """Seen from the second run. `won`: its mean reward is higher. `changed`: it is not, and the tapes differ."""
+    """Seen from the second run. `won`: its mean reward is higher. `changed`: the mean reward is equal or unknown, and
+    the tapes or their number differ."""
     first: float | None
     """Mean reward of the scored attempts; None without one."""
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """An attempt of each run: for `won` and `lost` the best and the worst, else the first that differ, if any."""
+    """Two attempts, one of each run: for `won` and `lost` the best and the worst, else the first pair that differs;
+    None without such a pair."""
     parting: Parting | None
     """The first difference of these two."""
 
@@ -119,7 +121,8 @@ class RunDiff(Value):
     """Mean over those tasks of the mean reward of their scored attempts; None without such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
-    """Every task that differs: lost, changed, won, then the tasks of one run only; each by the difference."""
+    """Every task that differs: lost, changed, won, then the tasks of one run only; each part by the size of the
+    difference, largest first."""
 
     @computed_field
     @property

@@ -100,7 +100,8 @@ class Checks:
         return changed
 
     def summary(self, tape: str) -> str:
-        """The newest verdict of each verb on the whole tape, as `replay verified, requery diverged`; or empty."""
+        """The newest verdict of each verb on the whole tape, as `replay verified, requery diverged`; empty for a tape
+        that was not checked."""
         newest: dict[str, _Line] = {}
         for line in self._lines.get(tape, ()):
             if line.check.turn is None and (

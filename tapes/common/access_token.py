@@ -43,7 +43,8 @@ def check_token(token: str) -> str:
 
 
 def private_file(name: str, text: str) -> Path:
-    """Write a file that only this user can read, in the folder of this user's running servers. UsageError."""
+    """Write a file that only this user can read, in the folder of this user's running servers. UsageError if it can't
+    be written."""
     try:
         path = state_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -276,9 +276,11 @@ def _is_beside(group: list[str], above: list[str]) -> bool:
 
 
 def _explicit(value: Any, whole: bool = False) -> Any:
-    """The values of a model that Python code set, as plain groups, without the model's defaults. Literal fields are
-    included, because they tell the members of a union apart. With `whole` all values are: of a group that is a field's
-    default, a missing value would be taken from another default."""
+    """The values of a model that Python code set, as plain groups, without the model's defaults.
+
+    Literal fields are included, because they tell the members of a union apart. With `whole` all values are: of a
+    group that is a field's default, a missing value would be taken from another default.
+    """
     if isinstance(value, BaseModel):
         return {
             info.alias or name: _explicit(getattr(value, name), _is_group(info))

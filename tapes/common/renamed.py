@@ -123,7 +123,8 @@ def _split_clock(data: dict[str, Any]) -> None:
 
 
 RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines, _drop_demo_constants, _split_clock)
-"""Changes that `KEYS` can't express: each function edits an old configuration in place, after `KEYS`."""
+"""Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
+configuration of this version as it is."""
 
 
 def moved_key(name: str) -> str | None:

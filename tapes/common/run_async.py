@@ -136,7 +136,8 @@ def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     try:
         thread.join()
     except BaseException:
-        # Ctrl-C reaches the main thread only. Without the cancellation `main` would go on in the background.
+        # Ctrl-C reaches the main thread only. Without the cancellation `main` would go on in the background, and would
+        # keep its run directory open for writing.
         started.wait()
         if handle and thread.is_alive():
             loop, task = handle[0]

@@ -224,8 +224,10 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """(marks, applied): for each call that an update named, one byte a token with a bit for each fate. Bit k stands
-        for `FATES[k]`. Names of tokens that don't exist are added to `odd`."""
+        """(marks, applied): for each call that an update named, one byte a token with a bit for each fate.
+
+        Bit k stands for `FATES[k]`. Names of tokens that don't exist are added to `odd`.
+        """
         marks: dict[tuple[str, str], bytearray] = {}
         applied = 0
         for use in self._effective(odd):
@@ -236,8 +238,10 @@ class BooksFold:
         return marks, applied
 
     def _effective(self, odd: list[str]) -> list[Use]:
-        """The updates in the history of every living lineage, each once. Lineages share the updates before the `void`
-        that parted them, so a plain sum would count those twice."""
+        """The updates in the history of every living lineage, each once.
+
+        Lineages share the updates before the `void` that parted them, so a plain sum would count those twice.
+        """
         found: dict[tuple[str, int, int], Use] = {}
         for lineage in self._lineages.living:
             try:

@@ -194,7 +194,8 @@ def put_file(disk: Disk, path: Path, data: bytes) -> None:
 
     The bytes are synced before the rename: a rename alone may reach the disk before the bytes do, and a power cut then
     leaves the name on an empty file. The folder is synced last, so that the new name itself survives when this returns.
-    A crash before the rename leaves a `.part` file, which recovery removes. Of two concurrent writers one wins whole.
+    A crash before the rename leaves a `.part` file, which recovery removes. Of two processes that write one path at
+    once, one wins whole.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:

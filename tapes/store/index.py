@@ -182,8 +182,10 @@ class Index:
         return breaks
 
     def _still(self, row: Segment) -> bool:
-        """Whether the segment still has, at its place, the last line that was indexed. That line's hash chains all
-        lines before it, so one line is enough to compare."""
+        """Whether the segment still has, at its place, the last line that was indexed.
+
+        That line's hash chains all lines before it, so one line is enough to compare.
+        """
         try:
             with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
                 file.seek(row.last)
@@ -343,7 +345,8 @@ class Index:
         ]
 
     def bodies(self, places: Iterable[Place]) -> Iterator[bytes]:
-        """Bodies of the records at these places, in that order. Each line's hash is checked."""
+        """Bodies of the records at these places, in that order. Each line's hash is checked again, since the index is
+        only a cache."""
         for name, group in groupby(places, lambda place: place.segment):
             with self.disk.open(self.folder / f"{name}.jsonl") as file:
                 for place in group:

@@ -61,7 +61,8 @@ class Holder(Value):
 
 
 def read_leads(run: Path) -> dict[int, Holder]:
-    """Every lead of the run so far, by epoch. Empty for runs without leases. A file cut short is a silent lead."""
+    """Every lead of the run so far, by epoch. Empty for runs without leases. A file cut short by a crash counts as a
+    lead without a sign of life."""
     found: dict[int, Holder] = {}
     if not (run / FOLDER).is_dir():
         return found

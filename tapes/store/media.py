@@ -1,6 +1,7 @@
 """Media: images, sound and other content too large for a line, in files named by the hash of their bytes.
 
-A file is durable before `put` returns its reference, and nothing removes it. The bytes may have any format.
+A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Nothing
+removes a file. The bytes may have any format.
 """
 
 from __future__ import annotations

@@ -228,8 +228,10 @@ _MENDABLE = 16 * 1024
 
 
 def _mend(file: BinaryIO, chain: Chain, offset: int) -> tuple[Line, int] | None:
-    """The line at the break and its length, if flipping one bit gives the line that belongs there. A flipped newline
-    joins two lines, so the search covers both."""
+    """The line at the break and its length, if flipping one bit gives the line that belongs there.
+
+    A flipped newline joins two lines, so the search covers both.
+    """
     file.seek(offset)
     region = bytearray(file.read(_MENDABLE))
     last = region.find(b"\n", region.find(b"\n") + 1)

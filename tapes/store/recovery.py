@@ -106,9 +106,11 @@ def start_writer(
 
 
 def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recovered) -> dict[str, int]:
-    """Lock every segment that may need recovery: all except those that are sealed and pinned by a later segment. A seal
-    alone is not enough: its writer may have died before the sync, and only a pin shows that a recovery, or a rotation,
-    made the sealed bytes durable."""
+    """Lock every segment that may need recovery: all except those that are sealed and pinned by a later segment.
+
+    A seal alone is not enough: its writer may have died before the sync, and only a pin shows that a recovery, or a
+    rotation, made the sealed bytes durable.
+    """
     pinned = {(name, head) for segment in segments for name, head in read_pins(segment).items()}
     settled = {
         segment.name for segment in segments if segment.sealed is not None and (segment.name, segment.head) in pinned
@@ -148,10 +150,12 @@ def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Bre
 
 
 def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None, found: Recovered) -> None:
-    """Copy the torn bytes to a file of their own, then cut them off, then sync the segment. The copy is durable before
-    the cut, so that a crash between the two loses no byte. The sync is needed even where nothing is torn: the lines of
-    a dead process may exist in the page cache only. The new segment pins the last of them; if a power cut then took
-    them, the unmet pin would read as tampering."""
+    """Copy the torn bytes to a file of their own, then cut them off, then sync the segment.
+
+    The copy is durable before the cut, so that a crash between the two loses no byte. The sync is needed even where
+    nothing is torn: the lines of a dead process may exist in the page cache only. The new segment pins the last of
+    them; if a power cut then took them, the unmet pin would read as tampering.
+    """
     if broken is not None:
         with disk.open(folder / f"{name}.jsonl") as file:
             file.seek(broken.offset)
@@ -173,7 +177,8 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
     """The heads to pin: that of each segment whose end no later segment pins yet. Together they cover every line.
 
-    Of a live writer's segment it is the last line below the frontier: a pin on a lost line would read as tampering.
+    Of a live writer's segment it is the last line below the frontier. Lines above may still be lost in a power cut, and
+    a pin on a lost line would read as tampering.
     """
     pinned = {name: head for segment in segments for name, head in read_pins(segment).items()}
     found: dict[str, str] = {}
@@ -239,9 +244,11 @@ def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
 
 
 def _end(tape: Summary, index: Index, writer: SegmentWriter, found: Recovered, clock: Callable[[], float]) -> None:
-    """Queue the end of an episode whose process died. Its last record tells whether an action was under way: an
-    irreversible action is recorded before it is carried out, so it may have happened although no reaction is on the
-    tape."""
+    """Queue the end of an episode whose process died.
+
+    Its last record tells whether an action was under way: an irreversible action is recorded before it is carried out,
+    so it may have happened although no reaction is on the tape.
+    """
     cause = None
     last = [place for place in index.places(tape.id) if place.t in ("begin", "step", "call", "reward")][-1]
     record = read_body(next(index.bodies([last])))

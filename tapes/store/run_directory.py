@@ -241,7 +241,8 @@ def recorded_settings(path: str | Path) -> Group:
 
 
 def recorded_config(path: str | Path) -> Group:
-    """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem."""
+    """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem where
+    it can't be read."""
     try:
         text = read_file(Path(path) / CONFIG).decode()
     except UnicodeDecodeError as error:
@@ -257,7 +258,8 @@ def pin_line(path: str | Path) -> str:
 
 
 def append_metrics(path: Path, line: Mapping[str, object]) -> None:
-    """Append one JSON line, durable when this returns. NaN and infinities become null."""
+    """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader
+    accepts."""
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
         file.write(json.dumps(clean).encode() + b"\n")
@@ -312,7 +314,8 @@ def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> No
             notes.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
     if not notes:
         return
-    # The results come first, as when a run begins. A crash in between repeats the change on the next resume.
+    # The results come first, as when a run begins. A crash in between repeats the change on the next resume; results
+    # that the change removed are then computed again.
     run.save()
     text = read_file(run.path / CONFIG).decode()
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))

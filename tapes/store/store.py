@@ -74,7 +74,8 @@ class Where(TypedDict, total=False):
 
 
 class Store:
-    """One run, open for reading or writing. A context manager: leaving seals the segment for good."""
+    """One run, open for reading or writing. Use it as a context manager: leaving seals the segment. It can't be
+    reopened."""
 
     def __init__(self, path: Path, *, disk: Disk, index: Path | None) -> None:
         """Use `create` or `open`."""
@@ -196,7 +197,8 @@ class Store:
         self.writer.append(record.body())
 
     def record_files(self, *paths: Path, open: bool = False) -> None:
-        """Queue the digests of these files of the run, for `verify` and `--resume`. Others are left out.
+        """Queue the digests of these files of the run, for `verify` and `--resume`. Files that are missing, or outside
+        the run, are left out.
 
         open: the files change, or appear, before the run is closed, so they have no digest until then.
         """
@@ -344,8 +346,10 @@ class Store:
         return found[0]
 
     def _tape(self, tape: str) -> Tape:
-        """The tape, on the prefix of its parent, that on the prefix of its own parent, and so on. Only the records of
-        the prefix are read from a parent, which may have grown after the fork."""
+        """The tape, on the prefix of its parent, that on the prefix of its own parent, and so on.
+
+        Only the records of the prefix are read from a parent, which may have grown after the fork.
+        """
         line = [self._read(tape, None)]
         seen = {tape}
         while (above := Begin.model_validate_json(line[-1][0][0]).parent) is not None:
@@ -432,7 +436,8 @@ class Store:
 
     @property
     def doubles(self) -> dict[str, list[int]]:
-        """Lineage -> updates that two processes recorded. Empty at once under leases, where no two processes lead."""
+        """Lineage -> updates that two processes recorded. Empty without a pass over all updates where the run had
+        leases, under which no two processes can lead."""
         return {} if read_leads(self.path) else self.lineages().doubles
 
     def ledger(self, lineage: str) -> Ledger:

@@ -293,8 +293,10 @@ def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, t
 
 
 def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
-    """Whether a writer holds the segment's lock; None where locks can't be tested. The test takes the lock for a
-    moment. The folder's lock keeps a starting writer from seeing that as a live writer."""
+    """Whether a writer holds the segment's lock; None where locks can't be tested.
+
+    The test takes the lock for a moment. The folder's lock keeps a starting writer from seeing that as a live writer.
+    """
     try:
         with FolderLock(disk, folder):
             handle = disk.edit(folder / f"{name}.jsonl")
@@ -352,7 +354,8 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
 
 
 def _check_files(path: Path, found: _Fold) -> int:
-    """Compare the files that records have digests of; returns how many. A whole checkpoint may be gone."""
+    """Compare the files that records have digests of; returns how many. A checkpoint may be gone as a whole: old ones
+    are deleted."""
     compared, whole = 0, dict[Path, dict[Path, str]]()
     if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
         found.broken.append(f"{path / 'checkpoints'} is not a folder")

@@ -47,7 +47,8 @@ which ties the lines around it to this file when other lines are damaged (`reade
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
     """Create the next segment's file; returns its name and the locked handle.
 
-    The caller must hold the folder's lock: recovery would seize the file before it is locked.
+    The caller must hold the folder's lock: between creation and locking, recovery would take the file for the segment
+    of a dead process and would seize it.
     """
     name = next_name(segment_names(disk.names(folder)), disk.nonce())
     path = folder / f"{name}.jsonl"
@@ -258,7 +259,8 @@ class SegmentWriter:
     def _run(self) -> None:
         """The thread: commit while there is work, state the frontier when idle, then sleep until `append` wakes it.
         `_sleeping` is set and read under the lock. Without it each append would pay for a notification; with it set
-        outside the lock an append between the check and the wait would not wake the thread."""
+        outside the lock an append between the check and the wait would not wake the thread.
+        """
         unsynced_since: float | None = None
         while True:
             with self._lock:

@@ -3,7 +3,8 @@
 The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host.
 
 In a folder, data are scripts that pass JSON as text, since a page opened from a disk may load scripts and nothing else.
-Shards of data load when the page needs them; a long tape has its own files. Writing verifies the run.
+Shards of data load when the page needs them; a long tape has its own files. Writing verifies the run, and the bundle
+says so.
 
 `report.html` opens at the overview page. It holds the overview and the tapes that the overview proposes to read. Its
 policy allows only its own script and style, each named by its hash. Everything that a model, a task or a file name

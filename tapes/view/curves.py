@@ -118,7 +118,8 @@ def held_out_curve(results: Results) -> list[Curve]:
 
 
 def loss_plots(metrics: Path) -> list[Plot]:
-    """Loss of the imitation, then loss, entropy, mismatch and KL of the loop, of each policy, where measured."""
+    """Loss of the imitation, then loss, entropy, mismatch and KL of the loop, of the policy and of each player. A
+    quantity that no update measured has no plot."""
     lines = read_metrics(metrics)
     warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
     loop = [line for line in lines if line.get("phase") == "rl"]

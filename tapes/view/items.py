@@ -94,9 +94,15 @@ def call_item(read: Call) -> dict[str, object]:
 
 def _begin(read: Begin) -> dict[str, object]:
     return {
-        **{name: getattr(read, name) for name in ("t", "tape", "at", "split", "group", "attempt", "versions")},
+        "t": "begin",
+        "tape": read.tape,
+        "at": read.at,
+        "split": read.split,
+        "group": read.group,
+        "attempt": read.attempt,
         "env_seed": str(read.env_seed),
         "seed": str(read.seed),
+        "versions": read.versions,
         "task": read.task.id,
         "task_hash": read.task_hash,
         "public": _json(read.task.public),

@@ -111,7 +111,8 @@ def overview_of(
 ) -> Overview:
     """The overview of the run whose store this is.
 
-    The defaults are read from the run directory. A run at work passes its results so far, and its seconds.
+    The defaults are read from the run directory. A run at work passes its results so far, which may be newer than
+    those on the disk, and its seconds, which go on.
     """
     path = store.path
     metrics = path / METRICS

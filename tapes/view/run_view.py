@@ -95,7 +95,8 @@ class RunView:
     """One run, open for reading. Use it as a context manager, once."""
 
     def __init__(self, run: str | Path, *, insight: Callable[[Store], Insight] | None = None) -> None:
-        """`insight` makes the provider of training facts, at the first question that needs it. NoRun."""
+        """`insight` makes the provider of training facts, at the first question that needs it. NoRun where `run` holds
+        no run."""
         self.store = Store.open(run)
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()
@@ -262,7 +263,8 @@ class RunView:
         }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
-        """The verdicts on the tape, newest first. `fits`: whether the tape has the checked digest; None: unknown."""
+        """The verdicts of checks on the tape, newest first. `fits`: whether the tape still has the digest that was
+        checked; None where that is not known."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
         return [

@@ -2,7 +2,8 @@
 
 The running rows always fill the slots [0, b). A new row takes the next free slot, and the last row moves into the slot
 of a row that leaves. A generation that is evicted because its KV is stale joins again with its completion as part of
-its prompt. The KV of a conversation is parked between two turns; the least recently used entry is evicted first.
+its prompt. New weights therefore need no separate code path. The KV of a conversation is parked between two turns; the
+least recently used entry is evicted first.
 
 This module has no event loop, requests or versions. The caller decides when to call each method.
 """
@@ -24,7 +25,8 @@ from .kv_cache import SlotDecoder
 from .sampler import draw, uniforms
 
 SPARE = 64
-"""Padding tokens that a joint prefill may contain before it is split. One more forward costs about as much."""
+"""Padding tokens that a joint prefill may contain before it is split. For a model of a million parameters on one core,
+one more forward costs about as much as 64 tokens."""
 
 
 @dataclass(slots=True)
@@ -132,7 +134,8 @@ class Batch:
         self.stats = stats
         self.rows: list[Generation] = []
         n = decoder.slots
-        # One value per slot. `_length` counts the tokens with KV; the next step feeds the last token, `_last`.
+        # One value per slot. `_length` counts the tokens with KV. It lacks the last sampled token, which is in `_last`:
+        # the next step feeds it.
         self._length = np.zeros(n, dtype=np.int64)
         self._last = np.zeros(n, dtype=np.int64)
         self._seed = np.zeros(n, dtype=np.uint64)
@@ -214,8 +217,9 @@ class Batch:
         return out
 
     def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
-        """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now. The
-        parked entry stays valid: requests that share a key can use it at the same time."""
+        """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now.
+
+        The parked entry stays valid: requests that share a key can use it at the same time."""
         ids = _history(generation)
         entry, shared = self.parked.find(generation.key, ids)
         if entry is not None and shared:
@@ -264,7 +268,8 @@ class Batch:
                 generation.finish = "length"
             if generation.finish:
                 out.append(generation)
-        # leave() moves the last row into the free slot. Inside the loop above, it would move unread rows.
+        # leave() moves the last row into the free slot. Inside the loop above, it would change the slots of rows that
+        # the loop has not read yet.
         for generation in out:
             self.leave(generation)
         return out

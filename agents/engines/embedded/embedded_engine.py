@@ -264,7 +264,8 @@ class EmbeddedEngine:
         )
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # A request that left the batch has closed its spans: a later weight sync doesn't rename its tokens.
+        # A request that left the batch has closed its spans already. A weight sync between that moment and this call
+        # therefore can't give its tokens a later version.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -373,8 +374,9 @@ class EmbeddedEngine:
             self._driver = None
 
     def _admit(self) -> None:
-        """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`. The first one joins
-        even if its prompt exceeds `prefill_tokens`: otherwise it would wait forever."""
+        """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`.
+
+        The first one joins even if its prompt exceeds `prefill_tokens`: otherwise it would wait forever."""
         # Testing the head of the queue is enough: _swap puts generations with sampled tokens before all others.
         joiners: list[Generation] = []
         tokens = 0
@@ -395,7 +397,8 @@ class EmbeddedEngine:
             finished = work()
         except Exception as error:
             reason = f"the model failed while {doing} {len(involved)} sequences: {type(error).__name__}: {error}"
-            # A copy: `involved` may be the batch's own list of rows. Nothing is parked: its KV may be half written.
+            # A copy: `involved` may be the batch's own list of rows, which leave() changes. Nothing is parked, since a
+            # failed forward may have written part of its KV.
             for generation in list(involved):
                 if generation.slot >= 0:
                     self._batch.leave(generation, park=False)

@@ -70,8 +70,9 @@ class EngineServer(HttpService):
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Takes ownership of `model`. Clients send `token` as their API key. None: a new one, which clients of this
-        user on this machine find. `version` names the first weights. UsageError for a token that is too short."""
+        """Takes ownership of `model`. Clients send `token` as their API key. Without one, a new one is made, and
+        clients of this user on this machine find it. `version` names the first weights. UsageError for a token that
+        is too short."""
         super().__init__(host, token)
         self.name = name
         self.engine = EmbeddedEngine(
@@ -134,7 +135,8 @@ class EngineServer(HttpService):
         if name in self._under_way:
             raise BadRequest(f"request_id {body.get('request_id')!r} is under way already")
         stream = _Stream(request, name) if body.get("stream") else None
-        # A separate task: /abort_requests and /pause cancel the completion only; the handler answers with its part.
+        # A separate task: /abort_requests and /pause cancel the completion and not the handler, which then answers with
+        # the partial completion.
         task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(replace(asked, listener=stream)))
         try:
             if stream is not None:
@@ -194,8 +196,9 @@ class EngineServer(HttpService):
         )
 
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0. They come from
-        one plain forward under the current weights, which may be newer than those of the tokens."""
+        """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0.
+
+        They come from one plain forward under the current weights, which may be newer than those of the tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
         import torch

@@ -109,7 +109,8 @@ class SlotDecoder:
     """The model, its weights, and the KV of `slots` sequences with at most `capacity` tokens each."""
 
     def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
-        """Takes ownership of `model`: `load` overwrites its weights. Raises UnsupportedModel."""
+        """Takes ownership of `model`: sets it to evaluation mode, and `load` overwrites its weights. Raises
+        UnsupportedModel."""
         refuse_unfit(model)
         longest = getattr(model.config, "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
@@ -141,7 +142,8 @@ class SlotDecoder:
         """Feed slots `first, first + 1, ...`. Returns float32 logits (rows, vocabulary) after each row's last token.
 
         `ids` (rows, columns) holds the `new` tokens of each row, right-aligned. `have` is the number of tokens per slot
-        that already have KV. Afterwards the slot of row i has KV for `have[i] + new[i]` tokens.
+        that already have KV. Afterwards the slot of row i has KV for `have[i] + new[i]` tokens. The caller stores this
+        count.
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)
@@ -261,7 +263,8 @@ class SlotDecoder:
         second = self.extend(0, ids[np.arange(rows), have][:, None], have, one)
         off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
         self._cache.kv.zero_()
-        # The tolerance is relative to the range of the logits. An untrained model's are too small for an absolute one.
+        # The tolerance is relative to the range of the logits. An untrained model has logits so small that an absolute
+        # tolerance would not detect a wrong mask.
         tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
         # `not <=` and not `>`: NaN must fail too.
         if not off <= tolerance:

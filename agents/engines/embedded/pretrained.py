@@ -40,7 +40,8 @@ class BadModel(UsageError):
 
 
 LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of transformers' `from_pretrained`. Without the second it asks whether to run a folder's code."""
+"""Arguments of transformers' `from_pretrained`. Without the second it asks on the terminal whether to execute the code
+that a model folder names."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Pretrained:
 def load_pretrained(
     folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32", attention: Attention | None = None
 ) -> Pretrained:
-    """Load the model and tokenizer in `folder`, or of the hub, to `device` (as for `device_of`), in `dtype`.
+    """Load the model and tokenizer in `folder`, which may also be a name of the hub, to `device` (as for `device_of`),
+    with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
     folder or device is missing, BadModel if the folder has no usable model, Corrupt as `check_folder`."""

@@ -26,7 +26,8 @@ def as_seed(seed: int) -> int:
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
     """One float64 in [0, 1) per (seed, position): SplitMix64 over the counter, from a start that is a hash of the seed.
 
-    Without the hash, seeds that differ by a multiple of the golden-ratio constant give shifted streams.
+    Without the hash, two seeds that differ by a multiple of the golden-ratio constant give streams that are shifts of
+    each other.
     """
     counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     # uint64 arithmetic wraps modulo 2**64. The upper 53 bits fill the mantissa of a float64, so 1.0 can't occur.
@@ -71,8 +72,9 @@ def draw(
 
 
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
-    """`p` with zeros outside each row's candidates. The candidates are the smallest set among the `top_k` most probable
-    tokens whose share reaches `top_p`."""
+    """`p` with zeros outside each row's candidates.
+
+    The candidates are the smallest set among the `top_k` most probable tokens whose share reaches `top_p`."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]

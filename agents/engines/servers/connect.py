@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
-"""Version of an engine whose servers have different weights, until the first weight sync."""
+"""Version of an engine whose servers have different weights, as after a restart of one server. The first weight sync
+replaces it."""
 
 __all__ = ["NotTrainable", "connect", "probe"]
 
@@ -77,7 +78,8 @@ async def _connected(
     adapted = weights and config.publish == "lora"
     syncs = await _syncs(config, servers, weights)
     if weights:
-        # Resume paused servers before the probe: a trainer that died in a weight sync leaves them so.
+        # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
+        # paused, and a paused server can't answer the probe.
         for sync in syncs:
             await sync.free()
     found = [await probe(server, renderer) for server in servers]
@@ -121,7 +123,8 @@ async def _connected(
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
-    """Return the control routes of each server. NotTrainable for a way that its kind lacks."""
+    """Return the control routes of each server. Raises NotTrainable for a way that this kind of server doesn't
+    support."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
     if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):

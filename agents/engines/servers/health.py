@@ -36,7 +36,8 @@ class RemoteStats:
     busy_seconds: float = 0.0
     """Wall time in seconds in which at least one request was in flight."""
     timers: dict[str, float] = field(default_factory=dict)
-    """Seconds by activity: `request` (a sum), `publish`, its steps `publish/pause`, ..., and `sleep`, `wake`."""
+    """Seconds by activity: `request` (summed over concurrent requests), `publish`, its steps `publish/pause`,
+    `publish/update`, ..., and `sleep`, `wake`."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -67,7 +68,8 @@ class Wellness:
         self._until.pop(id(server), None)
 
     def best(self, servers: Sequence[Server]) -> Server:
-        """The server for a new conversation, with the fewest requests in flight: a healthy one, where one is."""
+        """Return the server for a new conversation: the healthy one with the fewest requests in flight, or the one with
+        the fewest of all when none is healthy."""
         now = time.monotonic()
         well = [server for server in servers if self._until.get(id(server), now) <= now]
         best = min(well or servers, key=lambda server: server.in_flight + self._coming[id(server)])

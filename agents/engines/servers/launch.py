@@ -193,7 +193,8 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Raise ServerStart when the address is in use. `_up` would else accept another server's health answer."""
+        """Raise ServerStart when the address is in use. Without this check `_up` would accept the health answer of
+        another server at the same address."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

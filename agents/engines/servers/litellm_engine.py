@@ -40,8 +40,25 @@ SLOWEST = 30.0
 """Limit of the exponential backoff in seconds, before jitter. A provider's `Retry-After` may be longer."""
 SETTLING = 5.0
 """Timeout in seconds for litellm's background tasks when the engine closes."""
-_FIXED = "model messages tools api_base base_url timeout stream n mock_response max_retries num_retries drop_params"
-OURS = frozenset(f"{_FIXED} client extra_headers headers".split())
+OURS = frozenset(
+    {
+        "model",
+        "messages",
+        "tools",
+        "api_base",
+        "base_url",
+        "timeout",
+        "stream",
+        "n",
+        "mock_response",
+        "max_retries",
+        "num_retries",
+        "drop_params",
+        "client",
+        "extra_headers",
+        "headers",
+    }
+)
 """Arguments of litellm that callers must not set: the engine sets them, or they would change what is recorded."""
 _NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
 """Matches messages about an API key that isn't set, to which litellm gives the status 500."""
@@ -50,7 +67,8 @@ _NO_PROVIDER = "LLM Provider NOT provided"
 
 
 class HostedFailed(EngineError):
-    """The provider is unreachable, closed the connection, exceeded the timeout or returned an error."""
+    """The provider is unreachable, closed the connection, exceeded the timeout or returned an error. `complete` raises
+    it after the last attempt."""
 
     def __init__(
         self, message: str, *, retry: bool = False, after: float | None = None, away: bool | None = False
@@ -127,7 +145,8 @@ class LiteLLMEngine:
                 "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)"
             )
         self._held = 0.0
-        """`time.monotonic()` before which no request is sent. All requests share it, as they share a rate limit."""
+        """`time.monotonic()` before which no request is sent. All requests of the engine share it: a rate limit that
+        refused one request would refuse the others too."""
         self._under_way = 0
         """Number of requests in flight."""
         self._since = 0.0
@@ -163,7 +182,8 @@ class LiteLLMEngine:
                 try:
                     retries = await self._wait(found, tries, retries)
                 except EngineError as error:
-                    # The retries are used up: the agent's model interface must not multiply them.
+                    # `retry` becomes False: the engine's retries are used up, and the agent's model interface must not
+                    # multiply them by its own.
                     error.attempts, error.retry = tuple(attempts), False
                     raise
 
@@ -204,7 +224,8 @@ class LiteLLMEngine:
         }
 
     async def _try(self, body: dict[str, Any]) -> Completion | EngineError:
-        """Send one request. Errors are returned: a traceback would hold `body` with the API key."""
+        """Send one request. Errors are returned, not raised: a traceback through this frame would hold `body`, which
+        has the API key."""
         if self._budget is not None and self.stats.spent >= self._budget:
             return EngineStopped(
                 f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget} (engine.budget)",
@@ -251,8 +272,9 @@ class LiteLLMEngine:
         return HostedFailed(message, retry=retry, after=_asked_for(error), away=away)
 
     async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
-        """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left. A
-        `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
+        """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left.
+
+        A `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
         away = error.away if isinstance(error, HostedFailed) else False
         after = error.after if isinstance(error, HostedFailed) else None
         if not error.retry:
@@ -268,7 +290,8 @@ class LiteLLMEngine:
         return retries
 
     def _read(self, answer: Any) -> Completion:
-        """Return the completion in an answer and add up its cost. HostedFailed where a content filter left nothing."""
+        """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed when the
+        provider's content filter left nothing."""
         choice = answer.choices[0]
         text, calls = choice.message.content, _tool_calls(choice.message)
         if choice.finish_reason == "content_filter" and not text and not calls:

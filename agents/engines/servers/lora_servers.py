@@ -4,7 +4,8 @@ Contract. The adapter that is current when a request is sent samples the whole c
 server, leaves no stale KV cache, and a completion has one span. An old adapter is unloaded when no request uses it. A
 failed publish raises an error and leaves the current version in use.
 
-The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). It doesn't import peft.
+The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft: an
+adapter is a folder in peft's format.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _OWN = ("lora_A", "lora_B")
 
 
 def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The adapter weights in a peft model's state dict, under peft's names for files. ValueError without any."""
+    """Return the adapter weights of a peft model's state dict, under the names of a peft adapter file. ValueError when
+    the state has no adapters."""
     found = {
         name.replace(".default.", "."): tensor
         for name, tensor in state.items()
@@ -53,7 +55,8 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConfig, base: Path) -> None:
     """Write the adapters of `state` to `folder` in peft's format.
 
-    A partial folder is renamed at the end: a crash never leaves half an adapter at `folder`."""
+    The files are written to a partial folder that is renamed at the end: a crash never leaves half an adapter at
+    `folder`."""
     from safetensors.torch import save_file
 
     found = adapters_in(state)
@@ -127,7 +130,8 @@ class AdapterEngine(RemoteEngine):
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))
             with self.stats.timed("publish"):
                 await self._load(version, folder)
-            # All servers have the adapter before it becomes current. Else a request could reach a server without it.
+            # All servers have the adapter before it becomes current. In the other order, a request could reach a server
+            # that doesn't know the adapter yet.
             self._note_version(version)
             self._loaded[version] = folder
             self.version = self._current = version

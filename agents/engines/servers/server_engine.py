@@ -72,7 +72,8 @@ class Capabilities:
     context: int | None
     """Maximum tokens of prompt and completion together; None: unknown."""
     logprobs: Literal["processed", "raw"]
-    """`processed`: log-probs from after temperature. `raw`: from before, and right at temperature 1 only."""
+    """`processed`: log-probs from after temperature. `raw`: from before temperature; they are the log-probs of the
+    sampled distribution at temperature 1 only."""
     versions: bool
     """Whether answers name the weight version of each token."""
     takes_weights: bool
@@ -130,7 +131,9 @@ class RemoteEngine:
         self.absence = Absence(config.patience)
         self.sleeper = Sleeper(syncs)
         self._servers = tuple(servers)
-        self._dialect, self._renderer, self._config = dialect, renderer, config
+        self._dialect = dialect
+        self._renderer = renderer
+        self._config = config
         self._syncs = tuple(syncs)
         self._takes_weights = takes_weights
         self._temporary: Path | None = None
@@ -151,7 +154,8 @@ class RemoteEngine:
         self._moment = 0
         """Counts the beginnings and ends of weight syncs: odd while one is in progress."""
         self._mixed = 0
-        """`_moment` at the last sync without `drain`: completions in flight then may mix two versions."""
+        """`_moment` at the start of the last sync in a mode other than `drain`: completions then in flight may have
+        tokens of two versions."""
         self._broken: Exception | None = None
         """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
         self._since = 0.0
@@ -177,13 +181,16 @@ class RemoteEngine:
         return {server.url: partial(self.complete, server=server) for server in self._servers}
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
-        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: None takes the conversation's.
+        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples; None: the
+        conversation's.
 
-        A cancelled call passes the tokens so far to `request.on_partial`, if the server returns them in 10 seconds."""
+        A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
+        seconds, and then raises CancelledError."""
         self._check(request)
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
-            # Behind a shield: the connection stays when the caller is cancelled, for the tokens so far.
+            # A task of its own behind a shield: cancelling the caller must not close the connection, because the abort
+            # answers with the sampled tokens on that connection.
             asking = asyncio.ensure_future(self._ask(flight, request))
             try:
                 found = await asyncio.shield(asking)
@@ -221,7 +228,7 @@ class RemoteEngine:
 
         Raises ValueError, before anything changes, when `state` isn't the model's or `version` was used before. Raises
         PublishFailed when a step failed: the servers may then have different weights, and the engine samples no more.
-        EngineStopped where a server is away then, or for longer than `patience` before.
+        EngineStopped when a server goes away during the sync, or doesn't answer within `patience` before it.
         Sleeping servers restore their weights for the sync and sample after `wake`."""
         self._check_version(version)
         if not self._takes_weights:
@@ -269,7 +276,8 @@ class RemoteEngine:
         return folder / version.replace("/", "_").replace(":", "_")
 
     async def sleep(self) -> None:
-        """Free the servers' GPU memory, once. Requests in flight end as `abort`, later ones in EngineError."""
+        """Free the servers' GPU memory. Requests in flight end as `abort`; later requests raise EngineError until
+        `wake`. Does nothing when already asleep."""
         async with self._stopping():
             with self.stats.timed("sleep"):
                 await self.sleeper.sleep()
@@ -354,10 +362,9 @@ class RemoteEngine:
             async with self._stopping():
                 with self.absence.request() as tries:
                     while not await server.healthy(HEALTH_SECONDS):
-                        text = (
-                            f"{server} does not answer, and new weights are to be sent there: start it anew and resume"
-                        )
-                        await self._wait(server, ServerFailed(f"{text} the run", retry=True), tries)
+                        problem = f"{server} does not answer, and new weights are to be sent there"
+                        error = ServerFailed(f"{problem}: start it anew and resume the run", retry=True)
+                        await self._wait(server, error, tries)
 
     @asynccontextmanager
     async def _stopping(self) -> AsyncIterator[None]:
@@ -371,7 +378,8 @@ class RemoteEngine:
             raise
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
-        """Wait before the next try of a failed request. Raises `error` if `server` is there, else as `failed`."""
+        """Wait before the next try of a request that failed because `server` is away. Raises `error` if the server is
+        not away, and EngineStopped as `Tries.failed`."""
         if not await is_away(server, error, min(HEALTH_SECONDS, self._config.seconds)):
             tries.answered()
             raise error
@@ -383,8 +391,9 @@ class RemoteEngine:
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
 
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
-        """Send the newest weights to a server that was restarted: it has the weights that it was started with. Raises
-        EngineStopped if this engine has published none: the server has another model then."""
+        """Send the newest weights to a server that was restarted: it has the weights that it was started with.
+
+        Raises EngineStopped if this engine has published none: the server has another model then."""
         if not self._written:
             raise EngineStopped(str(error), "model") from error
         async with self._publishing, self._stopping():
@@ -422,10 +431,11 @@ class RemoteEngine:
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
         """Return the answer with version spans. Raises ForeignWeights for a version that is unknown or older than at
-        sending, and EngineError when the answer names no versions and may mix two. Without spans in the answer,
-        `flight.version` is valid for all tokens only when no sync overlapped the request. An odd `flight.moment` means
-        that it was sent during a sync. `_mixed > flight.moment` means that a sync without `drain` began later; a
-        `drain` sync waits until the request has ended."""
+        sending, and EngineError when the answer names no versions and may mix two.
+
+        Without spans in the answer, `flight.version` is valid for all tokens only when no sync overlapped the request.
+        An odd `flight.moment` means that it was sent during a sync. `_mixed > flight.moment` means that a sync without
+        `drain` began later; a `drain` sync waits until the request has ended."""
         if found.spans is not None or not found.ids:
             oldest = self._versions[flight.version]
             foreign = {version for version, _, _ in found.spans or () if self._versions.get(version, -1) < oldest}
@@ -451,7 +461,8 @@ class RemoteEngine:
         them within 10 seconds, or when the partial answer fails a check."""
         try:
             if flight.stream is not None and self._dialect.streams:
-                # The chunks received so far are the partial answer. `asking.cancel()` below ends the request there.
+                # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection, and
+                # the server then ends the request.
                 return self._versioned(self._dialect.parse(flight.stream.answer(cut=True)), flight)
             # The server answers the original request, still shielded, with what it sampled before the abort.
             route, body = self._dialect.abort(flight.id)

@@ -35,7 +35,8 @@ class NotTrainable(TapereelError, RuntimeError):
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """The first dialect that `server` doesn't refuse, and its capabilities. Raises NotTrainable or EngineError."""
+    """Return the dialect for `server`, the first one that it doesn't refuse, and the server's capabilities. Raises
+    NotTrainable or EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = (
         [SGLangGenerate()] if kind.startswith("SGLang") else [Generate(), Completions(), Chat(renderer.template_kwargs)]
@@ -49,7 +50,8 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
         try:
             answer = await answered(server, dialect, body)
         except ServerFailed as error:
-            # Only a disabled route leads to the next dialect. A passing error, as a timeout, must not.
+            # Only a disabled route leads to the next dialect. Falling back after a passing error, as a timeout, would
+            # choose a worse dialect for the whole run.
             if error.status not in REFUSED:
                 raise
             refused.append(str(error))

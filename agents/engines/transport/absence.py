@@ -1,7 +1,8 @@
 """Servers that don't answer: how long requests wait for them, and when a run stops.
 
 Every request of an engine shares one `Absence`. While no request is answered, all of them wait and try again, for at
-most `patience` seconds; `EngineStopped` then ends the run. A request that fails while others are answered fails alone.
+most `patience` seconds; `EngineStopped` then ends the run. A request that alone fails for so long, while others are
+answered, fails alone.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class Tries:
     async def failed(self, error: EngineError, *, after: float | None = None) -> None:
         """The server gave no answer: wait before the next try, for `after` seconds where the server asked for it.
 
-        Raises EngineStopped where no request was answered for `patience` seconds, `error` where only this one."""
+        Raises EngineStopped where no request of the engine was answered for `patience` seconds, and `error` where only
+        this one was not."""
         absence, now = self._absence, time.monotonic()
         if self._first is None:
             self._first, absence._trying = now, absence._trying + 1

@@ -53,7 +53,8 @@ class ServerFailed(EngineError):
 
     @property
     def away(self) -> bool | None:
-        """Whether the server is away: it accepts no request now. None: away, or only slow (a timeout, 408, 500)."""
+        """Whether the server is away: it can't be reached, or accepts no request now. None: away, or at fault in this
+        request alone (a timeout, 408, 500)."""
         if self.slow or self.status in (408, 500):
             return None
         return self.retry
@@ -64,7 +65,8 @@ class Server:
 
     def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0, connections: int = 512):
         """`key_variable` names the environment variable with the API key. `seconds` is the default timeout of a
-        request; `connections` is the maximum of open ones. ValueError for a `url` without http or with a secret."""
+        request; `connections` is the maximum number of open connections. ValueError for a `url` that has no http
+        scheme, or that contains a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
         if holds_secret(url):
@@ -74,7 +76,9 @@ class Server:
             )
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
-        self._key_variable, self._seconds, self._connections = key_variable, seconds, connections
+        self._key_variable = key_variable
+        self._seconds = seconds
+        self._connections = connections
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """Key True: each request opens its own connection (`fresh`). Key False: connections are pooled."""
 
@@ -97,11 +101,13 @@ class Server:
     ) -> object:
         """Return the JSON answer to a POST; with `plain`, its text. Raises ServerFailed.
 
-        `fresh` opens a new connection. Control requests need it: completions may occupy the whole pool."""
+        `fresh` opens a new connection. Control requests need it: a server closes pooled connections after some errors,
+        and completions may occupy the whole pool."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:
-        """Yield the answer to a POST in pieces, as it arrives. The timeout is that of a piece. Raises ServerFailed."""
+        """Yield the answer to a POST as it arrives, in pieces of any size. The timeout applies to each piece, not to
+        the whole answer. Raises ServerFailed."""
         where, size = f"POST {self.url}{route}", 0
         async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
             async for part in answer.content.iter_chunked(1 << 16):
@@ -225,14 +231,16 @@ class Server:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free at `address` now; another process may take it. OSError for an address elsewhere."""
+    """Return a port that is free at `address` now; another process can take it before its use. Raises OSError if this
+    machine doesn't have the address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
 
 
 async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
-    """Return the whole body. ServerFailed for more than `LARGEST` bytes: memory is bounded."""
+    """Return the whole body. Raises ServerFailed for more than `LARGEST` bytes, so that a server can't exhaust this
+    process's memory."""
     parts, size = [], 0
     async for part in stream.iter_chunked(1 << 16):
         size += len(part)

@@ -14,7 +14,8 @@ from ....tapes.common.request_checks import is_loopback
 
 
 def past_proxies(url: str) -> dict[str, str]:
-    """The environment variables that make libraries connect to `url` directly; empty elsewhere, or without a proxy."""
+    """Return the environment variables that make libraries connect to `url` directly. Empty when no proxy applies to
+    `url`, or when `url` isn't on this machine."""
     host = urlsplit(url).hostname or ""
     named = getproxies_environment()
     spared = [one.strip() for one in named.pop("no", "").split(",") if one.strip()]

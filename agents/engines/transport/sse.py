@@ -1,7 +1,8 @@
 """Parses server-sent events, and completions that arrive as server-sent events.
 
 `Events` cuts bytes into events; the pieces may end anywhere, inside a UTF-8 character too. `ChunkStream` merges the
-chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both.
+chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both. Neither class
+opens a connection or reads a clock.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ class StreamFailed(BadAnswer):
 
 
 class Events:
-    """Collects bytes and returns the `data` of each complete event. Other fields are ignored."""
+    """Collects bytes and returns the `data` of each complete event. Lines end in LF, CR LF or CR. Comments and all
+    other fields are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """The data of the events that `piece` completes. BadAnswer for more than `LONGEST` bytes, or invalid UTF-8."""
+        """Return the data of the events that `piece` completes. Raises BadAnswer for more than `LONGEST` buffered bytes
+        or for invalid UTF-8."""
         self._rest += piece
         if len(self._rest) > LONGEST:
             raise BadAnswer(f"the stream has an event of more than {LONGEST >> 20} MiB")
@@ -48,7 +51,8 @@ class Events:
         return found
 
     def _line(self) -> str | None:
-        """Remove and return the first complete line; None when there is none yet."""
+        """Remove the first complete line and return it. None: no line is complete. Only complete lines are decoded: the
+        buffer may end inside a UTF-8 character."""
         ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
         if not ends:
             return None
@@ -76,7 +80,8 @@ class ChunkStream:
 
     @reader
     def feed(self, data: str) -> list[object]:
-        """Add one event; returns its token ids. StreamFailed for an error event, BadAnswer for what is no chunk."""
+        """Add one event and return the token ids in it. Raises StreamFailed for an error event, and BadAnswer for any
+        other event that isn't a chunk."""
         if self.done:
             raise BadAnswer(f"the stream goes on after its end: {data[:200]!r}")
         if data == DONE:
@@ -115,7 +120,8 @@ class ChunkStream:
         """Return the answer of an unstreamed request. Raises BadAnswer when the stream is incomplete.
 
         `cut` means that the caller ended the stream: the partial answer is returned, with finish reason `abort`."""
-        # A connection that closes early looks like an end of stream. A truncated completion must not count as finished.
+        # A connection that closes early looks like an end of stream. Without this check a truncated completion would be
+        # recorded as a finished one.
         if not cut and not (self.done and "finish_reason" in self._choice):
             raise BadAnswer("the stream broke off before its end")
         ended = {"finish_reason": "abort"} if cut else {}

@@ -21,7 +21,8 @@ from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
-"""Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob."""
+"""Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob; no sampled token of
+a real model has such a log-prob."""
 ABOVE_ZERO = 1e-3
 """Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
 
@@ -68,7 +69,8 @@ class Sampled:
     """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs`, which the probe
     measures, says whether it is from before or after temperature."""
     spans: tuple[tuple[str, int, int], ...] | None
-    """(version, start, end) over `ids`, half-open, contiguous, covering all of it; None: no versions named."""
+    """(version, start, end) over `ids`, half-open, contiguous, covering all of it; None when the answer names no
+    versions."""
     finish: Finish
     usage: Usage
     prompt: array[int] | None = None
@@ -96,7 +98,8 @@ class Dialect(Protocol):
         ...
 
     def abort(self, request_id: str) -> tuple[str, Json]:
-        """Return the route and body that end a request early. Its answer then has the tokens so far."""
+        """Return the route and body that end a request early. The answer to that request then has the tokens sampled so
+        far."""
         ...
 
     def listing(self, body: Json, count: int) -> Json:
@@ -154,7 +157,8 @@ def sampled(
 def same_prompt(asked: array[int], read: array[int] | None) -> None:
     """Raise EngineError, without retry, when the server read other ids than the ones sent. None: nothing to check.
 
-    Log-probs are valid only after exactly the recorded prompt."""
+    Log-probs are valid only after exactly the recorded prompt; training after another prompt would be silently
+    wrong."""
     if read is None or read == asked:
         return
     at = next((k for k, (a, b) in enumerate(zip(asked, read, strict=False)) if a != b), min(len(asked), len(read)))
@@ -260,7 +264,8 @@ def _call_as_text(call: Json) -> Json:
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds that a `Retry-After` header asks for, at most `LATEST`; None without seconds or a date."""
+    """Return the seconds that a `Retry-After` header asks for, at most `LATEST`; None when the header has neither
+    seconds nor a date (RFC 9110)."""
     if not value:
         return None
     if value.isascii() and value.replace(".", "", 1).isdecimal():

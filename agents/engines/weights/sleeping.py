@@ -6,7 +6,8 @@ The state machine has three known states. Each call is idempotent and leads to o
 
 In `asleep`, a server has neither weights nor KV on the GPU. In `weights`, it has weights and no KV, so a weight sync
 can write new weights. A failed call leaves the state `unknown`, and the next call repeats all of its steps. Before each
-step towards `awake`, `Sleeper` clears two caches: the unused GPU memory of this process, and the server's prefix cache.
+step towards `awake`, `Sleeper` clears two caches: the unused GPU memory of this process, and the server's prefix cache,
+whose keys and values no longer exist.
 
 vLLM has `/sleep` and `/wake_up`, with `--enable-sleep-mode` on CUDA. Its CPU build accepts both calls, pauses, and
 keeps its memory. SGLang has `/release_memory_occupation` and `/resume_memory_occupation`.
@@ -43,7 +44,8 @@ class Sleeper:
     """All servers of one engine. They share one state, or the state is `unknown`.
 
     Each method sets `unknown` before its first request. An error or a cancellation therefore never leaves a state that
-    only some servers have reached. The lock serialises the methods: concurrent calls would interleave their steps."""
+    only some servers have reached. The lock serialises the methods: concurrent calls would interleave their steps. A
+    failed step is not retried here; the caller decides."""
 
     def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
         """`clear_own` frees the GPU memory that this process caches. Default: torch's cache, if torch is loaded."""

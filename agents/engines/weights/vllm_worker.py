@@ -44,7 +44,8 @@ class FilesUpdate(WeightTransferUpdateInfo):
 class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
     """Loads weights in checkpoint format into the running model, layer by layer.
 
-    The order is start, any number of receive calls, finish. Between, the model must not run: its layers are open."""
+    The order is start, any number of receive calls, finish. Between start and finish the model must not run: its
+    layers are open for new weights."""
 
     init_info_cls = FilesInit
     update_info_cls = FilesUpdate

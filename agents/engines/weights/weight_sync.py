@@ -142,8 +142,9 @@ class VLLMReload:
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def _wake(self) -> None:
-        """Wake a sleeping server: it is paused as well, and has no GPU memory to sample with. This call resumes a
-        server that doesn't sleep. The caller must therefore end all completions first."""
+        """Wake a sleeping server: it is paused as well, and has no GPU memory to sample with.
+
+        This call resumes a server that doesn't sleep. The caller must therefore end all completions first."""
         try:
             await self._post("/wake_up")
         except ServerFailed as error:
@@ -160,7 +161,8 @@ async def sync_servers(
     """Send the weights in `folder` to every server as `version`.
 
     Raises PublishFailed with the failed step and its server; completions in flight then end on all servers. Adds the
-    seconds of each step to `timers`. A cancellation can leave servers paused: see `VLLMReload.free`."""
+    seconds of each step to `timers`. A cancellation skips the cleanup and can leave servers paused: see
+    `VLLMReload.free`."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),

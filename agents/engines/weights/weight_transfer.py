@@ -60,7 +60,8 @@ class VLLMTransfer(VLLMReload):
         except ServerFailed as error:
             if error.status != 500:
                 raise
-            # Status 500: no update is open. The failed load may have left layers open: an empty update closes them.
+            # Status 500: no update is open. Either there was none, or the failed load ended it and left layers open. An
+            # empty update closes them.
             await self._post("/start_weight_update")
             await self._post("/finish_weight_update", {"weight_version": version})
 
@@ -104,7 +105,8 @@ class NCCLTransfer(VLLMTransfer):
         super().__init__(server, seconds=seconds)
         self._address, self._port = address, port
         self._group: Any = None
-        # Python can't stop a thread that waits in NCCL for a dead worker. A daemon doesn't block the exit.
+        # Python can't stop a thread that waits in NCCL for a dead worker. A daemon thread doesn't block the exit of
+        # this process.
         self._thread = EnvironmentThread("nccl")
 
     async def init(self) -> None:
@@ -186,7 +188,8 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """The ports at which the workers of `count` servers connect: from `first` on, or free ones. Raises CannotSend."""
+    """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports. Raises
+    CannotSend if this machine doesn't have the address."""
     try:
         return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:

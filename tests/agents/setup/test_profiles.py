@@ -75,7 +75,7 @@ def test_a_profile_fills_what_is_unset_and_nothing_else(folder: Path, caplog: py
     assert made.warm is not None
     assert (made.warm.optimiser.lr, made.warm.optimiser.betas) == (2e-5, (0.9, 0.9))
     [line] = caplog.messages
-    for said in ("profile `small`", "596.0 M weights (pretrained)", "loop.optimiser.lr=1e-06"):
+    for said in ("profile `small`", "596,042,752 weights (pretrained)", "loop.optimiser.lr=1e-06"):
         assert said in line
     (folder / "config.json").write_text(json.dumps(QWEN_4B))
     assert (train_config(folder).loop.group_size, train_config(folder).loop.sampling.max_tokens) == (16, 2048)

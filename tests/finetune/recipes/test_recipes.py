@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tapereel.finetune import recipes
+from tapereel.finetune.history import loop_config
 from tapereel.finetune.objective import KL, Context, Whiten
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
@@ -61,6 +62,13 @@ def documented(name: str) -> tuple[str, list[str], str]:
     text = inspect.cleandoc(documents()[name])
     equation = [line[4:] for line in text.splitlines() if line.startswith("    ")]
     return "\n".join(equation), re.findall(r"^(\d)\. ", text, re.MULTILINE), text
+
+
+def test_the_configuration_knows_all_recipes_and_their_second_models() -> None:
+    assert sorted(loop_config.RECIPES) == sorted(RECIPES)
+    needs = {name: ("reference", "critic")[recipe.needs_value] for name, recipe in RECIPES.items()}
+    second = [name for name, recipe in RECIPES.items() if recipe.needs_reference or recipe.needs_value]
+    assert {name: needs[name] for name in second} == loop_config.SECOND
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
