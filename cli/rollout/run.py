@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="K,K",
         help="report pass@k for these; sets --attempts to the largest, unless --attempts or --config is there",
     )
-    add_config_arguments(parser)
+    add_config_arguments(parser, ", the dollars that a hosted model costs,")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -31,7 +31,7 @@ tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     add_scene_arguments(parser)
-    add_config_arguments(parser)
+    add_config_arguments(parser, ", the memory and tokens that training needs,")
 
 
 def run(args: argparse.Namespace) -> int:

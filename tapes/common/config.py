@@ -142,8 +142,9 @@ def dump_config(config: BaseModel) -> str:
     return write_yaml(config.model_dump(mode="json"))
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--config`, `--set` and `--dry-run` to the parser of a verb that has a configuration."""
+def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
+    """Add `--config`, `--set` and `--dry-run` to the parser of a verb that has a configuration. needs: what a dry run
+    prints beside it, for the help."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
     parser.add_argument(
         "--set",
@@ -153,7 +154,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
         dest="sets",
         help="one setting, as in --set seed=3, on top of the file; repeatable",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs} and stop")
 
 
 def config_keys(cls: type[BaseModel]) -> list[str]:
