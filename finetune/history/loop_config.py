@@ -18,6 +18,8 @@ class OptimiserConfig(Config):
 
     lr: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float | None = Field(default=1.0, gt=0)
     """The gradient is scaled down to this norm; None: no bound."""
@@ -26,6 +28,9 @@ class OptimiserConfig(Config):
     """Decay, per optimiser step, of a moving average of the weights that is kept beside them; None: no average."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Tokens of one forward pass, padding included."""
+    pack: bool | None = None
+    """Rows end to end in one sequence, instead of padded. None: packed where the attention kernel knows the boundaries
+    of rows (flash attention on a GPU); elsewhere packing is exact too, and slower than padding."""
     autocast: Literal["bfloat16"] | None = None
     """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None: all in float32."""
     gradient_checkpointing: bool = False
@@ -64,6 +69,11 @@ class CriticConfig(Config):
             raise ValueError(
                 "a critic that reads the policy's states goes back through its head alone, so checkpointing would save "
                 "nothing: remove optimiser.gradient_checkpointing, or set body to `own`"
+            )
+        if self.optimiser.ema is not None or self.optimiser.pack:
+            raise ValueError(
+                f"a critic has no averaged weights and its rows are padded, so optimiser.ema={self.optimiser.ema} and "
+                f"optimiser.pack={self.optimiser.pack} would do nothing: remove them"
             )
         return self
 

@@ -65,6 +65,7 @@ class Phases:
             recipe,
             **_settings(optimiser),
             ema=optimiser.ema,
+            pack=optimiser.pack,
             reference=self._reference if recipe.needs_reference else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             critic_first=self._critic_config.first if recipe.needs_value else 0,
@@ -94,7 +95,7 @@ class Phases:
 
 def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:
     """The settings that a policy's trainer and a critic's have in common."""
-    same = ("lr", "betas", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
+    same = ("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
     return {
         **{name: getattr(optimiser, name) for name in same},
         "autocast": None if optimiser.autocast is None else getattr(torch, optimiser.autocast),

@@ -139,6 +139,7 @@ class CriticTrainer:
         loss: Value | None = None,
         lr: float = 1e-5,
         betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
         weight_decay: float = 0.0,
         grad_clip: float | None = 1.0,
         schedule: Schedule | None = None,
@@ -167,7 +168,9 @@ class CriticTrainer:
         self.skips = 0
         """Updates that met a number that isn't finite and left the critic unchanged."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+        )
         self.autocast = autocast
         if critic.owns_body:
             be_still(critic.body, checkpointing=gradient_checkpointing)
