@@ -175,8 +175,19 @@ class LoopConfig(RecipeConfig):
     """None: all. The base, the last, the best measured and those at the end of a phase are always kept."""
     keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
     """The oldest checkpoints are deleted until the others take at most so many bytes; None: no bound."""
-    shuffle_rewards: bool = False
-    """A control experiment: rewards are shuffled within each group before the update."""
+    shuffle_rewards: Literal["within", "across"] | None = None
+    """A control experiment: the rewards of each update are shuffled `within` each group or `across` all of its groups.
+    `within` leaves each group its number of successes; `across` leaves none of what the rewards say."""
+
+    @field_validator("shuffle_rewards", mode="before")
+    @classmethod
+    def _not_a_switch(cls, value: object) -> object:
+        if isinstance(value, bool):
+            raise ValueError(
+                f"shuffle_rewards is {str(value).lower()}, but it isn't a switch any more: write `within` in place of "
+                "true, and null in place of false"
+            )
+        return value
 
     @field_validator("sampling")
     @classmethod

@@ -255,14 +255,15 @@ class Loop:
         )
 
     def _shuffled(self, taken: Taken) -> tuple[float | None, ...]:
-        """Rewards in a random order within each group, for the control experiment; the seed gives the same order."""
+        """Rewards in a random order within each group or across all groups, for the control experiment; the seed gives
+        the same order."""
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
-        shuffled: list[float | None] = []
-        for group in taken.groups:
-            own = [training_reward(tape) for tape in group.usable]
-            rng.shuffle(own)
-            shuffled.extend(own)
-        return tuple(shuffled)
+        groups = [[training_reward(tape) for tape in group.usable] for group in taken.groups]
+        if self.config.shuffle_rewards == "across":
+            groups = [[reward for group in groups for reward in group]]
+        for group in groups:
+            rng.shuffle(group)
+        return tuple(reward for group in groups for reward in group)
 
     def _batches(self, taken: Taken) -> tuple[int, ...]:
         """The number of tapes of each rollout batch, the oldest groups first; empty for a single batch."""

@@ -342,7 +342,7 @@ class DemoRun(TrainingRun):
         takes more updates: at most four times as many, since episodes may shrink to nothing."""
         if self.demo.loop.demonstrations:
             bring_in(self.out, self.order, history.store, self.policy.renderer)
-        config = self.demo.loop.model_copy(update={"shuffle_rewards": True, "updates": 4 * self.demo.loop.updates})
+        config = self.demo.loop.model_copy(update={"shuffle_rewards": "within", "updates": 4 * self.demo.loop.updates})
         run_async(
             self.training.run_loop(
                 history,

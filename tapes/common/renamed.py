@@ -122,7 +122,20 @@ def _split_clock(data: dict[str, Any]) -> None:
             group["limits"] = two_timers(group["limits"])
 
 
-RULES: Sequence[Callable[[dict[str, Any]], None]] = (_move_trainer, _rename_engines, _drop_demo_constants, _split_clock)
+def _name_shuffle(data: dict[str, Any]) -> None:
+    """`loop.shuffle_rewards` was a switch: true shuffled within groups."""
+    loop = data.get("loop")
+    if isinstance(loop, dict) and isinstance(loop.get("shuffle_rewards"), bool):
+        loop["shuffle_rewards"] = "within" if loop["shuffle_rewards"] else None
+
+
+RULES: Sequence[Callable[[dict[str, Any]], None]] = (
+    _move_trainer,
+    _rename_engines,
+    _drop_demo_constants,
+    _split_clock,
+    _name_shuffle,
+)
 """Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
 configuration of this version as it is."""
 

@@ -206,6 +206,22 @@ def test_two_numbers_of_the_demo_are_constants_now():
     assert translate_config({**recorded, "bad": 0.5}) == {"demonstrations": 64, "bad": 0.5}, "another run: refused"
 
 
+@pytest.mark.parametrize(("old", "new"), [("true", "within"), ("false", None)])
+def test_shuffled_rewards_were_a_switch(old: str, new: str | None, tmp_path: Path):
+    """A record is translated. Who writes the old value gets the new one: `across` would be another experiment."""
+    recorded = {"loop": {"shuffle_rewards": old == "true"}}
+    assert translate_config(recorded) == {"loop": {"shuffle_rewards": new}}
+    assert translate_config({"loop": {"shuffle_rewards": "across"}}) == {"loop": {"shuffle_rewards": "across"}}
+
+    words = ["agent=a:b", "env=a:b", "tasks=a:b", "engine.model=m", "engine.kind=embedded"]
+    with pytest.raises(ConfigError, match=r"loop\.shuffle_rewards.*write `within` in place of true, and null"):
+        load_config(TrainConfig, None, [*words, f"loop.shuffle_rewards={old}"])
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"loop: {{shuffle_rewards: {old}}}\n")
+    with pytest.raises(ConfigError, match=r"write `within` in place of true, and null"):
+        load_config(TrainConfig, path, words)
+
+
 @pytest.mark.parametrize(
     ("written", "says"),
     [

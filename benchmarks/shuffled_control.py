@@ -1,0 +1,241 @@
+"""What the demo's loop comes to without what the rewards say: true rewards against two ways of shuffling them.
+
+    nice -n 10 python benchmarks/shuffled_control.py --out DIR [--seeds 0 1 ... 9] [--arms true within across]
+
+For each seed the demo imitates its demonstrations once. From those weights each arm runs the loop with the same tasks,
+on as many trained tokens as the arm `true` (at most four times its updates, since episodes may shrink to nothing):
+
+    true     the rewards of the episodes
+    within   rewards shuffled within each group, so that a group keeps its number of successes
+    across   rewards shuffled over all groups of an update, so that they say nothing
+
+`DIR/arms.jsonl` gets one line for each arm that is done, and a later call goes on behind the last line. The table is
+printed as Markdown: held-out reward, sampled and greedy, and what the arm's greedy episodes do, by the number of
+calculator calls before the answer. Below it: the mean change from the warm start with its 95 % interval over seeds, and
+in how many seeds greedy reward rose by more than 0.2. `--print` prints the table of what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tapereel.finetune.history.loop_config import WarmStartConfig
+from tapereel.finetune.loop.loop import UpdateReport
+from tapereel.finetune.run.demonstrations import DemoConfig, DemoRun
+from tapereel.tapes import Tape
+from tapereel.tapes.common.progress import silent
+from tapereel.tapes.store.store import Store
+from tapereel.tapes.value import Value
+
+ARMS = {"true": None, "within": "within", "across": "across"}
+"""Name -> `loop.shuffle_rewards`."""
+START = "warm start"
+WATCHED = ("clip", "kl/old", "entropy", "ess")
+"""Metrics whose mean over the updates goes into the lines."""
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""Number of seeds -> 97.5 % quantile of Student's t."""
+
+
+class Line(Value):
+    """What one arm of one seed came to; also the warm start."""
+
+    seed: int
+    arm: str
+    sampled: float
+    greedy: float
+    calls: dict[str, float]
+    """Share of the greedy held-out episodes that answer after so many calls; `-`: those that never answer."""
+    updates: int
+    tokens: int
+    """Trained tokens of the loop."""
+    watched: dict[str, float]
+    rewards: tuple[float, ...]
+    """Mean true reward of each update's episodes."""
+    load: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--tokens", type=int, help="trained tokens of an arm, for seeds without the arm `true`")
+    parser.add_argument("--updates", type=int, help="of the loop (default: the demo's)")
+    parser.add_argument("--algo", default="grpo")
+    parser.add_argument("--lag", type=int, default=1, help="loop.max_lag")
+    parser.add_argument("--model-size", default="small")
+    parser.add_argument("--tiny", action="store_true", help="seconds instead of hours: shows that it runs, no more")
+    parser.add_argument("--print", action="store_true", help="print the table of what is there, and run nothing")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "arms.jsonl"
+    for seed in () if args.print else args.seeds:
+        have = {line.arm: line for line in lines_of(path) if line.seed == seed}
+        if not {START, *args.arms} <= have.keys():
+            Arms(configuration(seed, args), args, have, path).lead(resume=(args.out / str(seed)).exists())
+    print(table(lines_of(path)))
+
+
+def lines_of(path: Path) -> list[Line]:
+    return [Line.model_validate_json(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def configuration(seed: int, args: argparse.Namespace) -> DemoConfig:
+    """The demo's, or a tiny one."""
+    config = DemoConfig(seed=seed, model_size=args.model_size, algo=args.algo)
+    changes: dict[str, Any] = {"max_lag": args.lag}
+    if args.tiny:
+        config = DemoConfig(
+            seed=seed,
+            model_size="micro",
+            tasks=200,
+            held_out=16,
+            demonstrations=64,
+            warm=WarmStartConfig(updates=2, batch=8),
+        )
+        changes |= {"groups": 2, "group_size": 2, "updates": 3}
+    if args.updates is not None:
+        changes["updates"] = args.updates
+    return config.model_copy(update={"loop": config.loop.model_copy(update=changes)})
+
+
+class Arms(DemoRun):
+    """The demo's imitation, and the arms from its weights in place of the loop."""
+
+    def __init__(self, config: DemoConfig, args: argparse.Namespace, have: dict[str, Line], path: Path) -> None:
+        torch.set_num_threads(config.threads)
+        still = config.model_copy(update={"loop": config.loop.model_copy(update={"updates": 0})})
+        super().__init__(still, args.out / str(config.seed), True, silent)
+        self.full, self.args, self.have, self.path = config.loop, args, have, path
+
+    def control(self) -> None:
+        base = {name: weight.clone() for name, weight in self.policy.model.state_dict().items()}
+        before = self.directory.results.before
+        assert before is not None
+        if START not in self.have:
+            greedy = list(self.directory.store.tapes(split="eval-before-greedy"))
+            means = before["sampled"].mean or 0.0, before["greedy"].mean or 0.0
+            self._note(START, means, greedy, updates=0, tokens=0, watched={}, rewards=())
+        for arm in self.args.arms:
+            if arm not in self.have:
+                self.policy.model.load_state_dict(base)
+                self._arm(arm)
+
+    def _note(self, arm: str, means: tuple[float, float], greedy: Iterable[Tape], **values: Any) -> None:
+        line = Line(
+            seed=self.demo.seed,
+            arm=arm,
+            sampled=means[0],
+            greedy=means[1],
+            calls=shares(greedy),
+            load=os.getloadavg()[0],
+            **values,
+        )
+        self.have[arm] = line
+        with self.path.open("a") as file:
+            file.write(line.model_dump_json() + "\n")
+        print(line.model_dump_json(exclude={"rewards"}), file=sys.stderr, flush=True)
+
+    def _arm(self, arm: str) -> None:
+        training, reports = self.training, list[UpdateReport]()
+        tokens = self.have["true"].tokens if "true" in self.have else self.args.tokens
+        changes: dict[str, Any] = {"shuffle_rewards": ARMS[arm]}
+        if arm != "true" and tokens is not None:
+            changes["updates"] = 4 * self.full.updates
+        number = 0
+        while (out := self.out / f"{arm}-{number}").exists():  # of a call that was stopped
+            number += 1
+        with Store.create(out) as store:
+            history = training.history_in(store, f"{training.history.lineage}-{arm}-{number}", out)
+            history.restore()
+            asyncio.run(
+                training.run_loop(
+                    history,
+                    self.full.model_copy(update=changes),
+                    reports.append,
+                    name=arm,
+                    start=0,
+                    stop=lambda: arm != "true" and tokens is not None and history.trained_tokens >= tokens,
+                )
+            )
+            found = asyncio.run(training.evaluate(training.engine(history), f"{arm}-{number}"))
+            trained = history.trained_tokens
+        watched = {
+            name: statistics.fmean(values)
+            for name in WATCHED
+            if (values := [float(r.metrics[name]) for r in reports if isinstance(r.metrics.get(name), float)])
+        }
+        self._note(
+            arm,
+            (found["sampled"].mean or 0.0, found["greedy"].mean or 0.0),
+            self.directory.store.tapes(split=f"eval-{arm}-{number}-greedy"),
+            updates=len(reports),
+            tokens=trained,
+            watched=watched,
+            rewards=tuple(report.reward or 0.0 for report in reports),
+        )
+
+
+def shares(tapes: Iterable[Tape]) -> dict[str, float]:
+    """Share of the episodes that answer after 0, 1, 2, ... calls; `-`: no answer."""
+    counts = Counter(str(tape.turns - 1) if tape.status == "finished" else "-" for tape in tapes)
+    return {name: n / counts.total() for name, n in sorted(counts.items())}
+
+
+def table(lines: list[Line]) -> str:
+    """The arms of each seed, and their changes from the warm start."""
+    arms = [arm for arm in (START, *ARMS) if any(line.arm == arm for line in lines)]
+    by = {(line.seed, line.arm): line for line in lines}
+    seeds = sorted({line.seed for line in lines})
+    rows = [
+        "| seed | " + " | ".join(arms) + " |",
+        "|---" * (len(arms) + 1) + "|",
+    ]
+    for seed in seeds:
+        cells = []
+        for arm in arms:
+            line = by.get((seed, arm))
+            cells.append("" if line is None else f"{line.sampled:.3f}, {line.greedy:.3f} ({habits(line.calls)})")
+        rows.append(f"| {seed} | " + " | ".join(cells) + " |")
+    rows.append("")
+    for arm in arms[1:]:
+        pairs = [(by[seed, START], by[seed, arm]) for seed in seeds if (seed, arm) in by]
+        for what in ("sampled", "greedy"):
+            changes = [getattr(end, what) - getattr(start, what) for start, end in pairs]
+            half = STUDENT[len(changes)] * statistics.stdev(changes) / len(changes) ** 0.5 if len(changes) > 1 else 0
+            rows.append(
+                f"- {arm}, {what}: changes by {statistics.fmean(changes):+.3f} ± {half:.3f} in the mean of "
+                f"{len(changes)} seeds ({min(changes):+.3f} to {max(changes):+.3f}), rises by more than 0.2 in "
+                f"{sum(change > 0.2 for change in changes)}"
+            )
+        tokens = statistics.fmean(end.tokens for _, end in pairs)
+        watched = {
+            name: statistics.fmean(end.watched[name] for _, end in pairs if name in end.watched)
+            for name in WATCHED
+            if any(name in end.watched for _, end in pairs)
+        }
+        rows.append(
+            f"- {arm}: {statistics.fmean(end.updates for _, end in pairs):.0f} updates, {tokens:,.0f} trained tokens; "
+            + ", ".join(f"{name} {value:.4g}" for name, value in watched.items())
+        )
+    return "\n".join(rows)
+
+
+def habits(calls: dict[str, float]) -> str:
+    """The number of calls of each fifth or more of the greedy episodes."""
+    common = sorted(((share, name) for name, share in calls.items() if share >= 0.2), reverse=True)
+    return ", ".join(f"{name}: {share:.0%}" for share, name in common)
+
+
+if __name__ == "__main__":
+    main()
