@@ -52,6 +52,7 @@ def one_lineage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda n: "00" * n)
 
 
+@pytest.mark.ledger("F83", "P9")
 @pytest.mark.usefixtures("one_lineage")
 def test_a_run_of_two_made_four_is_a_run_of_four(model: str, tmp_path: Path, capsys):
     grown, straight = tmp_path / "grown", tmp_path / "straight"

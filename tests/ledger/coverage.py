@@ -19,6 +19,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+if __package__:
+    from .reach import Reach
+else:
+    from reach import Reach
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "coverage.md"
 LEDGER = Path(__file__).with_name("rows_of_ledger.json")
@@ -35,6 +40,8 @@ class Ledger(NamedTuple):
     """Name of each area by its number."""
     missing: dict[str, str]
     """Rows of a built area that no test proves yet, and why."""
+    inside: dict[str, str]
+    """Rows whose tests all make records inside by hand (`Reach.by_hand`), and why no run shows them."""
 
     def rows(self) -> Iterator[dict]:
         for block in self.blocks.values():
@@ -47,18 +54,21 @@ class Proof(NamedTuple):
     file: str
     """From the root of the repository."""
     test: str
+    by_hand: bool = False
+    """It makes records inside and goes through no door: it can't prove a row alone."""
 
 
 def read() -> Ledger:
     """The ledger as it is kept beside this file."""
     whole = json.loads(LEDGER.read_text(encoding="utf-8"))
-    return Ledger(whole["blocks"], whole["areas"], whole["missing"])
+    return Ledger(whole["blocks"], whole["areas"], whole["missing"], whole["inside"])
 
 
 def marks(folder: Path) -> tuple[dict[str, list[Proof]], list[str]]:
     """(tests by row, marks that can't be read: each with its place)."""
     proofs: dict[str, list[Proof]] = {}
     unread: list[str] = []
+    reach = Reach(folder.parent)
     for path in sorted(folder.rglob("test_*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         file = path.relative_to(folder.parent).as_posix()
@@ -69,7 +79,7 @@ def marks(folder: Path) -> tuple[dict[str, list[Proof]], list[str]]:
             its = list(filter(_is_mark, node.decorator_list))
             on_tests |= set(map(id, its))
             for row in dict.fromkeys(row for mark in its for row in _rows(mark)):
-                proofs.setdefault(row, []).append(Proof(file, node.name))
+                proofs.setdefault(row, []).append(Proof(file, node.name, reach.by_hand(file, node.name)))
         unread += [
             f"{file}:{node.lineno}: write the rows as literals in a decorator of the test"
             for node in ast.walk(tree)
@@ -116,11 +126,21 @@ def problems(ledger: Ledger, proofs: dict[str, list[Proof]], unread: list[str]) 
         for name in ledger.missing
         if name not in {row["id"] for row in ledger.rows() if row["issue"] in BUILT}
     ]
+    by_hand = [name for name, tests in proofs.items() if all(proof.by_hand for proof in tests)]
+    wrong += [
+        f"all tests of row {name} make records inside by hand: write one that reaches it by settings or by the public "
+        f"functions, or give the reason in `inside` of {LEDGER.name}"
+        for name in by_hand
+        if name not in ledger.inside
+    ]
+    wrong += [f"row {name} is listed as inside and isn't: take it out" for name in ledger.inside if name not in by_hand]
     return wrong
 
 
 def state(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
-    """One of `proven`, `missing`, `later` and `open: AREA`."""
+    """One of `proven`, `inside`, `missing`, `later` and `open: AREA`."""
+    if row["id"] in ledger.inside:
+        return "inside"
     if row["id"] in proofs:
         return "proven"
     if row["id"] in ledger.missing:
@@ -144,7 +164,11 @@ INTRODUCTION = """\
 What the library must do, row by row, and the tests that prove it. F are capabilities, X those next to them, T traps
 that others fell into and ours must not, P properties that hold for any batch. A test names its rows with
 `@pytest.mark.ledger("F37", "T02")`; this page is made from these marks by `python tests/ledger/coverage.py`, and a
-test fails when it isn't what they say. Inputs and expected numbers of the closed forms are in `tests/ledger/*.json`.\
+test fails when it isn't what they say. Inputs and expected numbers of the closed forms are in `tests/ledger/*.json`.
+
+A row is proven by a test that reaches it as a user does: by settings of `tapereel train`, a verb, or the public
+Python functions. A test with a star makes records inside (rows, episodes, a stream) by hand, and proves no row alone;
+a row that only such tests check is *inside*, with the reason (`tests/ledger/reach.py`).\
 """.splitlines()
 
 
@@ -152,12 +176,14 @@ def _cell(row: dict, ledger: Ledger, proofs: dict[str, list[Proof]]) -> str:
     how = state(row, ledger, proofs)
     if how == "missing":
         return f"**missing**: {ledger.missing[row['id']]}"
-    if how != "proven":
+    if how not in ("proven", "inside"):
         return how
     by_file: dict[str, list[str]] = {}
-    for proof in proofs[row["id"]]:
-        by_file.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " "))
-    return "; ".join(
+    for proof in sorted(proofs[row["id"]], key=lambda proof: proof.by_hand):
+        mark = "*" if proof.by_hand else ""
+        by_file.setdefault(proof.file, []).append(proof.test.removeprefix("test_").replace("_", " ") + mark)
+    reason = f"**inside**: {ledger.inside[row['id']]}. " if how == "inside" else ""
+    return reason + "; ".join(
         f"[{Path(file).stem.removeprefix('test_')}](../{file}): {', '.join(tests)}" for file, tests in by_file.items()
     )
 

@@ -8,6 +8,7 @@ import pytest
 
 from . import coverage
 from .coverage import Ledger, Proof
+from .reach import Reach
 
 ROWS = {
     "A": [{"id": "F1", "what": "this", "issue": 4}, {"id": "F2", "what": "that", "issue": 4}],
@@ -16,8 +17,8 @@ ROWS = {
 PROOF = Proof("tests/test_a.py", "test_it_holds")
 
 
-def ledger(missing: dict[str, str] | None = None) -> Ledger:
-    return Ledger(ROWS, {"4": "here", "6": "there"}, missing or {})
+def ledger(missing: dict[str, str] | None = None, inside: dict[str, str] | None = None) -> Ledger:
+    return Ledger(ROWS, {"4": "here", "6": "there"}, missing or {}, inside or {})
 
 
 @pytest.mark.ledger("T54")
@@ -36,8 +37,40 @@ def test_a_row_without_a_test_needs_a_reason_and_a_stale_reason_is_found():
     assert "take it out" in stale
     (unknown,) = coverage.problems(ledger(), {"F1": [PROOF], "F2": [PROOF], "F9": [PROOF]}, [])
     assert "tests/test_a.py::test_it_holds proves row F9" in unknown
-    twice = Ledger({"A": [*ROWS["A"], ROWS["A"][0]]}, {}, {"F3": "far"})
+    twice = Ledger({"A": [*ROWS["A"], ROWS["A"][0]]}, {}, {"F3": "far"}, {})
     assert len(coverage.problems(twice, {"F1": [PROOF], "F2": [PROOF]}, [])) == 2
+
+
+def test_a_row_that_is_only_checked_by_hand_needs_a_reason():
+    by_hand = PROOF._replace(by_hand=True)
+    (gap,) = coverage.problems(ledger(), {"F1": [by_hand], "F2": [PROOF, by_hand]}, [])
+    assert "all tests of row F1 make records inside by hand" in gap
+    assert coverage.problems(ledger(inside={"F1": "because"}), {"F1": [by_hand], "F2": [PROOF]}, []) == []
+    (stale,) = coverage.problems(ledger(inside={"F1": "because"}), {"F1": [by_hand, PROOF], "F2": [PROOF]}, [])
+    assert "row F1 is listed as inside and isn't" in stale
+    text = coverage.page(ledger(inside={"F1": "because"}), {"F1": [by_hand], "F2": [PROOF, by_hand]})
+    assert "| F1 | this | **inside**: because. [a](../tests/test_a.py): it holds* |" in text
+    assert "| F2 | that | [a](../tests/test_a.py): it holds, it holds* |" in text
+
+
+def test_by_hand_is_read_through_helpers_and_fixtures(tmp_path: Path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "build.py").write_text(
+        "import tapereel as tr\nfrom tapereel.finetune.data.stream import Episode\n\n"
+        "def made():\n    return Episode()\n\ndef played():\n    return tr.train()\n"
+    )
+    (folder / "conftest.py").write_text(
+        "import pytest\nfrom .build import played\n\n@pytest.fixture\ndef run():\n    return played()\n"
+    )
+    (folder / "test_a.py").write_text(
+        "from . import build\nfrom .build import made\n\ndef test_hand():\n    made()\n\n"
+        "def test_door(run):\n    made()\n\ndef test_both():\n    build.made()\n    build.played()\n\n"
+        "def test_neither():\n    pass\n"
+    )
+    reach = Reach(tmp_path)
+    tests = ("test_hand", "test_door", "test_both", "test_neither")
+    assert [reach.by_hand("tests/test_a.py", test) for test in tests] == [True, False, False, False]
 
 
 def test_each_row_has_its_state_and_its_tests():

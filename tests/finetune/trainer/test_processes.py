@@ -59,6 +59,7 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
     return sum(float((one[key] - other[key]).square().sum()) for key in one) ** 0.5
 
 
+@pytest.mark.ledger("F89")
 @pytest.mark.ledger("P5", "F75", "F91")
 def test_accelerate_and_torchrun_train_what_one_process_trains(model: str, tmp_path: Path):
     """Same tapes by the same seeds, and weights as near as float32 sums in another order are; to the last digit, in
