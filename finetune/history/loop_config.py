@@ -99,8 +99,13 @@ class ProcessesConfig(Config):
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
 
-SECOND = {"ppo": "critic", "minor_sft": "reference", "distill": "reference"}
-"""Recipe -> the second model that it needs."""
+SECOND = {
+    "ppo": ("critic",),
+    "ppo_kl": ("reference", "critic"),
+    "minor_sft": ("reference",),
+    "distill": ("reference",),
+}
+"""Recipe -> the other models that it needs."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
 """The names of all recipes. They stand here too because the module of the recipes imports torch."""

@@ -9,11 +9,12 @@ from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor
 from .baseline import Baseline
 from .credit import Credit
+from .kl import Adaptive
 from .recipe import Score
-from .regulariser import KL, Adaptive, Balance, Demonstrations, Entropy, Regulariser
+from .regulariser import KL, Balance, Demonstrations, Entropy, Regulariser
 from .reward import Reward
 from .select import Select
-from .shape import Clip, EpisodeKL, Overlong, Running, Shape, TokenKL
+from .shape import Clip, EpisodeKL, Overlong, RewardKL, Running, Shape, TokenKL
 from .surrogate import CISPO, CPG, NLL, PPO, SAPO, MinorNLL, NoSurrogate, Reinforce, Surrogate
 from .term import Context, Moments, Sums, Term
 from .weigh import Weigh
@@ -46,6 +47,7 @@ __all__ = [
     "Reinforce",
     "Relu",
     "Reward",
+    "RewardKL",
     "Running",
     "Score",
     "Select",

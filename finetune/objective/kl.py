@@ -4,7 +4,14 @@
     k2 = d^2 / 2    as a loss its expected gradient is exactly that of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
+The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. The mean k1 per token
+of an update, as kl, and its n episodes give the next adaptive coefficient:
+
+    beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
+
 1. Above x = 20, `exp` continues along the tangent of e^x: value and gradient stay finite where e^x would overflow.
+2. The factor of an adaptive coefficient is at least 0, for any number of episodes. A negative coefficient would
+   reward divergence.
 """
 
 from __future__ import annotations
@@ -12,7 +19,10 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
+
+from .term import Term
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -35,3 +45,17 @@ def estimate(kind: Estimator, lp: Tensor, ref: Tensor) -> Tensor:
             return d.square() / 2
         case _:
             return exp(-d) - 1 + d
+
+
+class Adaptive(Term):
+    """A proportional controller that keeps the KL near a target."""
+
+    target: float = Field(gt=0)
+    """The KL to keep, in nats per token."""
+    horizon: float = Field(gt=0)
+    """Number of episodes over which the coefficient changes by at most 20 %."""
+
+    def next(self, beta: float, kl: float, episodes: int) -> float:
+        """The coefficient of the next update. kl: nats per token; episodes: number of episodes of this update."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return beta * max(0.0, 1 + error * episodes / self.horizon)

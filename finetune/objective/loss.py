@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from . import Context, TokenKL
+from . import Context, RewardKL, TokenKL
 from .recipe import Recipe
 
 _COLUMNS = ("ref", "anchor", "entropy", "value")
@@ -75,7 +75,7 @@ class Part:
         """Sum of w l over the tokens `index` (n,). lp: (n,) their current log-probs, with gradient.
 
         If the recipe isn't local, `index` must hold whole units (turns or episodes): a ratio over a unit reads all its
-        tokens. entropy: (n,) or None. betas: the current coefficient of each regulariser.
+        tokens. entropy: (n,) or None. betas: the current coefficient of each of the recipe's `coefficients`.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -87,7 +87,7 @@ class Part:
         per_token = recipe.surrogate(lp, anchor, a, index, stream, context)
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
-        for term, beta in zip(recipe.regulariser, betas, strict=True):
+        for term, beta in zip(recipe.regulariser, betas, strict=False):
             if term.active and term.per_token:
                 per_token = per_token + term(lp, entropy, index, stream, beta, context)
         w = self.weight[index].to(lp.dtype)
@@ -184,6 +184,8 @@ def _advantages(
     # An unscored unit is NaN. Set it to 0: a NaN in a sum over the batch would make every advantage NaN.
     x = torch.where(ours, x, torch.zeros_like(x))
     for term in recipe.shape:
+        if isinstance(term, RewardKL):
+            term.observe(entered, stream, context)
         if not isinstance(term, TokenKL):
             x = torch.where(ours, term(x, ours, stream, context), torch.zeros_like(x))
     y = recipe.baseline(x, ours, stream, context)
@@ -198,8 +200,8 @@ def _advantages(
 
 
 def betas(recipe: Recipe) -> tuple[float, ...]:
-    """The first coefficient of each regulariser, in the recipe's order."""
-    return tuple(term.first_coefficient for term in recipe.regulariser)
+    """The first coefficients of the recipe's `coefficients`."""
+    return tuple(term.first_coefficient for term in recipe.coefficients)
 
 
 def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeGuard, get_args
 
 from pydantic import ValidationError, model_validator
 
@@ -13,10 +13,10 @@ from .adjust import AnyAdjust
 from .anchor import Anchor
 from .baseline import Baseline
 from .credit import Credit
-from .regulariser import KL, AnyRegulariser, Balance, Demonstrations
+from .regulariser import KL, AnyRegulariser, Balance, Demonstrations, Regulariser
 from .reward import Reward
 from .select import Select
-from .shape import AnyShape, EpisodeKL, Running, TokenKL
+from .shape import AnyShape, EpisodeKL, RewardKL, Running, TokenKL
 from .surrogate import PPO, AnySurrogate, NoSurrogate
 from .term import Kinds, Term, class_name
 from .weigh import Weigh
@@ -96,6 +96,18 @@ class Recipe(Term):
         return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 
     @property
+    def coefficients(self) -> tuple[Regulariser | RewardKL, ...]:
+        """The terms whose coefficients a trainer keeps: every regulariser, then every adaptive KL in the reward."""
+        return (*self.regulariser, *(term for term in self.shape if _is_adaptive(term)))
+
+    def at(self, betas: Sequence[float]) -> Recipe:
+        """The recipe whose adaptive KLs in the reward have their present coefficients, of `betas`, which has one for
+        each of `coefficients`."""
+        present = iter(betas[len(self.regulariser) :])
+        shape = (term.model_copy(update={"beta": next(present)}) if _is_adaptive(term) else term for term in self.shape)
+        return self.model_copy(update={"shape": tuple(shape)})
+
+    @property
     def needs_reference(self) -> bool:
         """True if a term reads a reference model's log-probs."""
         return any(term.needs_reference for term in (*self.shape, *self.regulariser)) or self.surrogate.needs_reference
@@ -168,6 +180,10 @@ class Recipe(Term):
                 value = dict(value) if other else {**constants, **value}
             whole[name] = value
         return read(whole)
+
+
+def _is_adaptive(term: Term) -> TypeGuard[RewardKL]:
+    return isinstance(term, RewardKL) and term.adaptive is not None
 
 
 def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:

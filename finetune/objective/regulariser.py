@@ -5,13 +5,10 @@
     nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
     aux      coefficient * balance of a mixture's experts over the batch (`finetune.router`)
 
-A coefficient is fixed or adaptive. An adaptive coefficient changes after each update, with the mean k1 of the update as
-kl and its n episodes:  beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon.
+The coefficient of a KL is fixed or adaptive (`kl.Adaptive`); an adaptive one changes after each optimiser step.
 
 1. k1 as a loss is invalid: its expected gradient is 0. The expected gradient of k2 is that of KL(pi || ref), and the
    expected gradient of k3 is that of KL(ref || pi).
-2. The factor of an adaptive coefficient is at least 0, for any number of episodes. A negative coefficient would
-   reward divergence.
 """
 
 from __future__ import annotations
@@ -23,22 +20,8 @@ from pydantic import Field, field_validator
 from torch import Tensor
 
 from ..data.stream import Stream
-from .kl import Estimator, estimate
+from .kl import Adaptive, Estimator, estimate
 from .term import Context, Kinds, Term
-
-
-class Adaptive(Term):
-    """A proportional controller that keeps the KL near a target."""
-
-    target: float = Field(gt=0)
-    """The KL to keep, in nats per token."""
-    horizon: float = Field(gt=0)
-    """Number of episodes over which the coefficient changes by at most 20 %."""
-
-    def next(self, beta: float, kl: float, episodes: int) -> float:
-        """The coefficient of the next update. kl: nats per token; episodes: number of episodes of this update."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return beta * max(0.0, 1 + error * episodes / self.horizon)
 
 
 class Regulariser(Term):
@@ -109,6 +92,11 @@ class KL(Regulariser):
     def first_coefficient(self) -> float:
         return self.beta
 
+    @property
+    def measure(self) -> str:
+        """Name of the metrics of this KL."""
+        return f"kl/{self.to}"
+
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
@@ -121,7 +109,9 @@ class KL(Regulariser):
         # k1 drives the adaptive coefficient and k3 is reported, whichever estimator is the loss.
         with torch.no_grad():
             for kind in ("k1", "k3"):
-                context.sums.add(f"kl/{self.to}/{kind}", estimate(kind, lp, other))
+                context.sums.add(f"{self.measure}/{kind}", estimate(kind, lp, other))
+        if self.adaptive is not None:
+            context.sums.put(f"{self.measure}/beta", beta)
         return beta * estimate(self.estimator, lp, other)
 
 

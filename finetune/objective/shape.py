@@ -11,20 +11,23 @@ m and s are the mean and the standard deviation of the run's rewards.
 1. `running` doesn't change rewards until the run has two different ones: before that, their deviation is 0 or unknown.
    It applies before the baseline, and a baseline that divides by the group's deviation (`std`) removes the scale again.
 2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
-3. Where rewards are per turn, the shapes of a whole episode (overlong, episode_kl) change its last turn's reward.
+3. An adaptive coefficient of a KL (`kl.Adaptive`) changes after each update, once, however many optimiser steps the
+   update has: all of them share the rewards that the coefficient made. The k1 between sampler and reference drives it,
+   per token that enters, whichever estimator is the penalty.
+4. Where rewards are per turn, the shapes of a whole episode (overlong, episode_kl) change its last turn's reward.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .kl import Estimator, estimate
+from .kl import Adaptive, Estimator, estimate
 from .term import Context, Kinds, Term
 
 
@@ -90,18 +93,48 @@ class Overlong(Shape):
         return _on_episode(x, cost, stream)
 
 
-class EpisodeKL(Shape):
-    """A penalty on the KL between sampler and reference model, subtracted from the episode's reward."""
+class RewardKL(Shape):
+    """A penalty on the KL between sampler and reference model, in the reward."""
 
-    kind: Literal["episode_kl"] = "episode_kl"
     beta: float = Field(ge=0)
-    """KL coefficient: the penalty per nat."""
-    estimator: Estimator = "k3"
+    """KL coefficient: the penalty per nat; with `adaptive`, the coefficient of the first update."""
+    estimator: Estimator = "k1"
     """Estimator of the KL."""
+    adaptive: Adaptive | None = None
+    """Controller of the coefficient; None: the coefficient is fixed."""
+
+    measure: ClassVar[str] = "kl/reward"
+    """Name of the metrics of this KL."""
+
+    @model_validator(mode="after")
+    def _moves(self) -> RewardKL:
+        if self.adaptive is not None and not self.beta:
+            raise ValueError("adaptive multiplies beta, and beta is 0: set the coefficient of the first update above 0")
+        return self
 
     @property
     def needs_reference(self) -> bool:
         return self.beta > 0
+
+    @property
+    def first_coefficient(self) -> float:
+        """The coefficient `beta` of the first update."""
+        return self.beta
+
+    def observe(self, entered: Tensor, stream: Stream, context: Context) -> None:
+        """Adds the mean k1 of the tokens `entered` (T,) bool to the metrics, which drives an adaptive coefficient."""
+        if self.needs_reference:
+            context.sums.add(f"{self.measure}/k1", _kl_estimates("k1", stream)[entered])
+            if self.adaptive is not None:
+                context.sums.put(f"{self.measure}/beta", self.beta)
+
+
+class EpisodeKL(RewardKL):
+    """A penalty on the KL between sampler and reference model, subtracted from the episode's reward."""
+
+    kind: Literal["episode_kl"] = "episode_kl"
+    estimator: Estimator = "k3"
+    """Estimator of the KL."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         if not self.beta:
@@ -111,18 +144,10 @@ class EpisodeKL(Shape):
         return _on_episode(x, -self.beta * cost, stream)
 
 
-class TokenKL(Shape):
+class TokenKL(RewardKL):
     """A penalty per token on the KL between sampler and reference model."""
 
     kind: Literal["token_kl"] = "token_kl"
-    beta: float = Field(ge=0)
-    """KL coefficient: the penalty per nat."""
-    estimator: Estimator = "k1"
-    """Estimator of the KL."""
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.beta > 0
 
     def penalty(self, stream: Stream) -> Tensor:
         """(T,) float64 penalties, added to the tokens' rewards."""

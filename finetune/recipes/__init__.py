@@ -17,7 +17,7 @@ from ..objective.recipe import Recipe, read
 from .clipped import cispo, cpgd, sapo
 from .grpo import dapo, dr_grpo, grpo, gspo
 from .imitation import distill, minor_sft, rft, sft
-from .ppo import decoupled_ppo, ppo
+from .ppo import decoupled_ppo, ppo, ppo_kl
 from .reinforce import reinforce, reinforce_plain, reinforce_pp, reinforce_pp_baseline, rloo
 
 RECIPES: dict[str, Recipe] = {
@@ -31,6 +31,7 @@ RECIPES: dict[str, Recipe] = {
         reinforce_pp,
         reinforce_pp_baseline,
         ppo,
+        ppo_kl,
         cpgd,
         dr_grpo,
         dapo,

@@ -1,6 +1,6 @@
 """PPO recipes: clipped ratios with a critic, and against recomputed log-probs."""
 
-from ..objective import PPO, Anchor, Baseline, Credit, Reward, TokenKL, Whiten
+from ..objective import PPO, Adaptive, Anchor, Baseline, Credit, Reward, TokenKL, Whiten
 from ..objective.recipe import Recipe
 
 ppo = Recipe(
@@ -25,6 +25,29 @@ Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 1. Time runs over own tokens only: what the environment says between two turns is no step, and the value before it
    bootstraps from the value after it.
 2. A truncated episode bootstraps where its `bootstrap` value is known.
+"""
+
+ppo_kl = ppo.but(
+    name="ppo_kl",
+    shape=(TokenKL(beta=0.15, estimator="k1", adaptive=Adaptive(target=0.25, horizon=10_000)),),
+)
+"""ppo_kl: PPO with a KL to the reference model in the reward, whose coefficient follows a target (RLHF).
+
+    r_t = -beta k1_t, plus each turn's reward at its last own token        k1_t = old_t - ref_t
+    delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}        gamma 1, lambda 0.95
+    A_t whitened over all tokens of the batch
+    loss = -1/T sum_t min(r A_t, clip(r, 0.8, 1.2) A_t)
+    after the update: beta *= 1 + clip(mean k1 / 0.25 - 1, -0.2, 0.2) n / 10000        beta 0.15 at first, n episodes
+
+The critic learns A_t + V_t with its own loss, optimiser and schedule, and a bound on a value's move (`loop.critic`).
+
+Source: Ziegler et al. 2019 (arXiv 1909.08593), with the constants of their code; Ouyang et al. 2022 (arXiv 2203.02155),
+where beta is fixed (`adaptive` null, beta 0.02).
+
+1. The target is per token: their 6 nats for an answer of 24 tokens. So it doesn't depend on the answers' length.
+2. The KL is measured on every update's batch, against the log-probs at sampling, over the tokens that enter.
+3. The reference is the model that the run's settings name; there is no reward model in the recipe.
+4. The mean of rewards isn't whitened, and the loss of the critic has no coefficient, since its optimiser is its own.
 """
 
 decoupled_ppo = Recipe(

@@ -44,12 +44,12 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     }
     embedded, measures = isinstance(settings, EmbeddedConfig), evaluation.tasks is not None or evaluation.fraction > 0
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
-    second, body = SECOND.get(loop.recipe), loop.critic is None or loop.critic.body == "own"
+    second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
     fixed = {
         "weights": model,
         "optimiser": trained * WIDE * (3 if loop.optimiser.ema else 2),
-        "reference": model if second == "reference" and lora is None else 0,
-        "critic": (shape.body + output) * 4 * WIDE if second == "critic" and body else 0,
+        "reference": model if "reference" in second and lora is None else 0,
+        "critic": (shape.body + output) * 4 * WIDE if "critic" in second and body else 0,
         **(engine if embedded else {}),
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from ..objective import KL, Context, Moments, Sums
+from ..objective import KL, Context, Moments, RewardKL, Sums
 from ..objective import loss as objective
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
@@ -98,6 +98,8 @@ class Trainer(PolicyTrainer):
         self.pack = packs(model) if pack is None else pack
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
+        self._reward_kl_due = False
+        """True from `prepare` to the first applied step: the adaptive KLs in the reward then move, once per batch."""
         self.steps = 0
         self.skips: dict[str, int] = {}
         """Updates skipped, by reason."""
@@ -136,7 +138,8 @@ class Trainer(PolicyTrainer):
             now = self._score(self.model, rows, entropy=top)
             stream = stream.having(anchor=now.logprob, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
-        batch = objective.prepare_batches(recipe, rows, episodes, stream, context, batches)
+        batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
+        self._reward_kl_due = True
         return Prepared(
             rows=rows, batch=batch, sums=context.sums, demonstrations=self.demonstrations_of(demonstrations)
         )
@@ -184,7 +187,7 @@ class Trainer(PolicyTrainer):
         if self.critic is not None and batch.target is not None and batch.stream.value is not None:
             done.sums.merge(self.critic.update(prepared.rows, batch.stream.value, batch.target, part.entered))
         if done.skipped is None:
-            self._after(done.sums, part)
+            self._after(prepared, done.sums, part)
         else:
             self.skips[done.skipped] = self.skips.get(done.skipped, 0) + 1
         return self._account(prepared, part, done, norm, lr)
@@ -375,21 +378,31 @@ class Trainer(PolicyTrainer):
             done.loss += float(loss.detach())
             loss.backward()
 
-    def _after(self, sums: Sums, part: objective.Part) -> None:
+    def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:
         """After an applied update: counts it, moves adaptive KL coefficients, and updates the running average."""
         self.steps += 1
-        entered = len(torch.unique(part.batch.stream.episode[part.entered]))
-        for i, term in enumerate(self.recipe.regulariser):
-            if isinstance(term, KL) and term.adaptive is not None:
-                name = f"kl/{term.to}/k1"
-                mine = [sums.sums.get(name, 0.0), sums.counts.get(name, 0.0), float(entered)]
-                kl, n, episodes = self.ranks.add_up(torch.tensor(mine, dtype=torch.float64)).tolist()
-                if n:
-                    self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
+        self._adapt(KL, sums, part.entered, part.batch.stream)
+        if self._reward_kl_due:
+            self._adapt(RewardKL, prepared.sums, prepared.batch.entered, part.batch.stream)
+            self._reward_kl_due = False
         if self.ema is not None:
             with torch.no_grad():
                 for name, p in self.parameters.items():
                     self.averaged[name].lerp_(p, 1 - self.ema)
+
+    def _adapt(self, kind: type[KL | RewardKL], sums: Sums, entered: Tensor, stream: Stream) -> None:
+        """Moves the adaptive coefficients of this kind of KL by the k1 in `sums` of the tokens `entered` (T,) bool."""
+        for i, term in enumerate(self.recipe.coefficients):
+            if isinstance(term, kind) and term.adaptive is not None:
+                name = f"{term.measure}/k1"
+                mine = [
+                    sums.sums.get(name, 0.0),
+                    sums.counts.get(name, 0.0),
+                    float(len(stream.episode[entered].unique())),
+                ]
+                kl, n, episodes = self.ranks.add_up(torch.tensor(mine, dtype=torch.float64)).tolist()
+                if n:
+                    self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
 
     def state_dict(self) -> TrainerState:
         moments = self.moments

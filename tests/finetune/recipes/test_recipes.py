@@ -66,9 +66,13 @@ def documented(name: str) -> tuple[str, list[str], str]:
 
 def test_the_configuration_knows_all_recipes_and_their_second_models() -> None:
     assert sorted(loop_config.RECIPES) == sorted(RECIPES)
-    needs = {name: ("reference", "critic")[recipe.needs_value] for name, recipe in RECIPES.items()}
-    second = [name for name, recipe in RECIPES.items() if recipe.needs_reference or recipe.needs_value]
-    assert {name: needs[name] for name in second} == loop_config.SECOND
+    needs = {
+        name: tuple(
+            model for model, needed in (("reference", recipe.needs_reference), ("critic", recipe.needs_value)) if needed
+        )
+        for name, recipe in RECIPES.items()
+    }
+    assert {name: models for name, models in needs.items() if models} == loop_config.SECOND
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
