@@ -133,10 +133,11 @@ class Trainer(PolicyTrainer):
             stream = stream.having(ref=self._reference(rows))
         if self.critic is not None:
             stream = stream.having(value=self.critic.values(rows))
-        top = recipe.select.entropy_top is not None
-        if top or (recipe.anchor.to == "recomputed" and several):
+        top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
+        if top or recomputed:
             now = self._score(self.model, rows, entropy=top)
-            stream = stream.having(anchor=now.logprob, entropy=now.entropy)
+            # An anchor where the recipe has none would change the KL in the reward, which reads it.
+            stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
         self._reward_kl_due = True

@@ -195,6 +195,29 @@ def published(run: Path) -> dict[str, str]:
         return {stored.record.version: stored.record.digest for stored in store.run_records("publish")}
 
 
+@pytest.mark.ledger("F57")
+def test_all_of_the_entropies_chosen_is_as_none_chosen_also_off_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "00" * n)
+    found, lines = [], []
+    for top in (None, 1.0):
+        folder = tmp_path / str(top)
+        # Scored at temperature 1, sampled at 0.5: every log-prob of the trainer differs from the sampler's.
+        changes = {"score": {"temperature": "one"}, "shape": [ADAPTIVE], "select": {"entropy_top": top}}
+        more: dict[str, Any] = {"loop__sampling__temperature": 0.5, "loop__sampler_tolerance": None}
+        trained(folder, recipe="reinforce_pp", updates=2, loop__changes=changes, **more)
+        found.append(published(folder / "run"))
+        lines.append([dict(line, train_seconds=None) for line in read_metrics(folder / "run" / "metrics.jsonl")])
+    assert max(float(line["mismatch"] or 0) for line in lines[0]) > 0.05, "off policy"
+    for one, other in zip(*lines, strict=True):
+        assert {k: v for k, v in one.items() if not k.startswith("perf/")} == {
+            k: v for k, v in other.items() if not k.startswith("perf/")
+        }
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == 3
+
+
 def test_a_coefficient_that_could_never_move_is_refused() -> None:
     with pytest.raises(UsageError, match="beta is 0"):
         get_recipe("ppo_kl", {"shape": [{**ADAPTIVE, "beta": 0.0}]})
