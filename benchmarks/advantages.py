@@ -24,7 +24,7 @@ from side_by_side import in_turn, timed
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
-from tapereel.finetune.interchange.classic import RLConfig, update_rewards_and_advantages
+from tapereel.finetune.interchange.rl_dataset import RLConfig, update_rewards_and_advantages
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective.loss import prepare
 from tapereel.finetune.recipes import get_recipe

@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 from ..tapes.common.extras import raise_missing
 
 if TYPE_CHECKING:
+    from .data.provenance import episode_of
     from .data.rows import Row, rows
     from .data.stream import Episode, Stream
     from .history.history import History
     from .history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-    from .interchange.classic import (
+    from .interchange.rl_columns import prepare_rl_fields, rl_features, to_dataset
+    from .interchange.rl_dataset import (
         RLConfig,
+        collate,
+        fill_ref_logprobs,
         populate_rl_data,
-        prepare_rl_fields,
         rl_step,
-        to_dataset,
         update_rewards_and_advantages,
     )
     from .loop.held_out import Evaluation, evaluate
@@ -49,10 +51,14 @@ __all__ = [
     "Trainer",
     "UpdateStats",
     "WarmStartConfig",
+    "collate",
+    "episode_of",
     "evaluate",
+    "fill_ref_logprobs",
     "get_recipe",
     "populate_rl_data",
     "prepare_rl_fields",
+    "rl_features",
     "rl_step",
     "rows",
     "to_dataset",
@@ -61,10 +67,12 @@ __all__ = [
 ]
 
 _HOME = {
+    **dict.fromkeys(("prepare_rl_fields", "rl_features", "to_dataset"), "interchange.rl_columns"),
     **dict.fromkeys(
-        ("RLConfig", "populate_rl_data", "prepare_rl_fields", "rl_step", "to_dataset", "update_rewards_and_advantages"),
-        "interchange.classic",
+        ("RLConfig", "collate", "fill_ref_logprobs", "populate_rl_data", "rl_step", "update_rewards_and_advantages"),
+        "interchange.rl_dataset",
     ),
+    "episode_of": "data.provenance",
     **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "history.loop_config"),
     **dict.fromkeys(("Evaluation", "evaluate"), "loop.held_out"),
     "History": "history.history",

@@ -245,6 +245,10 @@ class Renderer:
         text = self._codec.decode(ids[:n])
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
+    def spell(self, ids: Sequence[int]) -> str:
+        """Text of any ids, with every control token spelled out."""
+        return self._codec.decode(ids)
+
     def incremental_decoder(self) -> IncrementalDecoder:
         """Reads one completion while it is sampled; what it says adds up to what `decode` says."""
         return IncrementalDecoder(

@@ -6,17 +6,13 @@ The run is only read, and running tapes are left out.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from ...finetune.interchange import FORMATS, Exchange, write
-from ...finetune.interchange.row_files import export
+from ...finetune.interchange.row_files import export, renderer_of
 from ...tapes.audit.checking import check_split
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
 from ..console import Exit, answer, say
-
-if TYPE_CHECKING:
-    from ...agents.rendering.renderer import Renderer
 
 EXAMPLE = """
 tapereel export runs/demo demo.parquet
@@ -64,13 +60,12 @@ def run(args: argparse.Namespace) -> int:
 
     if args.format != "rows":
         _check_options(args)
-    renderer = _renderer(args.tokenizer) if args.tokenizer is not None else None
     with Store.open(args.run) as store:
         check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
         if args.format != "rows":
             return _answer_format(args, write(tapes, args.out, args.format))
-        done = export(tapes, args.out, agents=args.agents, renderer=renderer)
+        done = export(tapes, args.out, agents=args.agents, renderer=renderer_of(args.tokenizer))
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids, and were left out: give --tokenizer")
     answer(
@@ -89,13 +84,6 @@ def _check_options(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--tokenizer is for --format rows, and {args.format} has recorded tokens or none: remove --tokenizer"
         )
-
-
-def _renderer(folder: str) -> Renderer:
-    from ...agents.engines.embedded.pretrained import load_tokenizer
-    from ...agents.rendering.renderer import Renderer
-
-    return Renderer(load_tokenizer(folder))
 
 
 def _answer_format(args: argparse.Namespace, done: Exchange) -> int:

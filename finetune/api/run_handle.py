@@ -13,17 +13,19 @@ from ...agents.episode.agent import Agent
 from ...agents.runs.pass_at_k import Scores
 from ...agents.runs.runner import RunSummary, scores_of
 from ...envs.environment import EnvironmentFactory
-from ...tapes import Tape
+from ...tapes import Status, Tape
 from ...tapes.audit.auditor import Audit, audit_run
 from ...tapes.audit.verdict import Verdicts
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
 from ...tapes.store.books import Books
-from ...tapes.store.store import Store
+from ...tapes.store.store import Store, Where
 from ...tapes.store.verifier import Report, verify
 from ...tapes.value import Value
 
 if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
     from ..inspect.reproducer import Reproduction
     from ..run.train_run import TrainSummary
 
@@ -84,6 +86,27 @@ class Run:
         """One tape by its id or the first characters of it. Raises NoSuchTape."""
         with Store.open(self.path) as store:
             return store.tape(name)
+
+    def dataset(
+        self,
+        *,
+        split: str | None = None,
+        status: Status | str | None = None,
+        min_reward: float | None = None,
+        agents: Sequence[str] | None = None,
+        tokenizer: str | Path | None = None,
+        streaming: bool = False,
+    ) -> Dataset | IterableDataset:
+        """The rows of the closed tapes that fit, as a Hugging Face dataset with the columns of `tapereel export`.
+
+        agents: paths of the agents whose tokens are labels; None: all. tokenizer: a folder; it tokenizes tapes that
+        hold only text, which are an error without it, and adds the text columns. streaming: an IterableDataset that
+        reads tape by tape. Raises NothingToExport where no tape has a row (streaming: when it is iterated).
+        """
+        from ..interchange.row_files import run_dataset
+
+        where: Where = {"split": split, "status": status, "min_reward": min_reward}
+        return run_dataset(self.path, where, agents=agents, tokenizer=tokenizer, streaming=streaming)
 
     @property
     def reward(self) -> float | None:

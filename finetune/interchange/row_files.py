@@ -1,26 +1,29 @@
-"""The rows of tapes as a Hugging Face dataset: a JSONL file, a Parquet file or a dataset folder.
+"""The rows of a run's tapes as a Hugging Face dataset: in memory, streamed, or as a JSONL, Parquet or dataset folder.
 
-One row per token sequence, with the columns of `classic.to_dataset` and the tape's `reward`, `status`, `split` and
-`task_hash`. An unknown number is null, never 0. A tape without token ids is left out and counted, unless the caller
-passes a renderer of the model to train, which tokenizes its text.
+The columns are those of `rl_columns`. An unknown number is null in JSONL and NaN elsewhere, never 0. All of these
+convert 1,000 rows at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from ...tapes import Tape
+from ...tapes.audit.checking import check_split
 from ...tapes.errors import MissingExtra
+from ...tapes.store.store import Store, Where
 from ...tapes.value import Value
-from .trace_files import check_new, completed, nothing
+from .trace_files import check_new, completed, nothing, write_records
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
     from ...agents.rendering.renderer import Renderer
-    from ..data.rows import Row
 
 
 class Exported(Value):
@@ -43,76 +46,85 @@ def export(
 ) -> Exported:
     """Write the rows of closed `tapes` to `path`.
 
-    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text.
-    UsageError if `path` exists or has an ending other than .jsonl, .parquet or none (a dataset folder).
-    NothingToExport if no tape has a row; nothing is written then.
+    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
+    adds the text columns. UsageError if `path` exists or has an ending other than .jsonl, .parquet or none (a dataset
+    folder). NothingToExport if no tape has a row; nothing is written then.
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
-    try:
-        from ..data.provenance import episode_of
-        from ..data.rows import rows
-        from .classic import to_dataset
-    except ImportError as error:
-        raise MissingExtra(error.name or "torch", "train", "exporting rows") from error
-    kept: list[tuple[Tape, list[Row]]] = []
-    empty = untokenized = 0
-    for tape in tapes:
-        if renderer is None and _has_text_only(tape):
-            untokenized += 1
-        elif found := rows(tape, agents=agents, renderer=renderer):
-            kept.append((tape, found))
+    columns = _columns("exporting rows")
+    import pyarrow as pa
+    from datasets import Dataset, disable_progress_bars
+    from pyarrow.parquet import ParquetWriter
+
+    disable_progress_bars()
+    counts = Counter(dict.fromkeys(Exported.model_fields.keys() - {"path"}, 0))
+    made = _some(columns.records(tapes, agents=agents, renderer=renderer, counts=counts), counts, path)
+    if path.suffix == ".jsonl":
+        write_records(made, path)
+        return Exported(path=str(path), **counts)
+    tables = columns.tables(made, text=renderer is not None)
+    with completed(path) as partial:
+        if path.suffix:
+            with ParquetWriter(partial, columns.rl_features(text=renderer is not None).arrow_schema) as writer:
+                for table in tables:
+                    writer.write_table(table)
         else:
-            empty += 1
-    if not kept:
+            Dataset(pa.concat_tables(tables)).save_to_disk(str(partial))
+    return Exported(path=str(path), **counts)
+
+
+def run_dataset(
+    run: Path, where: Where, *, agents: Sequence[str] | None, tokenizer: str | Path | None, streaming: bool
+) -> Dataset | IterableDataset:
+    """The rows of a run's closed tapes that fit, as `Run.dataset` says."""
+    columns = _columns("a dataset")
+    import pyarrow as pa
+    from datasets import Dataset, IterableDataset
+
+    with Store.open(run) as store:
+        check_split(store, where.get("split"))
+    options = {"run": run, "where": where, "agents": agents, "tokenizer": tokenizer}
+    text = tokenizer is not None
+    if streaming:
+        return IterableDataset.from_generator(_run_records, features=columns.rl_features(text=text), gen_kwargs=options)
+    return Dataset(pa.concat_tables(columns.tables(_run_records(**options), text=text)))
+
+
+def _run_records(
+    run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None
+) -> Iterator[Mapping[str, object]]:
+    """A module's function with plain arguments, so that a worker of a data loader can be sent it."""
+    renderer = renderer_of(tokenizer)
+    with Store.open(run) as store:
+        tapes = store.tapes(**{**where, "closed": True})
+        yield from _some(_columns("a dataset").records(tapes, agents=agents, renderer=renderer), Counter(), run)
+
+
+def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
+    """The renderer of the tokenizer in a folder."""
+    if tokenizer is None:
+        return None
+    from ...agents.engines.embedded.pretrained import load_tokenizer
+    from ...agents.rendering.renderer import Renderer
+
+    return Renderer(load_tokenizer(tokenizer))
+
+
+def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
+    """The records. NothingToExport if there is none."""
+    first = next(made, None)
+    if first is None:
+        empty, untokenized = counts["without_own"], counts["without_tokens"]
         why = {"text without token ids (give the tokenizer)": untokenized, "without a token of the agent's own": empty}
         raise nothing(path, untokenized + empty, why)
-    every = [row for _, found in kept for row in found]
-    dataset = to_dataset(every, [episode_of(tape) for tape, _ in kept])
-    _write(_with_tape_columns(dataset, kept), path)
-    return Exported(
-        path=str(path),
-        tapes=len(kept),
-        rows=len(every),
-        tokens=sum(len(row) for row in every),
-        own_tokens=sum(len(row.own) for row in every),
-        without_own=empty,
-        without_tokens=untokenized,
-    )
+    return chain([first], made)
 
 
-def _has_text_only(tape: Tape) -> bool:
-    tokenized = {layer.call for layer in tape.layers if layer.t == "tokens"}  # type: ignore[attr-defined]
-    return any(
-        (call.completion is None or call.prompt is None) and call.call not in tokenized
-        for call in tape.calls
-        if call.finish != "error"
-    )
-
-
-def _with_tape_columns(dataset: Dataset, kept: list[tuple[Tape, list[Row]]]) -> Dataset:
-    def column(value: Callable[[Tape], Any]) -> list[Any]:
-        return [value(tape) for tape, found in kept for _ in found]
-
-    columns = {
-        "reward": column(lambda tape: tape.reward),
-        "status": column(lambda tape: None if tape.status is None else tape.status.value),
-        "split": column(lambda tape: tape.begin.split),
-        "task_hash": column(lambda tape: tape.begin.task_hash),
-    }
-    for name, values in columns.items():
-        dataset = dataset.add_column(name, values)
-    return dataset
-
-
-def _write(dataset: Dataset, path: Path) -> None:
-    import datasets
-
-    datasets.disable_progress_bars()
-    with completed(path) as partial:
-        if not path.suffix:
-            dataset.save_to_disk(str(partial))
-        elif path.suffix == ".parquet":
-            dataset.to_parquet(str(partial))
-        else:
-            dataset.to_json(str(partial), lines=True, orient="records")
+def _columns(what: str) -> ModuleType:
+    # Imported at the first use: it needs torch and datasets, and `tapereel --help` must not.
+    try:
+        from . import rl_columns
+    except ImportError as error:
+        raise MissingExtra(error.name or "torch", "train", what) from error
+    return rl_columns

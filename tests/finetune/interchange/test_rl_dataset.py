@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tapereel.finetune.data.stream import BadBatch
-from tapereel.finetune.interchange.classic import (
+from tapereel.finetune.interchange.rl_columns import prepare_rl_fields, span_labels, to_dataset
+from tapereel.finetune.interchange.rl_dataset import (
     RLConfig,
     collate,
     populate_rl_data,
-    prepare_rl_fields,
     rl_step,
-    span_labels,
-    to_dataset,
     update_rewards_and_advantages,
 )
 from tapereel.finetune.recipes import get_recipe
@@ -214,12 +212,12 @@ def test_raw_rewards_as_weights_and_only_the_positive_ones():
     rows = [row("a", old=[-1.0] * 2, turns=(2,))]
     data = to_dataset(rows, [episode("a", reward=case["rewards"][0])])
     config = RLConfig(algo="reinforce", use_advantages=False)
-    loss, _ = rl_step(model, collate(list(data)), config)
+    loss, _ = rl_step(model, collate(list(populate_rl_data(data, config))), config)
     lp = score(model, rows).logprob
     assert loss.item() == pytest.approx(float((lp * torch.tensor(case["lp_gradient"])).sum()), rel=1e-6)
     data = to_dataset(rows, [episode("a", reward=-1.0)])
     config = RLConfig(algo="reinforce", use_advantages=False, relu_log_p_weights=True)
-    loss, stats = rl_step(model, collate(list(data)), config)
+    loss, stats = rl_step(model, collate(list(populate_rl_data(data, config))), config)
     assert loss.item() == 0.0
     assert stats["weights"] == 0.0
 
@@ -279,7 +277,7 @@ def test_every_statistic_is_its_formula_over_own_tokens_with_its_extremes():
 def test_a_recipe_that_needs_whole_episodes_is_refused_and_so_is_an_unknown_key():
     with pytest.raises(ValidationError, match="reward_minus_kl"):
         RLConfig(reward_minus_kl=0.1)  # type: ignore[call-arg]
-    data = to_dataset([row("a")], [episode("a")])
+    data = populate_rl_data(to_dataset([row("a")], [episode("a")]), RLConfig())
     without = {k: v for k, v in collate(list(data)).items() if k != "ref_logprobs"}
     with pytest.raises(BadBatch, match="reference model"):
         rl_step(tiny_model(), without, RLConfig(kl_coef=0.1))

@@ -1,0 +1,210 @@
+"""Tapes as rows of a Hugging Face dataset: one row per token sequence, one column per fact that training reads.
+
+Columns aligned to `input_ids`, one value per token: `labels` (-100 except for own tokens), `rewards`, `advantages`,
+`old_logprobs`, `ref_logprobs`, `temperature`, `turn`, `version`. Columns with one value per row: `tape_id`, `group_id`,
+`reward`, `status`, `cause`, `split`, `task_hash`, `overflow` (the episode or one of the row's completions was cut off),
+`num_labels` (own tokens), and `turn_rewards` (a list over the episode's turns). A renderer adds `text`, `prompt_text`,
+`output_text` and `n_predicted`.
+
+A missing number is NaN (null in JSON), never 0: a log-prob or an advantage of a token that isn't the agent's own, an
+advantage that isn't computed yet, the reward of an unscored episode. `rl_dataset` trains on these columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, Features, Value
+
+from ...tapes import NotATape, Status, Tape
+from ..data.provenance import episode_of
+from ..data.rows import IGNORED, Row, rows
+from ..data.stream import BadBatch, Episode
+
+if TYPE_CHECKING:
+    from ...agents.rendering.renderer import Renderer
+
+TABLE_ROWS = 1000
+"""Rows that are converted to Arrow at once: as Python lists they take about twenty times the memory."""
+
+
+def rl_features(*, text: bool = False) -> Features:
+    """The type of each column. text: with those that need a renderer.
+
+    For `Dataset.from_json(path, features=rl_features())`: without it, a column that is null in the first 10 MB of a
+    file has no type, and a number further down is an error.
+    """
+    token = {
+        "input_ids": "int32",
+        "labels": "int32",
+        "rewards": "float64",
+        "advantages": "float32",
+        "old_logprobs": "float32",
+        "ref_logprobs": "float32",
+        "temperature": "float32",
+        "turn": "int32",
+        "version": "string",
+        "turn_rewards": "float64",
+    }
+    row = {
+        **dict.fromkeys(("tape_id", "group_id", "status", "cause", "split", "task_hash"), "string"),
+        "reward": "float64",
+        "overflow": "bool",
+        "num_labels": "int32",
+    }
+    if text:
+        row |= {"text": "string", "prompt_text": "string", "output_text": "string", "n_predicted": "int32"}
+    return Features({name: [Value(kind)] for name, kind in token.items()} | {k: Value(v) for k, v in row.items()})
+
+
+def prepare_rl_fields(
+    encoding: Mapping[str, Sequence[float]],
+    reward: float | None,
+    old_logprobs: Sequence[float],
+    ref_logprobs: Sequence[float] | None = None,
+    *,
+    temperature: float | Sequence[float] = 1.0,
+) -> dict[str, Sequence[float]]:
+    """The encoding with the RL columns. A target of `labels` gets its log-prob, in order; other tokens get NaN.
+
+    temperature: at which the targets were sampled, one for all or one for each. BadBatch if the number of log-probs or
+    temperatures isn't the number of targets.
+    """
+    labels = np.asarray(encoding["labels"])
+    at = labels != IGNORED
+    n = int(at.sum())
+    out = dict(encoding)
+    out["rewards"] = [float("nan") if reward is None else float(reward)] * len(labels)
+    out["advantages"] = [float("nan")] * len(labels)
+    temperatures = [temperature] * n if isinstance(temperature, int | float) else temperature
+    columns = {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs, "temperature": temperatures}
+    for name, values in columns.items():
+        if values is not None and len(values) != n:
+            raise BadBatch(
+                f"{len(values)} {name} for {n} targets in `labels`: give one for each token "
+                "that was sampled, from the engine that sampled it"
+            )
+        column = np.full(len(labels), np.nan)
+        if values is not None:
+            column[at] = values
+        out[name] = column.tolist()
+    return out
+
+
+def span_labels(
+    input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Labels of authored text: a token is a target iff its characters overlap a span's. Offsets are in characters."""
+    return [
+        token if any(start < b and a < end for a, b in spans) else IGNORED
+        for token, (start, end) in zip(input_ids, offsets, strict=True)
+    ]
+
+
+def to_dataset(
+    items: Iterable[Tape] | Sequence[Row],
+    episodes: Sequence[Episode] | None = None,
+    *,
+    agents: Collection[str] | None = None,
+    renderer: Renderer | None = None,
+) -> Dataset:
+    """A Hugging Face dataset in memory with the columns above.
+
+    items: closed tapes; or rows, with the `Episode` of each tape. agents, renderer: as in `records`.
+    """
+    if episodes is None:
+        made = records(items, agents=agents, renderer=renderer)  # type: ignore[arg-type]
+    else:
+        of = {episode.tape: episode for episode in episodes}
+        made = (_record(row, of[row.taught_by], renderer) for row in items)  # type: ignore[union-attr]
+    return Dataset(pa.concat_tables(tables(made, text=renderer is not None)))
+
+
+def records(
+    tapes: Iterable[Tape],
+    *,
+    agents: Collection[str] | None = None,
+    renderer: Renderer | None = None,
+    counts: Counter[str] | None = None,
+) -> Iterator[Mapping[str, object]]:
+    """The rows of closed tapes one by one, as mappings of column to value; one tape is in memory at a time.
+
+    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
+    spells the text columns. Without one, a tape of text is an error that says so; with `counts`, which counts tapes,
+    rows and tokens, it is left out and counted.
+    """
+    for tape in tapes:
+        if counts is not None and renderer is None and _has_text_only(tape):
+            counts["without_tokens"] += 1
+            continue
+        if tape.status is None:
+            raise NotATape(f"tape {tape.id} has not ended, so it has no reward yet: select closed tapes")
+        found = rows(tape, agents=agents, renderer=renderer)
+        episode = episode_of(tape)
+        cut = {call.call for call in tape.calls if call.finish == "length"}
+        if counts is not None:
+            counts["tapes" if found else "without_own"] += 1
+            counts["rows"] += len(found)
+            counts["tokens"] += sum(map(len, found))
+            counts["own_tokens"] += sum(len(row.own) for row in found)
+        for row in found:
+            yield {
+                **_record(row, episode, renderer, cut),
+                "split": tape.begin.split,
+                "task_hash": tape.begin.task_hash,
+            }
+
+
+def _record(row: Row, episode: Episode, renderer: Renderer | None, cut: Collection[str] = ()) -> dict[str, Any]:
+    versions = np.full(len(row), "", dtype=object)
+    versions[row.own] = [row.versions[v] if v >= 0 else "" for v in row.version]
+    turn = np.full(len(row), -1, dtype=np.int32)
+    turn[row.own] = row.turn
+    encoding = {"input_ids": row.input_ids.tolist(), "labels": row.labels().tolist()}
+    record: dict[str, Any] = {
+        **prepare_rl_fields(encoding, episode.reward, row.old.tolist(), temperature=row.temperature.tolist()),
+        "turn": turn.tolist(),
+        "version": versions.tolist(),
+        "turn_rewards": [] if episode.turn_rewards is None else list(map(float, episode.turn_rewards)),
+        "tape_id": row.tape,
+        "group_id": row.group,
+        "reward": episode.reward,
+        "status": episode.status.value,
+        "cause": "" if episode.cause is None else episode.cause.value,
+        "overflow": episode.status in (Status.TRUNCATED, Status.LIMIT) or not set(row.calls).isdisjoint(cut),
+        "num_labels": len(row.own),
+        "split": None,
+        "task_hash": None,
+    }
+    if renderer is not None:
+        first = int(row.own[0])
+        prompt, output = renderer.spell(row.input_ids[:first].tolist()), renderer.spell(row.input_ids[first:].tolist())
+        record |= {
+            "text": prompt + output,
+            "prompt_text": prompt,
+            "output_text": output,
+            "n_predicted": len(output),
+        }
+    return record
+
+
+def tables(made: Iterable[Mapping[str, object]], *, text: bool) -> Iterator[pa.Table]:
+    """Records as Arrow tables of up to TABLE_ROWS rows; at least one table. text: with the columns of a renderer."""
+    schema, made = rl_features(text=text).arrow_schema, iter(made)
+    while chunk := list(islice(made, TABLE_ROWS)):
+        yield pa.Table.from_pylist(chunk, schema=schema)
+    yield schema.empty_table()
+
+
+def _has_text_only(tape: Tape) -> bool:
+    tokenized = {layer.call for layer in tape.layers if layer.t == "tokens"}  # type: ignore[attr-defined]
+    return any(
+        (call.completion is None or call.prompt is None) and call.call not in tokenized
+        for call in tape.calls
+        if call.finish != "error"
+    )

@@ -1,0 +1,548 @@
+"""RL fine-tuning over Hugging Face `datasets`: advantages over the dataset, padded batches, one step on a batch.
+
+`populate_rl_data` decides which tokens train, with which advantages and weights, over whole groups; `collate` pads;
+`rl_step` computes the loss of a batch. The columns are those of `rl_columns`; null is read as NaN. The objective's
+terms compute every number, as in the trainer; the functions here only move numbers between columns and tensors.
+
+1. A log-prob stands at the index of its token. Right-aligning log-probs by their count would misplace them if the
+   targets are not the last contiguous block.
+2. A tape is one episode of its group, for any number of rows. Its status decides whether it trains and counts in its
+   group, as in the trainer.
+3. With a KL penalty in the reward, `rewards` and `advantages` are computed from the same shaped reward.
+4. A token trains if its `weights` is above 0. NaN in a column that the loss reads of such a token is an error. NaN
+   elsewhere is normal: other agents' and the environment's tokens, unscored episodes, inexact sampling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import torch
+from datasets import Dataset
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
+
+from ...tapes.errors import TapereelError, UsageError
+from ...tapes.records import CauseType, Status, trains
+from ...tapes.value import Value
+from ..data.rows import IGNORED, Row
+from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns
+from ..objective import CPG, PPO, Context, EpisodeKL, Sums, TokenKL
+from ..objective import loss as objective
+from ..objective.kl import estimate
+from ..objective.recipe import Recipe
+from ..recipes import get_recipe
+from ..trainer.logprobs import MICRO_TOKENS, forward, plan, score
+
+TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs", "temperature", "weights")
+"""Columns of floats, aligned to `input_ids`; `collate` pads them with NaN."""
+REMEDY = {
+    "labels": "make the rows with prepare_rl_fields or to_dataset",
+    "rewards": "score the episodes, or leave the unscored rows out",
+    "advantages": "compute it with populate_rl_data, over the whole dataset and with the same config",
+    "weights": "compute it with populate_rl_data, over the whole dataset and with the same config",
+    "ref_logprobs": "fill it with fill_ref_logprobs(dataset, model, config), the reference model's log-probs, or set "
+    "kl_coef and reward_minus_kl_coef to 0",
+    "old_logprobs": "only log-probs of the engine that sampled, at the temperature that it sampled at, can be trained "
+    "on with this recipe",
+    "temperature": "give the temperature at which the tokens were sampled, as to_dataset and prepare_rl_fields do",
+    "group_id": "name the attempts at one task alike",
+    "tape_id": "name the rows of one episode alike",
+}
+"""What to do about a column that is missing or has an unknown value."""
+
+
+class LossNotFinite(TapereelError, ArithmeticError):
+    """The loss of a batch is NaN or infinite, so its gradient must not reach the weights."""
+
+
+class RLConfig(Value):
+    """Settings of `rl_step` and of the pass over the dataset. An unknown key is an error."""
+
+    algo: str = "grpo"
+    """Name of a recipe whose loss of a token reads no other token: grpo, reinforce, dapo, sapo, ..."""
+    use_advantages: bool = True
+    """False: a token's loss is weighed by its raw reward, not by its advantage."""
+    epsilon: float | None = Field(default=None, ge=0, le=1)
+    """Clip range of the ratio, if the recipe clips; None: the recipe's own."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL to the reference model in the loss (k3)."""
+    reward_minus_kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the KL penalty in the reward: r - coef * sum over the episode of k3(old against ref)."""
+    relu_log_p_weights: bool = False
+    """True: a negative weight of a token becomes 0, so only actions above the baseline are learned."""
+    weigh: Literal["token", "episode"] | None = None
+    """token: every token's loss counts alike. episode: every episode's does, whatever its length (the mean of sequence
+    means). None: as the recipe has it."""
+
+    def recipe(self) -> Recipe:
+        """The recipe with these settings. BadBatch if it needs more than one padded batch."""
+        base = get_recipe(self.algo)
+        changes: dict[str, Any] = {}
+        if isinstance(base.surrogate, PPO | CPG) and self.epsilon is not None:
+            changes["surrogate"] = {"low": self.epsilon, "high": self.epsilon}
+        if self.kl_coef:
+            others = [term for term in base.regulariser if not (term.kind == "kl" and term.to == "reference")]  # type: ignore[attr-defined]
+            changes["regulariser"] = [*others, {"kind": "kl", "estimator": "k3", "beta": self.kl_coef}]
+        if self.reward_minus_kl_coef:
+            others = [term for term in base.shape if not isinstance(term, EpisodeKL | TokenKL)]
+            kl = {"kind": "episode_kl", "beta": self.reward_minus_kl_coef, "estimator": "k3"}
+            changes["shape"] = [*others, kl]
+        if not self.use_advantages:
+            changes["baseline"] = {"kind": "none"}
+        if self.relu_log_p_weights:
+            changes["adjust"] = [*base.adjust, {"kind": "relu"}]
+        if self.weigh is not None:
+            changes["weigh"] = {"kind": self.weigh}
+        recipe = base.but(changes)
+        objective.check_needs(recipe, reference=True, critic=False)
+        elsewhere = recipe.imitates or recipe.balance or recipe.reward.components or recipe.baseline.by == "fork"
+        recomputed = recipe.anchor.to == "recomputed" or recipe.select.entropy_top is not None
+        if not recipe.local or elsewhere or recomputed:
+            raise BadBatch(
+                f"rl_step sees one padded batch and no episodes; recipe {recipe.name!r} needs them: use Trainer"
+            )
+        return recipe
+
+
+def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
+    """The dataset with `rewards`, `advantages`, `weights` and `group_tokens`, computed over its groups.
+
+    The order of rows doesn't matter. `weights` is the weight of each own token's loss before the division by the
+    number of tokens or episodes of a batch, 0 for a token that doesn't train: its episode's status forbids it, it has
+    no reward, or its log-prob at sampling is unknown. `group_tokens`: mean number of tokens of the group's episodes.
+    BadBatch names column and row of a value that the recipe needs and that is unknown.
+    """
+    recipe = config.recipe()
+    table = _table(dataset)
+    columns = _Columns(table, recipe)
+    stream = columns.stream()
+    columns.check(stream)
+    batch = objective.prepare(recipe, stream, Context())
+    advantage = torch.where(batch.entered, batch.advantage, torch.nan)
+    weight = recipe.weigh(stream, batch.entered, 1.0)
+    for name, values in (("advantages", advantage), ("weights", weight)):
+        table = columns.put(table, name, columns.laid_out(values.to(torch.float32).numpy()))
+    if recipe.shape:
+        table = columns.put(table, "rewards", columns.shaped(stream))
+    table = _with_column(table, "group_tokens", pa.array(columns.group_tokens(stream)))
+    return _sealed(dataset, table, config.model_dump_json())
+
+
+populate_rl_data = update_rewards_and_advantages
+"""The other name of the pass over the dataset."""
+
+
+def fill_ref_logprobs(
+    dataset: Dataset, model: nn.Module, config: RLConfig, *, micro_tokens: int = MICRO_TOKENS
+) -> Dataset:
+    """The dataset with `ref_logprobs` of all own tokens under `model`, at the temperatures of sampling.
+
+    micro_tokens: most tokens that are forwarded at once, padding included. The model is in evaluation mode meanwhile.
+    For a LoRA policy as its own reference, call it within `model.disable_adapter()`.
+    """
+    recipe = config.recipe()
+    table = _table(dataset)
+    columns = _Columns(table, recipe)
+    ids, temperature = columns.values("input_ids"), columns.values("temperature")
+    training = model.training
+    model.eval()
+    found = []
+    try:
+        for first in range(0, len(columns.lengths), 1000):
+            spans = zip(columns.starts[first : first + 1000], columns.lengths[first : first + 1000], strict=False)
+            rows = [_row(f"{a}", ids[a : a + n], columns.own[a : a + n], temperature[a : a + n]) for a, n in spans]
+            found.append(score(model, rows, recipe.score, micro_tokens=micro_tokens).logprob.float().numpy())
+    finally:
+        model.train(training)
+    whole = columns.laid_out(np.concatenate(found) if found else np.zeros(0, np.float32))
+    return _sealed(dataset, columns.put(table, "ref_logprobs", whole), hashlib.sha256(whole.tobytes()).hexdigest())
+
+
+def _table(dataset: Dataset) -> pa.Table:
+    if not isinstance(dataset, Dataset):
+        raise UsageError(
+            f"this pass needs whole groups, and so a datasets.Dataset, not {type(dataset).__name__}: take one split of "
+            "a DatasetDict, and open a run with streaming=False"
+        )
+    return dataset.flatten_indices().data.table if dataset._indices is not None else dataset.data.table
+
+
+def _sealed(dataset: Dataset, table: pa.Table, how: str) -> Dataset:
+    # `datasets` caches by fingerprint: without a new one, a later map would return results of the old columns.
+    seal = hashlib.sha256(f"{dataset._fingerprint}{how}".encode()).hexdigest()[:16]
+    return Dataset(table, fingerprint=seal)
+
+
+class _Columns:
+    """The list columns of a dataset as flat arrays: `starts` (rows + 1,) are the offsets of the rows."""
+
+    def __init__(self, table: pa.Table, recipe: Recipe) -> None:
+        self.table, self.recipe = table, recipe
+        labels = self._column("labels").combine_chunks()
+        lengths = np.diff(labels.offsets.to_numpy())
+        self.starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
+        self.lengths = lengths
+        self.labels = labels.flatten().to_numpy(zero_copy_only=False)
+        self.own = self.labels != IGNORED
+        # The first token of a row has no logits before it, so it can't be scored.
+        self.own[self.starts[:-1][lengths > 0]] = False
+        names = (
+            self._column("tape_id")
+            if "tape_id" in table.column_names
+            else pa.array(np.arange(len(lengths)).astype(str))
+        )
+        self.tapes, self.episode = self._numbered("tape_id", names)
+
+    def _column(self, name: str) -> pa.ChunkedArray:
+        if name not in self.table.column_names:
+            raise BadBatch(
+                f"the dataset has no column {name!r} (it has {', '.join(self.table.column_names)}): {REMEDY[name]}"
+            )
+        return self.table.column(name)
+
+    def _numbered(self, name: str, column: pa.ChunkedArray | pa.Array) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """(distinct values in the order of appearance, (rows,) index of each row's value)."""
+        if column.null_count:
+            row = int(np.asarray(column.is_null()).argmax())
+            raise BadBatch(f"column {name!r} is null in row {row}: {REMEDY[name]}")
+        coded = column.dictionary_encode()
+        coded = coded.combine_chunks() if isinstance(coded, pa.ChunkedArray) else coded
+        return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
+
+    def values(self, name: str) -> NDArray[Any]:
+        """(tokens,) the values of a token column; null as NaN."""
+        values = self._column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        if len(values) != len(self.labels):
+            raise BadBatch(
+                f"column {name!r} has {len(values)} values in all, `labels` has {len(self.labels)}: every "
+                "token column is aligned to `input_ids`"
+            )
+        return values.astype(np.float64) if values.dtype == object else values
+
+    def check(self, stream: Stream) -> None:
+        """BadBatch where a value that the recipe needs in this pass is unknown."""
+        if not self.recipe.surrogate.advantages:
+            return
+        episodes = stream.episodes
+        scored = episodes.trains & ~episodes.reward.isnan()
+        if bool(episodes.trains.any()) and not bool(scored.any()):
+            raise BadBatch(f"column 'rewards' is NaN in every row whose status may train: {REMEDY['rewards']}")
+        needed = scored[stream.episode]
+        if bool(needed.any()) and not bool((needed & stream.old.isfinite()).any()):
+            raise BadBatch(f"column 'old_logprobs' is NaN for every own token: {REMEDY['old_logprobs']}")
+        if stream.ref is not None:
+            needed &= stream.old.isfinite() & ~stream.ref.isfinite()
+            if bool(needed.any()):
+                at = int(self.own.nonzero()[0][int(needed.int().argmax())])
+                row = int(np.searchsorted(self.starts, at, side="right")) - 1
+                _refuse("ref_logprobs", float(self.values("ref_logprobs")[at]), row, at - int(self.starts[row]))
+
+    def shaped(self, stream: Stream) -> NDArray[np.float64]:
+        """(tokens,) the shaped reward of each token's episode."""
+        x, scored = stream.episodes.reward, stream.episodes.trains
+        for term in self.recipe.shape:
+            if not isinstance(term, TokenKL):
+                x = term(x, scored, stream, Context())
+        return np.repeat(x.numpy()[self.episode], self.lengths)
+
+    def group_tokens(self, stream: Stream) -> NDArray[np.float64]:
+        """(rows,) mean number of tokens, prompts included, of the episodes of the row's group."""
+        group = stream.episodes.group.numpy()
+        tokens = np.bincount(self.episode, weights=self.lengths, minlength=len(self.tapes))
+        return (np.bincount(group, weights=tokens) / np.bincount(group))[group[self.episode]]
+
+    def stream(self) -> Stream:
+        """The stream of the own tokens of all rows, with their episodes and, if the recipe reads it, `ref_logprobs`."""
+        sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
+        episode = torch.from_numpy(np.repeat(self.episode, sizes))
+        zeros = torch.zeros(len(episode), dtype=torch.int64)
+        n = len(self.tapes)
+        reward, group, allowed, groups = self._episodes()
+        turn, turns = self._turns(reward, episode)
+        truth = torch.from_numpy(allowed)
+        priced = any(term.needs_reference for term in self.recipe.shape)
+        return Stream(
+            token=zeros,
+            temperature=zeros,
+            version=zeros,
+            call=zeros,
+            agent=zeros,
+            turn=turn,
+            episode=episode,
+            old=self._own("old_logprobs"),
+            ref=self._own("ref_logprobs") if priced else None,
+            rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
+            episodes=Episodes(
+                tape=self.tapes,
+                reward=torch.from_numpy(reward),
+                trains=truth,
+                cut=torch.zeros_like(truth),
+                bootstrap=torch.zeros(n, dtype=torch.float64),
+                length=torch.bincount(episode, minlength=n),
+                group=torch.from_numpy(group),
+                fork=torch.arange(n),
+                groups=groups,
+                components=(),
+            ),
+            turns=turns,
+        )
+
+    def _own(self, name: str) -> Tensor:
+        return torch.from_numpy(self.values(name)[self.own].astype(np.float64))
+
+    def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
+        """(rewards, group indices, whether its status lets it train) of the episodes, and the names of the groups."""
+        rewards = self.values("rewards")
+        per_row = np.full(len(self.lengths), np.nan)
+        # All tokens of a row have the episode's reward, so the first one is read. An empty row has no token to read.
+        per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
+        groups, group_of_row = self._numbered("group_id", self._column("group_id"))
+        allowed_row = self._allowed()
+        n = len(self.tapes)
+        reward, group, allowed = np.full(n, np.nan), np.zeros(n, dtype=np.int64), np.zeros(n, dtype=bool)
+        reward[self.episode], group[self.episode], allowed[self.episode] = per_row, group_of_row, allowed_row
+        differs = (group[self.episode] != group_of_row) | (allowed[self.episode] != allowed_row)
+        differs |= ~np.isclose(reward[self.episode], per_row, equal_nan=True)
+        if differs.any():
+            tape = self.tapes[self.episode[int(differs.argmax())]]
+            raise BadBatch(
+                f"the rows of tape {tape!r} disagree on its reward, group or status: a tape is one episode, "
+                "with one reward, group and status in all its rows"
+            )
+        return reward, group, allowed, groups
+
+    def _allowed(self) -> NDArray[np.bool_]:
+        """(rows,) whether the row's status lets it train; True without a column `status`."""
+        names = self.table.column_names
+        if "status" not in names:
+            return np.ones(len(self.lengths), dtype=bool)
+        known: dict[tuple[str, str | None], bool] = {}
+        statuses = self.table.column("status").to_pylist()
+        causes = self.table.column("cause").to_pylist() if "cause" in names else [None] * len(statuses)
+        for row, end in enumerate(zip(statuses, causes, strict=True)):
+            if end not in known:
+                try:
+                    known[end] = trains(Status(end[0]), CauseType(end[1]) if end[1] else None)
+                except ValueError as error:
+                    raise BadBatch(f"columns 'status' and 'cause' of row {row}: {error}") from None
+        return np.fromiter((known[end] for end in zip(statuses, causes, strict=True)), bool, len(statuses))
+
+    def _turns(self, reward: NDArray[np.float64], episode: Tensor) -> tuple[Tensor, Turns]:
+        """((own tokens,) the turn of each, the table of turns). Without columns of turns an episode is one turn."""
+        n = len(self.tapes)
+        if not {"turn", "turn_rewards"} <= set(self.table.column_names):
+            return episode, Turns(reward=torch.from_numpy(reward), episode=torch.arange(n))
+        turn, of = self.values("turn")[self.own].astype(np.int64), episode.numpy()
+        rows = np.zeros(n, dtype=np.int64)
+        rows[self.episode] = np.arange(len(self.episode))
+        lists = self.table.column("turn_rewards").combine_chunks().take(pa.array(rows))
+        given = lists.value_lengths().fill_null(0).to_numpy()
+        counts = np.maximum(given, 1)
+        np.maximum.at(counts, of, turn + 1)
+        start = np.concatenate([[0], np.cumsum(counts)])
+        earned, owner = np.zeros(start[-1]), np.repeat(np.arange(n), counts)
+        earned[start[1:] - 1] = np.where(given == 0, reward, 0.0)
+        place = np.arange(given.sum()) - np.repeat(np.cumsum(given) - given, given)
+        earned[np.repeat(start[:-1], given) + place] = lists.flatten().to_numpy(zero_copy_only=False).astype(np.float64)
+        earned[np.isnan(reward)[owner]] = np.nan
+        total = np.bincount(owner, weights=earned, minlength=n)
+        differs = ~np.isclose(total, reward, rtol=1e-6, atol=1e-6, equal_nan=True)
+        if differs.any():
+            e = int(differs.argmax())
+            raise BadBatch(
+                f"tape {self.tapes[e]!r}: `turn_rewards` add up to {total[e]:g}, `rewards` says {reward[e]:g}: change "
+                "both, or remove the column turn_rewards"
+            )
+        turns = Turns(reward=torch.from_numpy(earned), episode=torch.from_numpy(owner))
+        return torch.from_numpy(turn + start[of]), turns
+
+    def laid_out(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
+        """(tokens,) values of own tokens at their places, NaN elsewhere."""
+        whole = np.full(len(self.own), np.nan, dtype=np.float32)
+        whole[self.own] = values
+        return whole
+
+    def put(self, table: pa.Table, name: str, values: NDArray[Any]) -> pa.Table:
+        """The table with column `name` set to `values` (tokens,), split into rows."""
+        return _with_column(table, name, pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values)))
+
+
+def _with_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:
+    names, plain = table.column_names, table.replace_schema_metadata(None)
+    return plain.set_column(names.index(name), name, column) if name in names else plain.append_column(name, column)
+
+
+def _refuse(name: str, value: float, row: int, token: int) -> None:
+    raise BadBatch(f"column {name!r} is {value:g} in row {row}, token {token}, which trains: {REMEDY[name]}")
+
+
+def collate(
+    features: Sequence[Mapping[str, Sequence[float]]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
+) -> dict[str, Tensor]:
+    """Rows as one padded batch. Padding: `labels` -100, RL columns NaN (never a valid log-prob), `attention_mask` 0.
+
+    `episode` (rows,) numbers the tapes of the batch. None and null are NaN.
+    """
+    longest = max(len(row["input_ids"]) for row in features)
+    width = -(-longest // multiple) * multiple
+    fills: dict[str, tuple[Any, torch.dtype]] = {"input_ids": (pad_id, torch.int64), "labels": (IGNORED, torch.int64)}
+    fills |= {name: (float("nan"), torch.float32) for name in TOKEN_COLUMNS if name in features[0]}
+    out = {name: torch.full((len(features), width), fill, dtype=dtype) for name, (fill, dtype) in fills.items()}
+    out["attention_mask"] = torch.zeros(len(features), width, dtype=torch.int64)
+    tapes: dict[object, int] = {}
+    out["episode"] = torch.tensor(
+        [tapes.setdefault(row.get("tape_id", i), len(tapes)) for i, row in enumerate(features)]
+    )
+    for i, row in enumerate(features):
+        n = len(row["input_ids"])
+        where = slice(0, n) if side == "right" else slice(width - n, width)
+        for name, (_, dtype) in fills.items():
+            values = np.asarray(row[name], dtype=np.int64 if dtype == torch.int64 else np.float64)
+            out[name][i, where] = torch.from_numpy(values).to(dtype)
+        out["attention_mask"][i, where] = 1
+    return out
+
+
+def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
+    """(loss with gradient, statistics) of a collated batch: the recipe's mean over the batch's tokens that train.
+
+    Statistics are means, and extremes as `name/min` and `name/max`, over these tokens. `tokens` is their number, and
+    `weight` the divisor of the loss: the losses of several batches, each times its `weight`, divided by the sum of the
+    weights, are the loss of one batch that holds all rows. BadBatch names column, row and token of a value that the
+    recipe needs and that is unknown; LossNotFinite if the loss is NaN or infinite.
+    """
+    recipe = config.recipe()
+    batch = {name: column.detach().cpu() for name, column in batch.items() if isinstance(column, Tensor)}
+    own = (batch["labels"] != IGNORED) & (batch["attention_mask"].cumsum(-1) > 1)
+    weights = _known(batch, "weights", own)
+    own = own & (batch["weights"] > 0)
+    weights = batch["weights"][own].double()
+    needed = ["temperature"] * (recipe.score.temperature == "recorded")
+    weight = torch.zeros_like(weights)
+    if recipe.surrogate.advantages:
+        weight = _known(batch, "advantages" if config.use_advantages else "rewards", own).double()
+        needed.append("old_logprobs")
+    needed += ["ref_logprobs"] * any(term.needs_reference for term in (*recipe.regulariser, recipe.surrogate))
+    for name in needed:
+        _known(batch, name, own)
+    blank = torch.full_like(batch["weights"], torch.nan)
+    old, ref = (batch.get(name, blank) for name in ("old_logprobs", "ref_logprobs"))
+    temperature = batch.get("temperature", torch.ones_like(blank))
+    rows = []
+    for k, there in enumerate(batch["attention_mask"].bool().numpy()):
+        columns = (column[k].numpy()[there] for column in (batch["input_ids"], own, temperature, old))
+        rows.append(_row("batch", *columns))
+    stream = Stream.of(rows, [Episode(tape="batch", group="batch", reward=0.0)]).having(ref=ref[own])
+    micros = plan(rows)
+    index = torch.cat([micro.index for micro in micros]) if micros else torch.zeros(0, dtype=torch.int64)
+    scored = [forward(model, micro, recipe.score, entropy=recipe.needs_entropy) for micro in micros]
+    order = index.argsort()
+    lp = torch.cat([one.logprob.cpu() for one in scored])[order] if micros else torch.zeros(0, requires_grad=True)
+    entropies = [one.entropy.cpu() for one in scored if one.entropy is not None]
+    entropy = torch.cat(entropies)[order] if entropies else None
+    if config.relu_log_p_weights:
+        weight = weight.clamp(min=0)
+    every = torch.ones(len(lp), dtype=torch.bool)
+    whole = objective.Batch(recipe=recipe, stream=stream, advantage=weight, entered=every, selected=every, target=None)
+    # The weights come from the whole dataset, so that an episode whose rows are in several batches keeps its weight.
+    episodes = float(len(batch["episode"][own.any(-1)].unique())) if recipe.weigh.kind == "constant" else 1.0
+    total = episodes if recipe.weigh.kind in ("constant", "sum") else float(weights.sum())
+    part = replace(whole.part(), weight=weights / (total or 1.0))
+    context = Context()
+    loss = part.loss(lp, entropy, torch.arange(len(lp)), context, objective.betas(recipe))
+    if not bool(loss.isfinite()):
+        bad = ~lp.detach().isfinite()
+        row, token = own.nonzero()[int(bad.int().argmax())].tolist()
+        cause = (
+            f"the model's log-prob of row {row}, token {token} is {float(lp[bad][0]):g}"
+            if bool(bad.any())
+            else ("every log-prob is finite, so a ratio or the surrogate overflows")
+        )
+        raise LossNotFinite(f"the loss is {float(loss):g}: {cause}; don't step, and check the weights for NaN")
+    _statistics(batch, own, lp.detach(), weight, stream, recipe, config, context.sums)
+    return loss, {"loss": float(loss.detach()), "tokens": float(len(lp)), "weight": total, **context.sums.flat()}
+
+
+def _known(batch: Mapping[str, Tensor], name: str, own: Tensor) -> Tensor:
+    """The column's values at `own` (rows, width) bool. BadBatch if the column is missing, or one of them isn't finite,
+    or below 0 where it is a weight."""
+    if name not in batch:
+        raise BadBatch(f"the batch has no column {name!r} (it has {', '.join(batch)}): {REMEDY[name]}")
+    bad = own & ~batch[name].isfinite()
+    if name == "weights":
+        bad |= own & (batch[name] < 0)
+    if bool(bad.any()):
+        row, token = bad.nonzero()[0].tolist()
+        # Left padding shifts the tokens, so they are counted from the row's first one.
+        _refuse(name, float(batch[name][row, token]), row, int(batch["attention_mask"][row, :token].sum()))
+    return batch[name][own]
+
+
+def _row(
+    tape: str,
+    input_ids: NDArray[Any],
+    own: NDArray[np.bool_],
+    temperature: NDArray[Any],
+    old: NDArray[Any] | None = None,
+) -> Row:
+    """A row from columns (L,) over its tokens."""
+    at = own.nonzero()[0].astype(np.int32)
+    zeros = np.zeros(len(at), np.int32)
+    return Row(
+        tape=tape,
+        group=tape,
+        input_ids=input_ids.astype(np.int32),
+        own=at,
+        old=np.full(len(at), np.nan, np.float32) if old is None else old[own].astype(np.float32),
+        temperature=temperature[own].astype(np.float32),
+        version=zeros - 1,
+        call=zeros,
+        turn=zeros,
+        offset=at,
+        calls=("batch",),
+        agents=("batch",),
+        versions=(),
+    )
+
+
+def _statistics(
+    batch: Mapping[str, Tensor],
+    own: Tensor,
+    lp: Tensor,
+    weight: Tensor,
+    stream: Stream,
+    recipe: Recipe,
+    config: RLConfig,
+    sums: Sums,
+) -> None:
+    """Add the statistics over the tokens of this batch that train to `sums`."""
+    surrogate = recipe.surrogate
+    epsilon = 0.2 if config.epsilon is None else config.epsilon
+    low, high = (surrogate.low, surrogate.high) if isinstance(surrogate, PPO | CPG) else (epsilon, epsilon)
+    ratio = (lp - stream.old).exp()
+    values = {
+        "new_logprobs": lp,
+        "old_logprobs": stream.old,
+        "ratio_new_old": ratio,
+        "weights": weight,
+        **{name: batch[name][own] for name in ("rewards", "advantages") if name in batch},
+        "surrogate": ratio * weight,
+        "surrogate/clipped": ratio.clamp(1 - low, 1 + high) * weight,
+    }
+    if stream.ref is not None and bool(stream.ref.isfinite().any()):
+        values["ref_logprobs"] = stream.ref
+        values["ratio_ref_new"] = (stream.ref - lp).exp()
+        values["ratio_ref_old"] = (stream.ref - stream.old).exp()
+        values["kl"] = estimate("k3", lp, stream.ref)
+    for name, column in values.items():
+        # Unknown in a column that the recipe doesn't read: the loss has refused all others.
+        sums.add(name, column[~column.isnan()], extremes=True)
+    sums.add("logprob_where_weight_positive", lp[weight > 0])
+    sums.add("logprob_where_weight_negative", lp[weight < 0])
