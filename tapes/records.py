@@ -109,10 +109,10 @@ class Sampled(Record):
     """Base of the records with sampling settings."""
 
     def body(self) -> bytes:
-        """As `Record.body`, without a `first_temperature` that is None."""
+        """As `Record.body`, without the `LATER` settings that have their defaults."""
         sampling: Sampling | None = getattr(self, "sampling", None)
-        plain = sampling is not None and sampling.first_temperature is None
-        return to_json(self, inf_nan_mode="strings", exclude={"sampling": {"first_temperature"}} if plain else None)
+        unset = {name for name, default in LATER.items() if getattr(sampling, name, default) == default}
+        return to_json(self, inf_nan_mode="strings", exclude={"sampling": unset} if sampling is not None else None)
 
 
 class Task(Value):
@@ -158,6 +158,11 @@ class Sampling(Value):
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
     other tokens."""
+    min_tokens: int = Field(default=0, ge=0)
+    """The first so many tokens of an answer are no end tokens: their log-probs are those of the distribution over the
+    other tokens. A text in `extra.stop` ends an answer all the same."""
+    ignore_eos: bool = False
+    """End tokens don't end an answer, and each token's distribution stays as it is; `min_tokens` has no effect."""
 
     @property
     def exact(self) -> bool:
@@ -168,9 +173,19 @@ class Sampling(Value):
         """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
 
+    @property
+    def barring(self) -> int:
+        """How many of the first tokens can't be end tokens."""
+        return 0 if self.ignore_eos else self.min_tokens
+
     def temperature_at(self, position: int) -> float:
         """Temperature of the token at that position of the completion."""
         return self.first_temperature if position == 0 and self.first_temperature is not None else self.temperature
+
+
+LATER = {"first_temperature": None, "min_tokens": 0, "ignore_eos": False}
+"""Sampling settings that came later, with their defaults. A body leaves out the defaults, so the digests of tapes from
+before hold."""
 
 
 class Identity(Value):
@@ -322,6 +337,8 @@ class Call(Sampled):
     """Sampled token ids, including the one that ends the turn; None when the engine returns text only."""
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id; NaN where unknown."""
+    barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
+    """With `sampling.min_tokens`: the end ids that the distribution of the first tokens lacks. None: unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""
@@ -337,6 +354,11 @@ class Call(Sampled):
     """Why this call starts a new row although its path has spoken; None when it extends its base or is the first."""
     engine: str = ""
     at: float
+
+    @property
+    def exact(self) -> bool:
+        """True when the recorded log-probs are those of a distribution that a trainer can compute again."""
+        return self.sampling.exact and (self.barred is not None or not self.sampling.barring)
 
     @property
     def reply(self) -> Message:

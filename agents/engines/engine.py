@@ -44,6 +44,9 @@ class Completion:
     """Sampled ids, the turn-ending one included (int32)."""
     logprobs: array[float] | None = None
     """log softmax(logits / temperature) of each id (float32), same length as `ids`."""
+    barred: tuple[int, ...] | None = None
+    """With `Sampling.min_tokens`: all ids that the engine left out of the distribution of the first tokens. None: it
+    can't say, so the answer is no RL data."""
     spans: tuple[tuple[str, int, int], ...] = ()
     """(policy version, start, end) over `ids`, half-open, contiguous, covering all of it."""
     finish: Finish = "stop"

@@ -111,6 +111,7 @@ class Conversations:
             "conversation": pending.conversation,
             "text": completion.text,
             "tool_calls": completion.tool_calls,
+            "barred": completion.barred,
             "sampling": request.sampling,
             "seed": None if engine == AUTHORED else request.seed,
             "tools": pending.tools,

@@ -43,7 +43,7 @@ async def complete(engine: Engine, request: Request) -> Completion:
     if first.ids is None or first.finish != "length" or left < 1:
         return first
     rest = replace(
-        _part(request, plain, temperature=plain.temperature, max_tokens=left),
+        _part(request, plain, temperature=plain.temperature, max_tokens=left, min_tokens=max(plain.min_tokens - 1, 0)),
         prompt=request.prompt + first.ids,
         seed=derive_seed(request.seed, "rest"),
         listener=_Rest(request.listener, first.ids) if request.listener is not None else None,
@@ -111,6 +111,7 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
         text=text,
         ids=ids,
         logprobs=logprobs,
+        barred=first.barred,
         spans=_spans(first.spans, rest.spans, len(first.ids)),
         usage=usage,
         attempts=(),

@@ -225,6 +225,7 @@ def recorded_answer(call: Call) -> Completion:
         text=call.text,
         ids=None if scripted else call.completion,
         logprobs=call.logprobs,
+        barred=call.barred,
         spans=call.spans,
         finish=call.finish,
         tool_calls=call.tool_calls,

@@ -54,6 +54,8 @@ class Row:
     agents: tuple[str, ...]
     """Path of each call, aligned to `calls`."""
     versions: tuple[str, ...]
+    bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """(tokens, ids) of each call: the distribution of its first so many tokens lacks these ids. Empty: of none."""
     episode: str = ""
     """Name of the `Episode` whose reward trains the tokens; empty: the tape's own episode."""
 
@@ -72,6 +74,22 @@ class Row:
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
         }
         return replace(self, **own)
+
+    def barred(self, wanted: NDArray[np.integer], first: int = 0) -> NDArray[np.int64]:
+        """(m, 2) pairs (first + k, id): the distribution of own token `wanted[k]` lacks this id."""
+        pairs = [
+            (k, id)
+            for k, i in enumerate(wanted if self.bars else (), first)
+            for id in self.bars[self.call[i]][1]
+            if self.offset[i] < self.bars[self.call[i]][0]
+        ]
+        return np.array(pairs, dtype=np.int64).reshape(-1, 2)
+
+    def plain(self) -> NDArray[np.float32]:
+        """(n,) `old`, and NaN where the distribution lacked ids: for a trainer that scores with whole ones."""
+        old = self.old.copy()
+        old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
+        return old
 
     def labels(self) -> NDArray[np.int64]:
         """(L,) the token id where it is the agent's own, -100 elsewhere."""
@@ -206,6 +224,7 @@ class _Building:
     version: list[tuple[int, int]] = field(default_factory=list)
     """(tokens, index of version) of each span."""
     calls: list[str] = field(default_factory=list)
+    bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)
 
@@ -223,7 +242,7 @@ class _Building:
             return
         if start == 0:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
-        known = call.logprobs if call.sampling.exact else None
+        known = call.logprobs if call.exact else None
         old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
         offsets = np.arange(n, dtype=np.int32)
@@ -239,6 +258,7 @@ class _Building:
         drawn_at = _temperatures(call.sampling, offsets) if known is not None else ((n, 1.0),)
         self.columns.extend((k, temperature, len(self.calls), turn) for k, temperature in drawn_at)
         self.calls.append(call.call)
+        self.bars.append((call.sampling.barring, call.barred or ()) if known is not None else (0, ()))
         self.agents.append(call.by)
 
     def done(self, tape: str, group: str) -> Row:
@@ -257,4 +277,5 @@ class _Building:
             calls=tuple(self.calls),
             agents=tuple(self.agents),
             versions=tuple(self.versions),
+            bars=tuple(self.bars) if any(ids for _, ids in self.bars) else (),
         )

@@ -210,7 +210,7 @@ def _as_recorded(tape: Tape, row: Row) -> Row:
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)
-        if call.sampling.first_temperature is not None:
+        if call.sampling.first_temperature is not None or call.sampling.barring:
             continue
         plain = call.sampling.model_copy(update={"temperature": 1.0})
         if call.logprobs is not None and call.sampling.temperature == 0 and plain.exact:

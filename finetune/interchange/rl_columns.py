@@ -167,7 +167,7 @@ def _record(row: Row, episode: Episode, renderer: Renderer | None, cut: Collecti
     turn[row.own] = row.turn
     encoding = {"input_ids": row.input_ids.tolist(), "labels": row.labels().tolist()}
     record: dict[str, Any] = {
-        **prepare_rl_fields(encoding, episode.reward, row.old.tolist(), temperature=row.temperature.tolist()),
+        **prepare_rl_fields(encoding, episode.reward, row.plain().tolist(), temperature=row.temperature.tolist()),
         "turn": turn.tolist(),
         "version": versions.tolist(),
         "turn_rewards": [] if episode.turn_rewards is None else list(map(float, episode.turn_rewards)),

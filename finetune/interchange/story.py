@@ -237,7 +237,7 @@ def _turn_of(tape: Tape, call: Call, label: Label | None) -> Turn:
         tools=tape.call_tools(call) or (),
         prompt=tape.call_prompt(call) if whole else None,
         completion=call.completion if whole else None,
-        logprobs=call.logprobs if whole and call.sampling.exact else None,
+        logprobs=call.logprobs if whole and call.sampling.exact and not call.sampling.barring else None,
         targets=_targets(label, len(call.completion or ())),
         finish=call.finish,
         sampling=call.sampling,

@@ -166,6 +166,12 @@ def check_engine(
             f"loop.publish={loop.publish} can't be done with adapters: a completion keeps the adapters that it began "
             f"with, so set loop.publish=drain, or {name}.publish=reload"
         )
+    if isinstance(engine, ServerConfig) and loop.sampling.barring:
+        raise ValueError(
+            f"loop.sampling.min_tokens={loop.sampling.min_tokens} can't be trained on with {name}: servers don't say "
+            "which end tokens they leave out, so the trainer's log-probs would be of other distributions. Sample in "
+            "this process (engine.kind=embedded), or remove it; `run` and `evaluation.sampling` take it"
+        )
     if engine.kind == "sglang" and loop.publish == "drain":
         raise ValueError(
             f"loop.publish=drain: {name} is SGLang, which has no pause that lets requests end; set "

@@ -14,6 +14,8 @@ from torch import Tensor
 
 CHUNK = 1 << 22
 """Logits alive at a time (elements): 16 MiB in float32."""
+BARRED = -1e9
+"""Logit of a token that couldn't be sampled: finite, since 0 * inf is NaN in the entropy."""
 
 
 class _LogProbs(torch.autograd.Function):
@@ -25,6 +27,7 @@ class _LogProbs(torch.autograd.Function):
         bias: Tensor | None,
         token: Tensor,
         temperature: Tensor | None,
+        barred: Tensor | None,
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         # Softmax in float32 at least: in bfloat16 a log-prob near 0 has an error of the size of the PPO clip range.
@@ -34,25 +37,25 @@ class _LogProbs(torch.autograd.Function):
         lp = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)
         for at in _chunks(n, len(weight)):
-            z = _logits(hidden, weight, bias, temperature, at, exact)
+            z = _logits(hidden, weight, bias, temperature, barred, at, exact)
             lse[at] = z.logsumexp(-1)
             lp[at] = z.gather(1, token[at, None])[:, 0] - lse[at]
             if want_entropy:
                 entropy[at] = lse[at] - ((z - lse[at, None]).exp() * z).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, token, temperature, lse, entropy)
+        ctx.save_for_backward(hidden, weight, bias, token, temperature, barred, lse, entropy)
         ctx.want_entropy = want_entropy
         return lp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_lp, grad_entropy = grads
-        hidden, weight, bias, token, temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, token, temperature, barred, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # Summed over chunks in float32: in bfloat16 a late chunk would be rounded away against the sum so far.
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in _chunks(len(token), len(weight)):
-            z = _logits(hidden, weight, bias, temperature, at, lse.dtype).sub_(lse[at, None])
+            z = _logits(hidden, weight, bias, temperature, barred, at, lse.dtype).sub_(lse[at, None])
             grad = z.exp()  # softmax, since z has its logsumexp subtracted
             # d lp / dz = 1[token] - softmax;  d H / dz = -softmax (log softmax + H)
             if ctx.want_entropy:
@@ -74,7 +77,8 @@ class _LogProbs(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), hidden[at])
                 else:
                     grad_weight += grad.t() @ hidden[at]
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None, None
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, whole, grad_bias, None, None, None, None
 
 
 def _chunks(n: int, vocabulary: int) -> list[slice]:
@@ -83,20 +87,40 @@ def _chunks(n: int, vocabulary: int) -> list[slice]:
 
 
 def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor | None, at: slice, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor | None,
+    barred: Tensor | None,
+    at: slice,
+    dtype: torch.dtype,
 ) -> Tensor:
     z = torch.nn.functional.linear(hidden[at], weight, bias).to(dtype)
-    return z if temperature is None else z.div_(temperature[at, None])
+    if temperature is not None:
+        z.div_(temperature[at, None])
+    if barred is not None:
+        here, id = barred[:, (barred[0] >= at.start) & (barred[0] < at.stop)]
+        z[here - at.start, id] = BARRED
+    return z
 
 
 def log_probs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, temperature: Tensor, *, entropy: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token: Tensor,
+    temperature: Tensor,
+    *,
+    entropy: bool = False,
+    barred: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(n,) log-probs of the tokens and, on request, entropies of their distributions, float32 or wider.
 
     hidden (n, D); weight (V, D) and bias (V,) of the output layer; token (n,) ids; temperature (n,), all positive.
+    barred: as in `Micro`.
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)
-    lp, h = _LogProbs.apply(hidden, weight, bias, token.to(hidden.device), scale, entropy)  # type: ignore[misc]
+    barred = None if barred is None else barred.to(hidden.device)
+    lp, h = _LogProbs.apply(hidden, weight, bias, token.to(hidden.device), scale, barred, entropy)  # type: ignore[misc]
     return lp, h if entropy else None

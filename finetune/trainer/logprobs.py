@@ -60,7 +60,10 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
         wide = how.head == "float32"
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
-        return Scores(*head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy))
+        # Maximum likelihood scores the model itself: at temperature 1, with all tokens.
+        barred = None if how.temperature == "one" else micro.barred
+        found = head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy, barred=barred)
+        return Scores(*found)
 
 
 def states(body: nn.Module, micro: Micro) -> Tensor:

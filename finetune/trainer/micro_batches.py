@@ -50,6 +50,8 @@ class Micro:
     """(P,) int64 ids that all rows begin with, forwarded once; None: no shared prefix."""
     positions: Tensor | None = None
     """(1, L) int64 position of each token in its own row, where rows are packed into one; None: they are padded."""
+    barred: Tensor | None = None
+    """(2, m) int64: the distribution of wanted token [0, k] lacks the id [1, k]. None: all distributions are whole."""
 
     @classmethod
     def idle(cls) -> Micro:
@@ -181,6 +183,8 @@ class _Batches:
         positions: Tensor | None,
     ) -> Micro:
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
+        before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
+        barred = [row.barred(mine, at) for (row, mine, _), at in zip(wanted, before, strict=False) if row.bars]
         return Micro(
             ids=torch.from_numpy(ids),
             at=_joined(places),
@@ -190,6 +194,7 @@ class _Batches:
             token=_joined([row.input_ids[row.own[mine]] for row, mine, _ in wanted]),
             temperature=torch.from_numpy(np.concatenate([row.temperature[mine] for row, mine, _ in wanted])),
             index=_joined([mine + start for _, mine, start in wanted]),
+            barred=torch.from_numpy(np.concatenate(barred).T) if barred else None,
         )
 
 

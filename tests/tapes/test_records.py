@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from tapereel.tapes.records import Begin, Call, Identity, Sampling, Task, parse_record
+from tapereel.tapes.records import LATER, Begin, Call, Identity, Sampling, Task, parse_record
 
-ALIKE: dict[str, Any] = {"a": 1, "first_temperature": None, "conversation": "", "b": 2}
+ALIKE: dict[str, Any] = {
+    "a": 1,
+    "first_temperature": None,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "barred": None,
+    "conversation": "",
+    "b": 2,
+}
 """Names that a body leaves out, where they are somebody's data."""
 
 
@@ -23,6 +31,8 @@ def call(**fields: Any) -> Call:
         call(messages=({"role": "user", "content": "x", "more": ALIKE},)),
         call(sampling=Sampling(extra=ALIKE)),
         call(sampling=Sampling(extra=ALIKE, first_temperature=10.0), conversation="main"),
+        call(sampling=Sampling(extra=ALIKE, min_tokens=2), barred=(3, 5)),
+        call(sampling=Sampling(ignore_eos=True)),
         call(tool_calls=({"function": ALIKE},), sampling=Sampling(extra=ALIKE)),
         call(),
         Begin(
@@ -38,7 +48,7 @@ def call(**fields: Any) -> Call:
             sampling=Sampling(extra=ALIKE),
         ),
     ],
-    ids=["message", "extra", "told", "tool call", "plain", "task"],
+    ids=["message", "extra", "told", "least", "endless", "tool call", "plain", "task"],
 )
 def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: Call | Begin) -> None:
     body = record.body()
@@ -46,7 +56,8 @@ def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: C
     plain = from_json(body)
     assert ("conversation" in plain) == bool(isinstance(record, Call) and record.conversation)
     assert record.sampling is not None
-    assert ("first_temperature" in plain["sampling"]) == (record.sampling.first_temperature is not None)
+    set_ = {name for name, default in LATER.items() if getattr(record.sampling, name) != default}
+    assert {*plain["sampling"]}.intersection(LATER) == set_
 
 
 @pytest.mark.parametrize(
@@ -59,6 +70,7 @@ def test_a_body_leaves_out_what_isnt_told_and_keeps_what_looks_like_it(record: C
         {"top_p": 0.0},
         {"top_p": 1.1},
         {"top_k": -1},
+        {"min_tokens": -1},
         {"first_temperature": 0.0},
         {"first_temperature": float("inf")},
     ],

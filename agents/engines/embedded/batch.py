@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -64,6 +65,9 @@ class Generation:
     stops: frozenset[int]
     limit: int
     """Maximum number of tokens to sample."""
+    barred: tuple[int, ...]
+    """Ids that can't be sampled as one of the first `min_tokens` tokens."""
+    min_tokens: int
     key: str
     """Key under which the KV is parked; the KV of an empty key is not parked."""
     ids: array[int] = field(default_factory=ints)
@@ -249,6 +253,9 @@ class Batch:
         if any(s.top_k or s.top_p < 1.0 for s in rows):
             top_p = np.array([s.top_p for s in rows])
             top_k = np.array([s.top_k for s in rows], dtype=np.int64)
+        barred = [(k, stop) for k, s in enumerate(rows) if len(s.ids) < s.min_tokens for stop in s.barred]
+        if barred:
+            logits = logits.index_put(tuple(torch.tensor(barred).T), logits.new_tensor(-torch.inf))
         ids, logprobs = draw(logits, self._temperature[at], uniform, top_p, top_k)
         self._last[at] = ids
         out = []

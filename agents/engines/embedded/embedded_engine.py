@@ -238,7 +238,7 @@ class EmbeddedEngine:
         if set(sampling.extra) - {"stop"}:  # `LLM` cuts the text at a stop string
             raise EngineError(
                 f"sampling options {sorted(sampling.extra)} are unknown to the embedded engine; it has "
-                "temperature, max_tokens, top_p and top_k"
+                "temperature, max_tokens, top_p, top_k, min_tokens and ignore_eos"
             )
         if len(prompt) >= self.context:
             raise PromptTooLong(
@@ -252,15 +252,18 @@ class EmbeddedEngine:
                 f"prompt id {ids[at]} at position {at} is outside the model's vocabulary of "
                 f"{self._decoder.vocabulary}; the tokenizer is another model's"
             )
+        stops = frozenset() if sampling.ignore_eos else self.end_ids.union(request.stop_ids)
         return Generation(
             prompt=prompt,
             seed=as_seed(request.seed),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            stops=self.end_ids.union(request.stop_ids),
+            stops=stops,
+            barred=tuple(sorted(id for id in stops if 0 <= id < self._decoder.vocabulary)),
             key=request.cache_key,
             limit=min(sampling.max_tokens, self.context - len(prompt)),
+            min_tokens=sampling.barring,
         )
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
@@ -277,6 +280,7 @@ class EmbeddedEngine:
             text=self._renderer.decode(generation.ids) if self._renderer is not None else "",
             ids=generation.ids,
             logprobs=generation.logprobs,
+            barred=generation.barred if generation.min_tokens else None,
             spans=tuple(flight.spans),
             finish=finish,
             usage=usage,

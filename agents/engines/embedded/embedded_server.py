@@ -44,10 +44,20 @@ OFF: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
-    "min_tokens": 0,
 }
 """Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
-KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", *OFF}
+KNOWN = {
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+}
+KNOWN |= {*OFF}
 
 
 class BadRequest(TapereelError, ValueError):
@@ -176,7 +186,7 @@ class EngineServer(HttpService):
             if name not in KNOWN or (name in OFF and value != OFF[name]):
                 raise BadRequest(
                     f"sampling_params.{name} = {value!r}: the embedded engine can't do that; it has "
-                    "temperature, top_p, top_k, seed, max_tokens, stop_token_ids and ignore_eos"
+                    "temperature, top_p, top_k, seed, max_tokens, min_tokens, stop_token_ids and ignore_eos"
                 )
         eos = () if given.get("ignore_eos") else self._eos
         room = self.engine.context - len(ids)
@@ -185,6 +195,7 @@ class EngineServer(HttpService):
             top_p=given.get("top_p", 1.0),
             top_k=max(given.get("top_k", 0), 0),
             max_tokens=given.get("max_tokens") or max(room, 1),
+            min_tokens=given.get("min_tokens", 0),
         )
         return Request(
             messages=(),

@@ -416,7 +416,8 @@ class RemoteEngine:
         yield self.capabilities.model, self.version
 
     async def _answer(self, flight: Flight, request: Request, model: str) -> object:
-        stops = dict.fromkeys((*self._renderer.end_ids, *request.stop_ids))
+        ends = () if request.sampling.ignore_eos else (*self._renderer.end_ids, *request.stop_ids)
+        stops = dict.fromkeys(ends)
         body = self._dialect.body(request, model=model, request_id=flight.id, stops=tuple(stops))
         # Without versions per token, an answer that overlaps a weight sync is rejected and requested again. Listeners
         # then get no tokens at all, because received tokens must be a prefix of the completion.

@@ -45,8 +45,9 @@ class SGLangGenerate:
             "frequency_penalty": 0.0,
             "repetition_penalty": 1.0,
             "max_new_tokens": sampling.max_tokens,
-            "min_new_tokens": 0,
+            "min_new_tokens": min(sampling.barring, sampling.max_tokens),
             "stop_token_ids": list(stops),
+            **({"ignore_eos": True} if sampling.ignore_eos else {}),
             # SGLang gets the low 31 bits: requests whose seeds differ only above bit 30 sample with the same seed.
             "sampling_seed": request.seed & (2**31 - 1),
             **sampling.extra,

@@ -33,8 +33,9 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
         "repetition_penalty": 1.0,
         "seed": request.seed,
         "max_tokens": sampling.max_tokens,
-        "min_tokens": 0,
+        "min_tokens": min(sampling.barring, sampling.max_tokens),
         "stop_token_ids": list(stops),
+        **({"ignore_eos": True} if sampling.ignore_eos else {}),
         **sampling.extra,
     }
 

@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,3 +83,63 @@ def _weights(run: tr.Run) -> dict[str, torch.Tensor]:
 def test_a_critic_refuses_settings_that_it_would_ignore(model: str, tmp_path: Path, setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="would do nothing: remove them"):
         train(model, tmp_path / "run", recipe="ppo", **setting)
+
+
+@pytest.mark.parametrize("more", [{}, {"loop__sampling__first_temperature": 5.0}], ids=["alone", "with FIRE"])
+def test_answers_of_at_least_so_many_tokens_are_trained_on_exactly(
+    model: str, tmp_path: Path, more: dict[str, Any]
+) -> None:
+    """The run stops where sampler and trainer differ by more than the tolerance."""
+    exact = {"loop__sampling__temperature": 0.7, "loop__sampler_tolerance": 1e-5, **more}
+    run = train(model, tmp_path / "run", loop__sampling__min_tokens=4, loop__sampling__max_tokens=24, **exact)
+    calls = [call for tape in run.tapes() for call in tape.calls]
+    ends = set(calls[0].barred or ())
+    assert ends
+    assert {call.barred for call in calls} == {calls[0].barred}
+    assert all(len(call.completion or ()) >= 4 for call in calls)
+    assert not any(ends.intersection((call.completion or [])[:4]) for call in calls)
+    assert any((call.completion or [0])[-1] in ends for call in calls), "later tokens may end an answer"
+    assert run.reproduce().outcome == "verified"
+    assert run.replay().counts["verified"] == len(run.tapes())
+
+
+def test_without_a_least_length_records_are_as_before(model: str, tmp_path: Path) -> None:
+    short = [call for tape in train(model, tmp_path / "free").tapes() for call in tape.calls]
+    assert any(len(call.completion or ()) < 4 for call in short)
+    assert not any(name in short[0].body() for name in (b"min_tokens", b"ignore_eos", b"barred"))
+
+
+def test_ignored_end_tokens_are_trained_on(model: str, tmp_path: Path) -> None:
+    run = train(model, tmp_path / "run", loop__sampling__ignore_eos=True, loop__sampler_tolerance=1e-5)
+    calls = [call for tape in run.tapes() for call in tape.calls]
+    assert {(len(call.completion or ()), call.finish) for call in calls} == {(6, "length")}
+    ends = set(load_renderer(model).end_ids)
+    assert any(ends.intersection((call.completion or [])[:-1]) for call in calls), "an end token within an answer"
+    assert len({call.text for call in calls}) > 1
+    assert run.reproduce().outcome == "verified"
+    assert run.replay().counts["verified"] == len(run.tapes())
+
+
+def test_a_server_doesnt_say_which_end_tokens_it_leaves_out(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"loop.sampling.min_tokens=2 can't be trained on with engine.*`run`"):
+        train(model, tmp_path / "run", engine__kind="vllm", loop__sampling__min_tokens=2)
+
+
+def test_an_engine_that_leaves_ids_out_unsaid_gives_no_rl_data(model: str, tmp_path: Path) -> None:
+    from tapereel.finetune.data.rows import rows
+
+    run = tr.run(tr.ChatAgent(), Say, ["a"], model, out=tmp_path / "run", settings={"sampling.min_tokens": 2})
+    (tape,) = run.tapes()
+    (own,) = rows(tape)
+    assert np.isfinite(own.old).all()
+    assert own.bars[0][0] == 2
+    call = tape.calls[0].model_copy(update={"barred": None})
+    assert (call.exact, tape.calls[0].exact) == (False, True)
+
+
+def load_renderer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    from tapereel.agents.rendering.renderer import Renderer
+
+    return Renderer(AutoTokenizer.from_pretrained(model))
