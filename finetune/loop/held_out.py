@@ -7,7 +7,7 @@ out. `agents.runs.pass_at_k` computes the scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...agents import Agent, Engine, Limits, rollout
 from ...agents.episode.seeds import derive_seed
@@ -16,6 +16,7 @@ from ...agents.runs.pass_at_k import Scores, evaluate_rewards
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...tapes import Sampling, Tape, Task
 from ...tapes.journal import Journal
+from .metrics import components, ends, lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +27,12 @@ class Evaluation:
     """Of each episode, task after task; None where it could not be scored, or ended by an error that isn't the
     agent's."""
     metrics: dict[str, float]
-    """Mean of every reward component and metric over the tapes that have it."""
+    """Mean of every reward component and metric, summed over an episode, over the tapes that have it."""
     tapes: tuple[str, ...]
     scores: Scores
     """Mean reward and pass@k with their intervals."""
+    lengths: dict[str, float | None] = field(default_factory=dict)
+    """Turns, tokens and ends of the episodes, by their names in the metrics."""
 
     @property
     def scored(self) -> int:
@@ -100,17 +103,15 @@ async def evaluate(
 
     places = [(number, Task.of(task), attempt) for number, task in enumerate(tasks) for attempt in range(attempts)]
     tapes = await run_all(places, one, concurrency=concurrent)
-    values: dict[str, list[float]] = {}
     rewards: dict[str, list[float | None]] = {}
     for (_, task, _), tape in zip(places, tapes, strict=True):
         rewards.setdefault(task.hash, []).append(_earned(tape))
-        for reward in tape.rewards:
-            values.setdefault(reward.name, []).append(reward.value)
     return Evaluation(
         tuple(map(_earned, tapes)),
-        {name: sum(v) / len(v) for name, v in values.items()},
+        components(tapes),
         tuple(tape.id for tape in tapes),
         evaluate_rewards(rewards, k=k, success=success, seed=seed),
+        {**ends(tapes), **lengths(tapes)},
     )
 
 

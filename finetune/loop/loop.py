@@ -26,7 +26,6 @@ from ...envs.rewards.relative import training_reward
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.store import Store
-from ..data.by_agent import reward_by_agent
 from ..data.rows import Row
 from ..data.staleness import stale_before
 from ..history.history import History, Plan
@@ -35,7 +34,7 @@ from ..objective.recipe import Recipe
 from ..policies.players import Player, check_players
 from ..recipes import get_recipe
 from ..trainer.updates import UpdateStats
-from .metrics import performance_line, rollout_line
+from .metrics import performance_line, player_line, rollout_line
 from .rollouts import Rollouts, Taken
 from .warm_start import batch_of
 
@@ -168,6 +167,8 @@ class Loop:
         self.publish_seconds = 0.0
         self._began = (0.0, 0.0)
         """(time, the engine's busy seconds) at the start of the loop."""
+        self._reported = (0, 0.0)
+        """(tokens sampled, the engine's busy seconds) when the last line of metrics was made."""
         self._agents_checked = False
         """Whether an agent that is trained has spoken in some batch."""
 
@@ -185,7 +186,7 @@ class Loop:
         """Run until the phase has its updates. Raises the first error of the trainer, the store or the rollouts."""
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
-        self._began = (started, engine_before)
+        self._began, self._reported = (started, engine_before), (self.rollouts.sampled_tokens, engine_before)
         # A process that died between the records of one update's epochs left some of them unwritten. They are written
         # first: a new update must not be recorded after an update whose record has a gap.
         for use in self.history.unrecorded:
@@ -323,12 +324,11 @@ class Loop:
         line = {
             **rollout_line(stats, uses, taken.tapes, seconds),
             **taken.line(),
-            **self._perf(),
             **{f"delivery/{name}": found.get(name) for name in ("verdict", "difference", "moved", "bound")},
-            **reward_by_agent(stats.stream),
         }
-        for player, (player_stats, *_) in zip(self.players, others, strict=True):
-            line |= player.line(player_stats)
+        for player, (its_stats, its_uses, *_) in zip(self.players, others, strict=True):
+            line |= player_line(player.called, its_stats, its_uses, taken.tapes)
+        line |= self._perf(line["trained_tokens"], seconds)
         return UpdateReport(self.history.updates, line["reward"], line)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
@@ -355,14 +355,22 @@ class Loop:
             raise
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
-    def _perf(self) -> dict[str, float]:
-        """Seconds since the loop began; the engine and the trainer compute at the same time."""
-        return performance_line(
-            wall=time.perf_counter() - self._began[0],
-            engine=self.engine.stats.busy_seconds - self._began[1],
-            train=self.train_seconds,
-            publish=self.publish_seconds,
-        )
+    def _perf(self, trained: int, seconds: float) -> dict[str, float | None]:
+        """Seconds since the loop began, and tokens per second of work since the last line; the engine and the trainer
+        compute at the same time. trained, seconds: tokens and duration of the update."""
+        sampled, busy = self._reported
+        self._reported = self.rollouts.sampled_tokens, self.engine.stats.busy_seconds
+        since = self._reported[1] - busy
+        return {
+            **performance_line(
+                wall=time.perf_counter() - self._began[0],
+                engine=self.engine.stats.busy_seconds - self._began[1],
+                train=self.train_seconds,
+                publish=self.publish_seconds,
+            ),
+            "perf/sampled_per_second": (self._reported[0] - sampled) / since if since else None,
+            "perf/trained_per_second": trained / seconds if seconds else None,
+        }
 
     def _check_agents(self, plan: Plan) -> None:
         """UnknownAgent where no trained agent spoke in the first batch: the run would train on nothing."""

@@ -1,15 +1,21 @@
-"""Lines of metrics.jsonl: the values of one update, from the process that made it or from one that applies it again."""
+"""Lines of metrics.jsonl: the values of one update, from the process that made it or from one that applies it again.
+
+docs/metrics.md defines each name. A value that is unknown is None or left out, never 0.
+"""
 
 from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
-from ...tapes import Tape
-from ...tapes.records import Use
+from ...envs.rewards.relative import counted
+from ...tapes import Status, Tape
+from ...tapes.records import Call, Use
+from ..data.by_agent import reward_by_agent
 from ..data.staleness import version_number
 from ..history.plan import UpdateInfo
 from ..trainer.trainer import UpdateStats
@@ -17,61 +23,115 @@ from ..trainer.trainer import UpdateStats
 
 def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
     """The line of an update on recorded tapes (SFT). uses: its records, one for each epoch."""
-    use = uses[0]
-    return {
-        "phase": UpdateInfo.of(use).phase,
-        "update": use.update + 1,
-        "loss": stats.loss,
-        "lr": stats.lr,
-        "grad_norm": stats.grad_norm,
-        "skipped": stats.skipped,
-    }
+    return {"phase": UpdateInfo.of(uses[0]).phase, "update": uses[0].update + 1, **stats.line()}
 
 
 def rollout_line(
     stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
 ) -> dict[str, object]:
     """The line of an update of the loop on `tapes`. seconds: its duration; None for an update that is applied again."""
-    use = uses[0]
-    info = UpdateInfo.of(use)
-    trained = sum(end - start for one in uses for _, _, start, end, _ in one.items)
     # The reward of a continuation counts its own turns only, so it is not comparable with that of a whole episode.
-    scored = [tape.reward for tape in tapes if tape.reward is not None and tape.begin.parent is None]
+    scored = [reward for tape in tapes if tape.begin.parent is None and (reward := tape.reward) is not None]
     line: dict[str, object] = {
-        "phase": info.phase,
-        "update": use.update + 1,
-        "reward": sum(scored) / len(scored) if scored else None,
+        "phase": UpdateInfo.of(uses[0]).phase,
+        "update": uses[0].update + 1,
+        "reward": _mean(scored),
         "episodes": len(tapes),
-        "turns": sum(t.turns for t in tapes) / max(len(tapes), 1),
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "skipped": stats.skipped,
-        "mismatch": stats.mismatch,
-        "ess": stats.ess,
-        "lag": _lag(tapes, use),
-        "trained_tokens": trained,
-        "stale_tokens": sum(r[3] - r[2] for r in info.stale),
-        "filtered_tokens": sum(r[3] - r[2] for r in info.filtered),
+        **ends(tapes),
+        **{f"component/{name}": mean for name, mean in components(tapes).items()},
         "train_seconds": seconds,
-        "truncated": sum(t.status != "finished" for t in tapes) / max(len(tapes), 1),
     }
     # The objective's sums cover the tokens that entered the loss. Where a name is the same, the line keeps the value
     # over all that was sampled for the update.
-    return {**line, **{name: value for name, value in stats.sums.flat().items() if name not in line}}
+    line |= {key: value for key, value in _policy_values(stats, uses, tapes).items() if key not in line}
+    return line | reward_by_agent(stats.stream)
 
 
-def _lag(tapes: Sequence[Tape], use: Use) -> float:
-    """Mean staleness of the batch's sampled tokens, in updates; tokens of another lineage don't count."""
-    total = n = 0
+def player_line(name: str, stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
+    """What the update of the player `name` adds to the line of the loop's update on `tapes`."""
+    values = _policy_values(stats, uses, tapes)
+    return {f"players/{name}/{key}": value for key, value in values.items()} | reward_by_agent(stats.stream)
+
+
+def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
+    """What one policy's agents sampled for the update, and what became of it."""
+    info = UpdateInfo.of(uses[0])
+    read = set(info.every)
+    tapes = [tape for tape in tapes if tape.id in read]
+    stale = sum(r[3] - r[2] for r in info.stale)
+    ages = _ages(tapes, uses[0])
+    return {
+        **stats.line(),
+        **lengths(tapes, info.agents),
+        "lag": sum(age * n for age, n in ages.items()) / sum(ages.values()) if ages else None,
+        "lag/max": max(ages, default=None),
+        "trained_tokens": sum(end - start for one in uses for _, _, start, end, _ in one.items),
+        "stale_tokens": stale,
+        "stale_share": stale / own if (own := stale + len(stats.stream)) else None,
+        "filtered_tokens": sum(r[3] - r[2] for r in info.filtered),
+    }
+
+
+def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
+    """Mean turns, the share of the episodes that did not finish, and the share of each such end."""
+    values = {
+        "turns": _mean([tape.turns for tape in tapes]),
+        "truncated": _mean([tape.status is not Status.FINISHED for tape in tapes]),
+    }
+    cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
+    return values | {f"ended/{status.value}": _mean([tape.status is status for tape in tapes]) for status in cut}
+
+
+def components(tapes: Iterable[Tape]) -> dict[str, float]:
+    """NAME -> mean of each reward component and metric, unweighted, over the whole episodes that have it."""
+    found: dict[str, list[float]] = {}
+    for tape in tapes:
+        if tape.begin.parent is None:
+            own: dict[str, float] = {}
+            for reward in counted(tape):
+                own[reward.name] = own.get(reward.name, 0.0) + reward.value
+            for name, value in own.items():
+                found.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dict[str, float | None]:
+    """`length/...`: tokens of answers and episodes. agents: those whose tokens count; None: all."""
+    found: dict[str, list[int]] = {"answer": [], "episode": [], "total": []}
+    cut: list[bool] = []
+    for tape in tapes:
+        calls = [call for call in tape.calls if call.completion and (agents is None or call.by in agents)]
+        answers = [len(call.completion or ()) for call in calls]
+        found["answer"] += answers
+        cut += [call.finish == "length" for call in calls]
+        if calls and tape.begin.parent is None:
+            found["episode"].append(sum(answers))
+            found["total"].append(_sequence_tokens(tape, calls))
+    means = {f"length/{name}": _mean(tokens) for name, tokens in found.items()}
+    most = {f"length/{name}/max": max(tokens, default=None) for name, tokens in found.items()}
+    return {**means, **most, "length/answer/cut": _mean(cut)}
+
+
+def _sequence_tokens(tape: Tape, calls: Sequence[Call]) -> int:
+    """Tokens of the episode's sequences. A call that continues another is in one sequence with it."""
+    tokens = {call.call: tape.log.prompt_length(call) + len(call.completion or ()) for call in calls}
+    continued = {call.base for call in calls if call.base is not None and call.keep == tokens.get(call.base)}
+    return sum(n for call, n in tokens.items() if call not in continued)
+
+
+def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
+    """Age in updates -> sampled tokens of the batch; tokens of another lineage don't count."""
+    tokens: Counter[str] = Counter()
     for tape in tapes:
         for call in tape.calls:
             for version, start, end in call.spans:
-                number = version_number(version, use.lineage)
-                if number is not None:
-                    total += (use.update - number) * (end - start)
-                    n += end - start
-    return total / n if n else 0.0
+                tokens[version] += end - start
+    numbers = {version: version_number(version, use.lineage) for version in tokens}
+    return {use.update - number: tokens[version] for version, number in numbers.items() if number is not None}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 UNIT = 1 if sys.platform == "darwin" else 1024

@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..data import segments
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from . import Context, RewardKL, TokenKL
+from . import KL, Context, RewardKL, TokenKL
+from .kl import estimate
 from .recipe import Recipe
+from .regulariser import Regulariser
 
 _COLUMNS = ("ref", "anchor", "entropy", "value")
 
@@ -87,14 +90,23 @@ class Part:
         per_token = recipe.surrogate(lp, anchor, a, index, stream, context)
         if importance is not None and recipe.surrogate.advantages:
             per_token = importance * per_token
+        parts = [("policy", per_token)]
         for term, beta in zip(recipe.regulariser, betas, strict=False):
             if term.active and term.per_token:
-                per_token = per_token + term(lp, entropy, index, stream, beta, context)
+                parts.append((_name_of(term), term(lp, entropy, index, stream, beta, context)))
+                per_token = per_token + parts[-1][1]
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)
         if keep is not None:
             w = torch.where(keep, w, torch.zeros_like(w))
+        for name, part in parts:
+            context.add_part(name, float((w * part.detach()).sum()))
         return (w * per_token).sum()
+
+
+def _name_of(term: Regulariser) -> str:
+    """`kl/reference`, `kl/sampler`, `entropy`, or the name of a user's class."""
+    return f"kl/{term.to}" if isinstance(term, KL) else str(getattr(term, "kind", type(term).__name__))
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
@@ -106,13 +118,19 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     scored = recipe.select.scored(stream, advantages, context)
     episodes = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
     entered = episodes[stream.episode]
+    # A token that the policy didn't sample (authored text) has no log-prob at sampling, so it has no ratio.
+    known = stream.old.isfinite()
     if advantages:
-        # A token that the policy didn't sample (authored text) has no log-prob at sampling, so it has no ratio.
-        known = stream.old.isfinite()
         context.sums.add("token/authored", entered & ~known)
         entered = entered & known
     context.sums.put("episodes", float(episodes.sum()))
     context.sums.put("tokens", float(entered.sum()))
+    context.sums.add("token/entered", entered)
+    # Known without a forward pass, so also of the tokens that the trainer doesn't forward.
+    sampled = entered & known
+    context.sums.add("entropy/sampled", -stream.old[sampled])
+    if stream.ref is not None:
+        context.sums.add("kl/reference/sampled", estimate("k1", stream.old, stream.ref)[sampled])
     if advantages:
         advantage, target = _advantages(recipe, stream, scored, entered, context)
     else:
@@ -188,8 +206,15 @@ def _advantages(
             term.observe(entered, stream, context)
         if not isinstance(term, TokenKL):
             x = torch.where(ours, term(x, ours, stream, context), torch.zeros_like(x))
-    y = recipe.baseline(x, ours, stream, context)
     penalty = None if recipe.token_penalty is None else recipe.token_penalty.penalty(stream)
+    owner = stream.turns.episode if per_turn else torch.arange(len(scored))
+    returns = segments.total(x, owner, len(scored))
+    if penalty is not None:
+        returns = returns + segments.total(penalty, stream.episode, len(scored))
+    returns = returns[owner[ours].unique()]
+    context.sums.add("return", returns, extremes=True)
+    context.sums.add("return/square", returns.square())
+    y = recipe.baseline(x, ours, stream, context)
     advantage, target = recipe.credit(y, penalty, stream)
     for term in recipe.adjust:
         advantage = term(advantage, entered, stream, context)

@@ -41,8 +41,8 @@ class Reward(Term):
         out = []
         for parts in stream.episodes.components:
             missing = [name for name in components if name not in parts]
-            for name in missing:
-                context.sums.put(f"reward/missing/{name}", 1)
+            for name in components:
+                context.sums.put(f"reward/missing/{name}", name in missing)
             # A missing part isn't 0: a partial sum would rank this episode against complete ones of its group.
             out.append(float("nan") if missing else sum(w * parts[name] for name, w in components.items()))
         x = torch.tensor(out, dtype=torch.float64)

@@ -59,6 +59,13 @@ class Surrogate(Term):
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the loss of each token there")
 
 
+def _count_clipped(context: Context, **sides: Tensor) -> None:
+    """Count the tokens (n,) bool at which a bound took effect, by its side and all together."""
+    context.sums.add("clip", torch.stack(list(sides.values())).any(0))
+    for side, clipped in sides.items():
+        context.sums.add(f"clip/{side}", clipped)
+
+
 class _Local(Surrogate):
     """A surrogate whose loss of a token reads no other token."""
 
@@ -92,10 +99,11 @@ class PPO(Surrogate):
         raw, bound = r * a, r.clamp(1 - self.low, 1 + self.high) * a
         loss = -torch.minimum(raw, bound)
         clipped = bound < raw
+        sides = {"low": clipped & (a < 0), "high": clipped & (a > 0)}
         if self.dual is not None:
             loss = torch.where(a < 0, torch.minimum(loss, -self.dual * a), loss)
-            clipped = clipped | ((a < 0) & (r > self.dual))
-        context.sums.add("clip", clipped)
+            sides["dual"] = (a < 0) & (r > self.dual)
+        _count_clipped(context, **sides)
         return loss
 
 
@@ -126,7 +134,7 @@ class CISPO(_Local):
     ) -> Tensor:
         r = exp(lp.detach() - anchor)
         bounded = r.clamp(min=None if self.low is None else 1 - self.low, max=self.cap)
-        context.sums.add("clip", bounded != r)
+        _count_clipped(context, low=bounded > r, high=bounded < r)
         return -bounded * a * lp
 
 
@@ -146,7 +154,7 @@ class CPG(_Local):
         up = torch.minimum(lp, anchor + math.log1p(self.high))
         down = torch.maximum(lp, anchor + math.log1p(-self.low))
         used = torch.where(a > 0, up, down)
-        context.sums.add("clip", (used != lp) & (a != 0))
+        _count_clipped(context, low=(used != lp) & (a < 0), high=(used != lp) & (a > 0))
         return -a * used
 
 

@@ -197,8 +197,10 @@ class Sums:
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Means by name, and extremes as `name/min` and `name/max`. For display only: means don't add up over parts."""
+        """Means by name, and `name/std`, `name/min` and `name/max` where they are known. For display only: means don't
+        add up over parts."""
         means = {name: value / n for name, value, n in self.items() if n}
+        means |= {f"{name}/std": std for name in means if (std := self.std(name)) is not None}
         means |= {f"{name}/min": value for name, value in self.lows.items()}
         return means | {f"{name}/max": value for name, value in self.highs.items()}
 
@@ -243,8 +245,14 @@ class Context:
     """The metrics of the update."""
     moments: Moments = field(default_factory=Moments)
     """Moments of the rewards; the trainer keeps them from update to update."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """The loss so far by its terms, which add up to it."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
     """Sums a tensor over all ranks; the identity for one process. Every rank must call it, or the others wait."""
+
+    def add_part(self, name: str, loss: float) -> None:
+        """Add `loss`, which one term contributed to the loss of these tokens, to `parts`."""
+        self.parts[name] = self.parts.get(name, 0.0) + loss
 
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
         """(n, mean, sum of squared deviations) of x over all ranks.

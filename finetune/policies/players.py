@@ -9,7 +9,7 @@ Frozen players are engines that are made once, for the loop and the evaluations.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -26,7 +26,6 @@ from ...tapes.errors import TapereelError
 from ...tapes.records import Publish, Use
 from ...tapes.store.run_directory import PlayerResults, RunDir
 from ...tapes.store.store import Store
-from ..data.by_agent import reward_by_agent
 from ..data.staleness import stale_before
 from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig, WarmStartConfig
@@ -73,10 +72,6 @@ class Player:
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 
-    def line(self, stats: UpdateStats) -> dict[str, object]:
-        """The metrics of its update, under its name."""
-        return player_metrics(self.called, stats)
-
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
         """Make the updates that `lineage` recorded and this history lacks, from the plans in the loop's records.
 
@@ -94,19 +89,6 @@ class Player:
                 store.append_layer(one)
             await self.engine.sync_weights(weights, publish.version)
         await store.writer.durable()
-
-
-def player_metrics(name: str, stats: UpdateStats) -> dict[str, object]:
-    """Metrics of one update of the player called `name`."""
-    values = {
-        "loss": stats.loss,
-        "grad_norm": stats.grad_norm,
-        "lr": stats.lr,
-        "skipped": stats.skipped,
-        "mismatch": stats.mismatch,
-        "ess": stats.ess,
-    }
-    return {**{f"players/{name}/{key}": value for key, value in values.items()}, **reward_by_agent(stats.stream)}
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
@@ -177,15 +159,20 @@ class Team:
         """The folder of the model that a player began with."""
         return str(getattr(self.players[name].engine, "model", name))
 
-    def restore(self, progress: Progress, checkpoint_every: int) -> tuple[int, dict[int, dict[str, object]]]:
+    def restore(
+        self,
+        progress: Progress,
+        checkpoint_every: int,
+        line: Callable[[str, UpdateStats, Sequence[Use]], dict[str, object]],
+    ) -> tuple[int, dict[int, dict[str, object]]]:
         """Bring each player to its last recorded update; returns how many updates were applied again, and the players'
-        metrics of each update. checkpoint_every: as for `History.restore`."""
+        metrics of each update. checkpoint_every: as for `History.restore`. line: the metrics of a player's update."""
         again, metrics = 0, dict[int, dict[str, object]]()
         for name, history in self.histories.items():
             say = f"re-applying recorded updates of {name}"
 
             def report(stats: UpdateStats, uses: Sequence[Use], name: str = name) -> None:
-                metrics.setdefault(uses[0].update + 1, {}).update(player_metrics(name, stats))
+                metrics.setdefault(uses[0].update + 1, {}).update(line(name, stats, uses))
 
             again += history.restore(
                 lambda done, of, say=say: progress(say, done, of, ""), report=report, checkpoint_every=checkpoint_every

@@ -37,7 +37,8 @@ FOLDER = "trackers"
 """Below the run directory."""
 IDS = "ids.json"
 """File in that folder: tracker -> its id of the run, so that a resumed run continues the same curves."""
-ROLLOUT = frozenset({"reward", "episodes", "turns", "lag", "truncated", "stale_tokens", "filtered_tokens"})
+ROLLOUT = frozenset({"reward", "component", "return", "episodes", "turns", "length", "ended", "truncated", "lag"})
+ROLLOUT |= {"stale_tokens", "stale_share", "filtered_tokens"}
 """Keys of a line that describe rollouts; keys that begin with one of these and a slash do too."""
 
 

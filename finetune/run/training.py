@@ -25,12 +25,12 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, Results, RunDir, drop_metrics, read_metrics
 from ...tapes.store.store import Store
-from ..data.by_agent import reward_by_agent, rewards_of
+from ..data.by_agent import rewards_of
 from ..history.history import History, Plan, Source
 from ..history.loop_config import LoopConfig
 from ..loop.held_out import evaluate
 from ..loop.loop import Loop, UpdateReport, check_recipe, check_speaks
-from ..loop.metrics import imitation_line, rollout_line
+from ..loop.metrics import imitation_line, player_line, rollout_line
 from ..loop.warm_start import warm_start
 from ..policies.phases import Phases, recipes_by_phase
 from ..policies.players import NO_WARM_START, Player, Team
@@ -171,8 +171,11 @@ class Training:
             if (update := uses[0].update + 1) not in reported:
                 self.run.metrics({**self._line(stats, uses), **others.get(update, {})})
 
+        def line_of(name: str, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
+            return player_line(name, stats, uses, self._tapes_of(uses))
+
         with self.run.timed("restore"):
-            again, others = self.team.restore(self.progress, self.loop.checkpoint_every)
+            again, others = self.team.restore(self.progress, self.loop.checkpoint_every, line_of)
             again += self.history.restore(
                 lambda done, of: self.progress("re-applying recorded updates", done, of, ""),
                 report=report,
@@ -204,8 +207,10 @@ class Training:
         plan = Plan.of(uses[0])
         if plan.phase.startswith("sft"):
             return imitation_line(stats, uses)
-        tapes = [self.run.store.tape(tape, refresh=False) for tape in plan.every]
-        return rollout_line(stats, uses, tapes, None) | reward_by_agent(stats.stream)
+        return rollout_line(stats, uses, self._tapes_of(uses), None)
+
+    def _tapes_of(self, uses: Sequence[Use]) -> list[Tape]:
+        return [self.run.store.tape(tape, refresh=False) for tape in Plan.of(uses[0]).every]
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
         """Make the warm start's missing updates on these tapes. Every process must pass the same tapes in the same
@@ -355,11 +360,14 @@ class Training:
         return loop
 
     def _note_evaluation(self, update: int, found: Evaluations) -> None:
-        """Write a line of metrics: mean reward and pass@k of each evaluation. update: updates of the loop so far."""
+        """Write a line of metrics: mean reward, components, lengths and pass@k of each evaluation. update: updates of
+        the loop so far."""
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
             line[name] = part.mean
             line |= {f"{name}/{path}": mean for path, mean in (part.agents or {}).items()}
+            line |= {f"{name}/component/{component}": mean for component, mean in part.metrics.items()}
+            line |= {f"{name}/{what}": value for what, value in part.lengths.items()}
             line |= {f"{name}/pass@{k}": share and share["value"] for k, share in part.pass_at.items()}
         self.run.metrics(line)
 
@@ -417,6 +425,7 @@ class Training:
                 error=result.error,
                 n=result.scored,
                 metrics=result.metrics,
+                lengths=result.lengths,
                 change=change,
                 agents={path: sum(own) / len(own) if own else None for path, own in earned.items()} or None,
                 **scores,

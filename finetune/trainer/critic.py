@@ -226,8 +226,10 @@ class CriticTrainer:
             sums.put("value/grad_norm", norm)
             finite = isfinite(norm)
         if finite and n:
+            lr = self.lr * self.schedule.factor(self.steps)
+            sums.put("value/lr", lr)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.lr * self.schedule.factor(self.steps)
+                group["lr"] = lr
             self.optimizer.step()
             self.steps += 1
         elif not finite:

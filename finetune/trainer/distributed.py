@@ -31,8 +31,9 @@ from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks
 from .trainer import Trainer
 from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats
 
-_Share = tuple[Tensor, Tensor, Sums, float, Skip | None]
-"""One rank's result of a step: positions of its tokens in the whole stream, their weights, metrics, loss, skip."""
+_Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
+"""One rank's result of a step: positions of its tokens in the whole stream, their weights, metrics, loss, the parts of
+the loss, skip."""
 MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 """(phase, model to train, ranks) -> a fresh trainer: the same on every rank."""
 
@@ -180,7 +181,8 @@ class Processes:
         stats = self.member.step(held, episodes=None if episodes is None else episodes[self.mine])
         if self.work is not self.model:
             self.model.load_state_dict(self.ranks.whole(dict(self.work.state_dict())))
-        return stats, self.ranks.all_gather((self.places, stats.weight, stats.sums, stats.loss, stats.skipped))
+        result = (self.places, stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped)
+        return stats, self.ranks.all_gather(result)
 
     def _state(self) -> TrainerState:
         return self.member.state_dict()
@@ -258,15 +260,18 @@ class DistributedTrainer(PolicyTrainer):
         stats, found = cast("tuple[UpdateStats, list[_Share]]", done)
         self.steps = self._member.steps
         sums = Sums()
-        for _, _, part, _, _ in found:
-            sums.merge(part)
-        weight = _joined(len(prepared.batch.stream), torch.float64, [(p, w) for p, w, _, _, _ in found])
+        parts: dict[str, float] = {}
+        for _, _, theirs, _, terms, _ in found:
+            sums.merge(theirs)
+            parts.update((name, parts.get(name, 0.0) + term) for name, term in terms.items())
+        weight = _joined(len(prepared.batch.stream), torch.float64, [(share[0], share[1]) for share in found])
         # Only the rank that met the bad number knows the reason; the others report "another rank".
         reasons = [reason for *_, reason in found if reason not in (None, "another rank")]
         return replace(
             stats,
             skipped=None if stats.skipped is None else (reasons or [stats.skipped])[0],
-            loss=sum(loss for _, _, _, loss, _ in found),
+            loss=sum(share[3] for share in found),
+            parts=parts,
             sums=sums,
             stream=prepared.batch.stream,
             weight=weight,

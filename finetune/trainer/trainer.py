@@ -214,6 +214,7 @@ class Trainer(PolicyTrainer):
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
+        done.sums.add("token/live", part.live[part.entered])
         if done.skipped in (None, "nothing to train on") and prepared.demonstrations is not None:
             self._add_demonstrations(prepared.demonstrations, done)
         return part, done, self._agree(done, clip)
@@ -230,6 +231,7 @@ class Trainer(PolicyTrainer):
             step=self.steps,
             skipped=done.skipped,
             loss=done.loss,
+            parts=done.parts,
             grad_norm=norm,
             lr=lr,
             sums=sums,
@@ -276,16 +278,18 @@ class Trainer(PolicyTrainer):
         if not micros:
             done.skipped = "nothing to train on"
             return done
-        context = Context(sums=done.sums, moments=self.moments)
+        context = Context(sums=done.sums, moments=self.moments, parts=done.parts)
         whole = None if self.recipe.local or len(micros) == 1 else self._whole(rows, part, context, done)
         tensors: list[Tensor] = []
         pulls: list[Tensor] | None = None
         for micro in micros:
             if done.skipped is None:
                 scores, aux = self.ranks.run(self.model, partial(self._forward, micro, balance, done.sums))
+                if aux is not None:
+                    context.add_part("aux", float(aux.detach()))
                 tensors, pulls = self._pulls(micro, scores, aux, whole, part, context, done)
             if self.ranks.halt(done.skipped is not None):
-                done.skipped, done.loss = done.skipped or "another rank", float("nan")
+                done.fail(done.skipped or "another rank")
                 break
             torch.autograd.backward(tensors, pulls)
         return done
@@ -336,7 +340,7 @@ class Trainer(PolicyTrainer):
         done.loss = float(loss.detach())
         if not bool(loss.isfinite()):
             bad = not bool(leaves[0].isfinite().all())
-            done.skipped, done.loss = "log-prob" if bad else "loss", float("nan")
+            done.fail("log-prob" if bad else "loss")
             return []
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         out = []
@@ -354,7 +358,7 @@ class Trainer(PolicyTrainer):
                 return self._read(states(parts(self.model)[0], micro), micro), None
             hidden, logits = routed(self.model, micro)
             aux = load.loss(probabilities(logits).cpu())
-            sums.put("aux", float(aux.detach()), 0 if "aux" in sums else 1)
+            sums.put("aux", float(aux.detach()), 0 if "aux" in sums or self.ranks.rank else 1)
             return self._read(hidden, micro), self.recipe.balance * aux
 
     def _read(self, hidden: Tensor, micro: Micro) -> Scores:
@@ -364,7 +368,7 @@ class Trainer(PolicyTrainer):
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """Adds the demonstrations' gradient. A batch without a live token becomes an update by it."""
         rows, part = demonstrations
-        scale = self.recipe.imitation
+        scale, extra = self.recipe.imitation, Context(parts=done.parts)
         how = self.recipe.score.model_copy(update={"temperature": "one"})
         done.skipped = None
         for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
@@ -374,9 +378,10 @@ class Trainer(PolicyTrainer):
             loss = scale * part.loss(lp, None, micro.index, Context(), ())
             bad = not bool(loss.isfinite())
             if self.ranks.halt(bad):
-                done.skipped, done.loss = "loss" if bad else "another rank", float("nan")
+                done.fail("loss" if bad else "another rank")
                 return
             done.loss += float(loss.detach())
+            extra.add_part("nll", float(loss.detach()))
             loss.backward()
 
     def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:

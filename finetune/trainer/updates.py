@@ -45,6 +45,9 @@ class UpdateStats:
     """None: applied. Otherwise what wasn't finite, or that no token had a gradient; the weights are unchanged."""
     loss: float
     """Sum of w l over the tokens of this process; NaN when it wasn't finite."""
+    parts: dict[str, float]
+    """The loss by its terms: `policy` (the surrogate) and each regulariser. They add up to it; empty where no token was
+    trained on, or it wasn't finite."""
     grad_norm: float
     """Before clipping; NaN when the update was skipped before."""
     lr: float
@@ -74,6 +77,29 @@ class UpdateStats:
             return None
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
+    def line(self) -> dict[str, object]:
+        """What a line of metrics.jsonl says of it (docs/metrics.md); without the names of what was not measured."""
+        sums = self.sums.flat()
+        values: dict[str, object] = {
+            "loss": self.loss,
+            **{f"loss/{name}": part for name, part in self.parts.items()},
+            "grad_norm": self.grad_norm,
+            "lr": self.lr,
+            "skipped": self.skipped,
+            "mismatch": self.mismatch,
+            "ess": self.ess,
+            # The sum would count a batch once for each of its steps, and the mean divide it by the ranks.
+            "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
+            # No bound takes effect on a token without an advantage, which isn't forwarded.
+            **{f"{name}/own": sums[name] * sums["token/live"] for name in _CLIPPED if name in sums},
+        }
+        if spread := self.sums.std("value/target"):
+            values["value/explained"] = 1 - sums["value/error"] / spread**2
+        return {**values, **{name: value for name, value in sums.items() if name not in (*values, "episodes")}}
+
+
+_CLIPPED = ("clip", "clip/low", "clip/high", "clip/dual")
+
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
@@ -95,6 +121,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
         step=last.step,
         skipped=None if applied else last.skipped,
         loss=sum(step.loss for step in of) / len(of),
+        parts={name: sum(step.parts.get(name, 0.0) for step in of) / len(of) for step in of for name in step.parts},
         grad_norm=sum(step.grad_norm for step in of) / len(of),
         lr=last.lr,
         sums=sums,
@@ -232,8 +259,14 @@ class Accumulated:
     """Loss and metrics of the micro-batches of one update so far."""
 
     loss: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
     skipped: Skip | None = None
     sums: Sums = field(default_factory=Sums)
+
+    def fail(self, why: Skip) -> None:
+        """The update can't be applied: a number of it isn't finite, on this rank or on another."""
+        self.skipped, self.loss = why, float("nan")
+        self.parts.clear()
 
 
 def observe(lp: Tensor, old: Tensor, sums: Sums) -> None:

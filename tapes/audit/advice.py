@@ -122,7 +122,9 @@ def _updates(lines: Lines) -> Iterator[str]:
         )
     trained = [line for line in last if line.get("trained_tokens")]
     moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
-    flat, surprise = _values(last, "group/flat"), _values(last, "entropy") or [-x for x in _values(last, "logprob")]
+    flat = _values(last, "group/flat")
+    # Of all own tokens. Lines of earlier versions have only that of the tokens with an advantage.
+    surprise = _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
     still = bool(moves) and not any(moves)
     alike = bool(flat) and fmean(flat) > (0.5 if known else 0.99)
     gone = bool(surprise) and fmean(surprise) < GONE

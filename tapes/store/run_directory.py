@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from ..common.config import ConfigError, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml
@@ -47,6 +47,8 @@ class HeldOut(Value):
     """Scored episodes."""
     metrics: dict[str, float]
     """Mean of every reward component and metric."""
+    lengths: dict[str, float | None] = Field(default={})
+    """Turns, tokens and ends of the episodes, by their names in the metrics."""
     reward: dict[str, float | int | None] | None
     """Mean over tasks with its interval: value, low, high, tasks."""
     pass_at: dict[str, dict[str, float | int | None] | None]

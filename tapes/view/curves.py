@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def agent_curves(paths: Sequence[str] | None, metrics: Path) -> list[Curve]:
     ]
 
 
-_TERMS = ("clipped", "overlong", "kl", "square", "min", "max")
+_TERMS = ("clipped", "overlong", "kl", "square", "std", "min", "max")
 """Keys below `reward/` in the metrics that the objective writes; all others are paths of agents."""
 
 
@@ -118,15 +119,15 @@ def held_out_curve(results: Results) -> list[Curve]:
 
 
 def loss_plots(metrics: Path) -> list[Plot]:
-    """Loss of the imitation, then loss, entropy, mismatch and KL of the loop, of the policy and of each player. A
-    quantity that no update measured has no plot."""
+    """Loss of the imitation, then what the updates of the loop measured, of the policy and of each player. A quantity
+    that no update measured has no plot."""
     lines = read_metrics(metrics)
     warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
     loop = [line for line in lines if line.get("phase") == "rl"]
     keys = dict.fromkeys(key for line in loop for key in line)
     found = [("Loss of the imitation", "", _curves({"loss": "loss"}, warm))]
     for title, what, caption in _MEASURED:
-        named = {key: name for key in keys if (name := _name_of(key, what)) is not None}
+        named = {key: name for key in keys if (name := _name_of(key, what.split())) is not None}
         found.append((title, caption, _curves(named, loop)))
     return [
         Plot(title=title, curves=tuple(curves), ylabel="", caption=caption, small=True)
@@ -136,26 +137,44 @@ def loss_plots(metrics: Path) -> list[Plot]:
 
 
 _MEASURED = (
-    ("Loss", "loss", ""),
-    ("Entropy", "entropy", "Of the policy over its own tokens, in nats."),
+    ("Loss", "loss loss/*", "The whole, and each term: the surrogate (policy), regularisers, demonstrations (nll)."),
+    (
+        "Components",
+        "component/* return",
+        "Mean over episodes; return: the reward with the recipe's changes and penalties.",
+    ),
+    (
+        "Lengths",
+        "length/answer length/episode length/total",
+        "Mean tokens of an answer, of an episode's answers, and of its sequences.",
+    ),
+    ("Turns", "turns", "Mean of the episodes."),
+    ("Cut off", "length/answer/cut ended/*", "Share of answers at their token limit; share of episodes by their end."),
+    ("Entropy", "entropy entropy/sampled", "In nats, of the live tokens; sampled: estimated from all own tokens."),
+    ("Clipped", "clip clip/*", "Share of the live tokens, those with an advantage; own: share of all own tokens."),
     (
         "Mismatch",
         "mismatch",
         "Largest difference between a token's log-prob when it was sampled and when the update met it.",
     ),
-    ("KL", "kl", "From the policy that sampled (old), or to the policy that the name says."),
+    ("Effective sample size", "ess", "Share of the live tokens, those with an advantage; 1 on policy."),
+    ("KL", "kl/*", "From the policy that sampled (old), or to the policy that the name says."),
+    ("Age", "lag lag/max", "Updates since the sampled tokens, mean and largest."),
+    ("Stale", "stale_share", "Share of the batch's own tokens that were too old to be trained on."),
+    ("Gradient norm", "grad_norm value/grad_norm", "Before clipping; value: the critic's."),
+    ("Learning rate", "lr value/lr", "value: the critic's."),
+    ("Critic", "value/loss value/explained", "Loss, and the share of the targets' variance that the values explain."),
+    ("Tokens per second", "perf/*_per_second", "Of the engine's and of the trainer's work since the last update."),
 )
-"""(title, key or its beginning, caption)."""
+"""(title, keys or patterns of keys, caption). docs/metrics.md defines the keys."""
 
 
-def _name_of(key: str, what: str) -> str | None:
-    """The curve's name for a key of the metrics; None where the key doesn't belong to `what`."""
-    *above, last = key.split("/")
-    if key == what:
-        return what
-    if len(above) == 2 and above[0] == "players" and last == what:
-        return f"{what} of {above[1]}"
-    return key if what == "kl" and above[:1] == ["kl"] and last not in ("min", "max", "square") else None
+def _name_of(key: str, what: Sequence[str]) -> str | None:
+    """The curve's name for a key of the metrics; None where no pattern of `what` matches the key."""
+    player, own = key.split("/", 2)[1:] if key.startswith("players/") else ("", key)
+    if not any(fnmatchcase(own, pattern) for pattern in what):
+        return None
+    return f"{own} of {player}" if player else own
 
 
 def _curves(named: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> list[Curve]:

@@ -26,7 +26,7 @@ def test_sums_counts_extremes_means_and_deviations():
     assert "x" in sums
     assert "y" not in sums
     assert next(iter(sums.items())) == ("x", 12.0, 3)
-    flat = {"x": 4.0, "x/square": 22.0, "flag": 0.75, "once": 2.5, "x/min": 1.0, "x/max": 7.0}
+    flat = {"x": 4.0, "x/square": 22.0, "flag": 0.75, "once": 2.5, "x/std": 6**0.5, "x/min": 1.0, "x/max": 7.0}
     assert sums.flat() == pytest.approx(flat)
 
 
