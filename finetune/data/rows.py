@@ -67,8 +67,8 @@ class Row:
         """Name of the `Episode` that the row belongs to."""
         return self.episode or self.tape
 
-    def where(self, keep: NDArray[np.bool_]) -> Row:
-        """The row with only the own tokens where `keep` (n,) is True; the others become context."""
+    def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> Row:
+        """The row with only the own tokens `keep`, a mask (n,) or indices; the others become context."""
         own = {
             name: getattr(self, name)[keep]
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")

@@ -45,7 +45,7 @@ class Episode:
     status: Status = Status.FINISHED
     cause: CauseType | None = None
     bootstrap: float | None = None
-    """Value of the state at which a truncated episode was cut; None: unknown, counted as 0."""
+    """Value of the state at which the episode was cut off; None: what a critic says, 0 without one."""
     length: int | None = None
     """Tokens that count against the length limit; None: the number of own tokens in the batch."""
     fork: str | None = None
@@ -75,9 +75,9 @@ class Episodes:
     trains: Tensor
     """(E,) bool: the status allows it."""
     cut: Tensor
-    """(E,) bool: ended by truncation or a limit, so that it bootstraps where a value is known."""
+    """(E,) bool: ended by truncation or a limit, so that it bootstraps. An error of the agent's code is terminal."""
     bootstrap: Tensor
-    """(E,) float64: value beyond the end; 0 where it is terminal or unknown."""
+    """(E,) float64: the value beyond the end that was given; 0 where the end is terminal, NaN where it is unknown."""
     length: Tensor
     """(E,) int64."""
     group: Tensor
@@ -134,6 +134,8 @@ class Stream:
     """(T,) entropy of the policy that the rollout batch met; None: not computed."""
     value: Tensor | None = None
     """(T,) critic's value of the state before the token; None without a critic."""
+    after: Tensor | None = None
+    """(T,) critic's value of the state after the token, at `ends`; NaN elsewhere. None: nothing bootstraps."""
 
     def __len__(self) -> int:
         return len(self.token)
@@ -148,8 +150,30 @@ class Stream:
         """(T,) permutation: episode after episode, and in each the tokens by turn, then by row and position."""
         return torch.argsort(self.turn, stable=True)
 
+    @cached_property
+    def following(self) -> Tensor:
+        """(T,) int64 the next token of the episode in time; -1 for its last."""
+        now, then = self.time[:-1], self.time[1:]
+        found = torch.full_like(self.time, -1)
+        found[now] = torch.where(self.episode[now] == self.episode[then], then, -1)
+        return found
+
+    @property
+    def ends(self) -> Tensor:
+        """(T,) bool: the last token of each answer, but of the last answer only where the episode was cut off."""
+        follows = self.following
+        return torch.where(follows < 0, self.episodes.cut[self.episode], self.call[follows] != self.call)
+
+    @property
+    def beyond(self) -> Tensor:
+        """(E,) float64 value of the state at each episode's end: 0 where it is terminal, NaN where it is unknown."""
+        given, last = self.episodes.bootstrap, (self.following < 0).nonzero()[:, 0]
+        if self.after is None:
+            return given
+        return torch.where(given.isnan(), given.index_copy(0, self.episode[last], self.after[last].to(given)), given)
+
     def having(self, **columns: Tensor | None) -> Stream:
-        """A copy with these optional columns (`ref`, `anchor`, `entropy`, `value`) set."""
+        """A copy with these optional columns (`ref`, `anchor`, `entropy`, `value`, `after`) set."""
         for name, column in columns.items():
             if column is not None and column.shape != self.token.shape:
                 raise BadBatch(f"column {name!r} has shape {tuple(column.shape)}, the stream {len(self)} tokens")
@@ -266,13 +290,13 @@ def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Se
                 "by its row: group by one id"
             )
     cut = [e.status in (Status.TRUNCATED, Status.LIMIT) for e in episodes]
-    beyond = [e.bootstrap if c and e.bootstrap is not None else 0.0 for e, c in zip(episodes, cut, strict=True)]
+    given = [np.nan if e.bootstrap is None else e.bootstrap for e in episodes]
     return Episodes(
         tape=tuple(e.tape for e in episodes),
         reward=torch.tensor([np.nan if e.reward is None else e.reward for e in episodes], dtype=torch.float64),
         trains=torch.tensor([e.trains for e in episodes], dtype=torch.bool),
         cut=torch.tensor(cut, dtype=torch.bool),
-        bootstrap=torch.tensor(beyond, dtype=torch.float64),
+        bootstrap=torch.tensor(np.where(cut, given, 0.0), dtype=torch.float64),
         length=torch.tensor(
             [n if e.length is None else e.length for e, n in zip(episodes, own, strict=True)], dtype=torch.int64
         ),

@@ -20,6 +20,7 @@ from ..history.history import BrokenHistory, History
 from ..policies.player_config import TrainerConfig
 from ..policies.players import Team, lineage_of
 from ..policies.policy import load_policy
+from ..recipes import BrokenRecipes
 from ..run.demonstrations import DemoConfig
 from ..run.train_config import TrainConfig
 from ..run.training import Training
@@ -100,6 +101,8 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     try:
         policy = policy or load_policy(config.engine, config.trainer, config.seed)
         training = Training(config, directory, policy, Team(config.players, seed=config.seed))
+    except BrokenRecipes as error:
+        raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"the base weights are gone: {error}") from error
     # A model folder may have been overwritten since: other base weights would make every later update differ.

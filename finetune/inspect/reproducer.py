@@ -337,7 +337,7 @@ class _Walk:
         self.counts["trainers"] += 1
 
     def _differs(self, difference: Difference) -> Reproduction:
-        if self.other and difference.field in ("loss", "grad_norm", "weights", "checkpoint", "trainer"):
+        if self.other and difference.field in ("recipe", "loss", "grad_norm", "weights", "checkpoint", "trainer"):
             return self._made(
                 "unverifiable",
                 reason=f"update {difference.update} differs, but here is "

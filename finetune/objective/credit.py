@@ -9,7 +9,8 @@ at every token. The time steps of an episode are its own tokens, in the order of
 two turns are not time steps: they neither discount nor interrupt the bootstrap. With clock = turn, all tokens of a turn
 share one step: r is the turn's sum, V the value before its first token, and all tokens of the turn get the result.
 
-After the last step, V is 0 if the episode terminated, and the episode's `bootstrap` if it was cut (0 where unknown).
+After the last step, V is 0 if the episode terminated. If it was cut off (truncated, or at a limit), V is the critic's
+value of the state after the last own token, or the episode's `bootstrap` where that is given.
 The critic's target is A + V.
 """
 
@@ -36,6 +37,9 @@ class Credit(Term):
     """Discount per step."""
     lam: float = 1.0
     """GAE's lambda."""
+    bootstrap: bool = True
+    """With `gae` and a reward per turn: an episode that was cut off goes on with the value at the cut. False: the cut
+    is an end like any other, as for a limit that is a part of the task."""
 
     def __call__(self, y: Tensor, penalty: Tensor | None, stream: Stream) -> tuple[Tensor, Tensor | None]:
         """(T,) float64 advantages, and the critic's targets (gae only).
@@ -60,7 +64,8 @@ class Credit(Term):
                 "trainer, or use credit 'returns'"
             )
         value = stream.value.to(reward.dtype)[clock.first]
-        beyond = stream.episodes.bootstrap.to(reward.dtype)[clock.episode]
+        beyond = stream.beyond.to(reward.dtype) if self.bootstrap else torch.zeros_like(stream.episodes.bootstrap)
+        beyond = torch.where(beyond.isnan(), 0.0, beyond)[clock.episode]
         # `roll` brings the next episode's value to an episode's last step; the mask replaces it by the bootstrap.
         after = torch.where(clock.last, beyond, value.roll(-1))
         advantage = segments.recur(reward + self.gamma * after - value, decay * self.lam)

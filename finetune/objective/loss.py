@@ -22,7 +22,7 @@ from .kl import estimate
 from .recipe import Recipe
 from .regulariser import Regulariser
 
-_COLUMNS = ("ref", "anchor", "entropy", "value")
+_COLUMNS = ("ref", "anchor", "entropy", "value", "after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +216,8 @@ def _advantages(
     context.sums.add("return/square", returns.square())
     y = recipe.baseline(x, ours, stream, context)
     advantage, target = recipe.credit(y, penalty, stream)
+    if recipe.bootstraps:
+        context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[scored])
     for term in recipe.adjust:
         advantage = term(advantage, entered, stream, context)
     advantage = torch.where(entered, advantage, torch.zeros_like(advantage))

@@ -113,6 +113,12 @@ class Recipe(Term):
         return any(term.needs_reference for term in (*self.shape, *self.regulariser)) or self.surrogate.needs_reference
 
     @property
+    def bootstraps(self) -> bool:
+        """True if a critic values the states at which episodes were cut off. Not with a reward that is placed whole at
+        the end: its values count what was earned before the cut, so a value at the cut would count it twice."""
+        return self.needs_value and self.credit.bootstrap and self.reward.per == "turn"
+
+    @property
     def needs_entropy(self) -> bool:
         """True if the entropy is computed together with the trained log-probs."""
         return self.score.entropy or any(term.needs_entropy for term in self.regulariser)

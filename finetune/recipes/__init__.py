@@ -47,8 +47,11 @@ RECIPES: dict[str, Recipe] = {
 """Every named recipe."""
 
 
-def get_recipe(name: str, changes: Mapping[str, object] | None = None) -> Recipe:
+def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
+
+    run: a run directory. A run that began there with a recipe of the package goes on with the constants that it
+    recorded, also where the present version of the package has others.
 
     `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an
     unknown name and for an object that is no recipe.
@@ -61,7 +64,9 @@ def get_recipe(name: str, changes: Mapping[str, object] | None = None) -> Recipe
             f"there is no recipe {name!r}: take one of {', '.join(known)}, or name your own as module:name or "
             "file.py:name"
         )
-    return recipe.but(changes) if changes else recipe
+    recipe = recipe.but(changes) if changes else recipe
+    recorded = read_recipes(run).get("rl") if run is not None and ":" not in name else None
+    return recorded if isinstance(recorded, Recipe) else recipe
 
 
 def _own_recipe(name: str) -> Recipe:
@@ -102,6 +107,8 @@ def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
         raise BrokenRecipes(f"{path} holds no recipes: {error}") from error
     found: dict[str, Recipe | UsageError] = {}
     for phase, recipe in recorded:
+        if isinstance(recipe, dict) and isinstance(recipe.get("credit"), dict):
+            recipe["credit"].setdefault("bootstrap", False)  # recorded before there was a choice
         try:
             found[phase] = read(recipe, execute=False)
         except UsageError as error:

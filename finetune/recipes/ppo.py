@@ -24,7 +24,8 @@ Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 
 1. Time runs over own tokens only: what the environment says between two turns is no step, and the value before it
    bootstraps from the value after it.
-2. A truncated episode bootstraps where its `bootstrap` value is known.
+2. An episode that was cut off (truncated, or at a limit) bootstraps from the critic's value of the state after its last
+   own token; what the environment says there is not read, since no prompt was made of it.
 """
 
 ppo_kl = ppo.but(

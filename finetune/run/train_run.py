@@ -41,7 +41,7 @@ try:
     from ..policies.phases import Phases
     from ..policies.players import NO_WARM_START, Team
     from ..policies.policy import Policy, check_begun, check_custom, load_policy
-    from ..recipes import get_recipe
+    from ..recipes import Recipe, get_recipe
     from ..report.run_report import REPORT, Reporter, reporting
     from ..report.trackers import check_trackers, tracking
     from ..trainer.distributed import Processes, launched
@@ -152,7 +152,8 @@ class TrainingRun:
         self.title = f"Training {setup.agent.name}"
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
         self.scene = Scene(setup.agent, setup.env, train_tasks, held_out)
-        self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
+        recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
+        self.recipe = cast(Recipe, ranks.broadcast(recipe))
         check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
         check_together(config.engine, config.players)
         if ranks.size > 1 and any(not player.frozen for player in config.players.values()):

@@ -88,7 +88,7 @@ class Training:
         self.config, self.run, self.policy, self.team, self.progress = config, run, policy, team, progress
         self.loop = config.loop
         self.warm = config.warm or NO_WARM_START
-        self.recipe = get_recipe(config.loop.recipe, config.loop.changes)
+        self.recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run.store.path)
         check_recipe(self.loop, self.recipe)
         if processes is None:
             phases = Phases(policy.model, self.loop, self.recipe, self.warm)

@@ -1,7 +1,8 @@
 """The critic: a value for each own token, with its own loss, optimiser and schedule, apart from the policy's gradient.
 
-The value of a token is the value of the state before it, computed from the hidden state that predicts the token. A
-critic has its own body (`Critic.of`, a copy of the policy's), or only a head that reads the policy's hidden states
+The value of a token is the value of the state before it, computed from the hidden state that predicts the token. The
+state after an answer has a value too, with the target of the policy's next token: an episode that was cut off goes on
+with it. A critic has its own body (`Critic.of`, a copy of the policy's), or only a head that reads the policy's states
 without gradient (`Critic.on`: cheaper, and its states improve with the policy's).
 """
 
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from math import isfinite
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from ..data.rows import Row
+from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
 from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, states
 from .ranks import Ranks
@@ -184,23 +188,40 @@ class CriticTrainer:
                 out[micro.index] = self._value(micro)
         return out
 
+    def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
+        """The stream of `rows` with `value` and, with `ends`, `after`."""
+        if not ends:
+            return stream.having(value=self.values(rows))
+        longer, order = _with_ends(rows, stream.ends)
+        found = self.values(longer)[order.argsort()]
+        after = torch.full_like(found[: len(stream)], torch.nan)
+        after[stream.ends] = found[len(stream) :]
+        return stream.having(value=found[: len(stream)], after=after)
+
     def _value(self, micro: Micro) -> Tensor:
         with casting(self.critic, self.autocast):
             return self.ranks.run(self.critic.home, lambda: self.critic(micro)).cpu()
 
-    def update(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor) -> Sums:
-        """Steps towards target (T,) on the tokens `entered` (T,) bool; old (T,) is what `values` said.
+    def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
+        """Steps towards target (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made of `rows`.
 
         The metrics are those of the first pass; a skipped pass is counted in any case.
         """
-        sums = Sums()
+        assert stream.value is not None, "a stream that `valued` made"
+        sums, old = Sums(), stream.value
         if self.critic.normalised:
             self._rescale(target[entered], Context(sums=sums, add_up=self.ranks.add_up))
+        explained(old[entered], target[entered], sums)
+        if stream.after is not None:
+            taught = stream.ends & (stream.following >= 0)
+            follows = stream.following[taught]
+            rows, order = _with_ends(rows, taught)
+            pairs = ((old, stream.after[taught]), (target, target[follows]), (entered, entered[follows]))
+            old, target, entered = (torch.cat(pair)[order] for pair in pairs)
         for k in range(self.passes):
             if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
                 sums.put("value/skipped", 1 if self.ranks.rank == 0 else 0, 1 if self.ranks.rank == 0 else 0)
                 break
-        explained(old[entered], target[entered], sums)
         return sums
 
     def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
@@ -262,6 +283,19 @@ class CriticTrainer:
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps, self.skips = int(state["steps"]), int(state["skips"])
         self.moments.n, self.moments.mean, self.moments.m2 = state["moments"]
+
+
+def _with_ends(rows: Sequence[Row], ends: Tensor) -> tuple[list[Row], Tensor]:
+    """The rows with one more own position behind each of `ends` (T,) bool, where the state after the token is read; and
+    for each of the (T + E,) positions its place in a column over the own tokens, followed by one over the ends."""
+    longer = list[Row]()
+    for row, mine in zip(rows, ends.split([len(row.own) for row in rows]), strict=True):
+        index = np.repeat(np.arange(len(row.own)), 1 + mine.numpy())
+        more = row.where(index)
+        # The state is read one before the position, whose own id is never read: the row may end there.
+        own, ids = more.own + (np.diff(index, prepend=-1) == 0), np.append(row.input_ids, np.int32(0))
+        longer.append(replace(more, own=own, input_ids=ids))
+    return longer, torch.cat([torch.arange(len(ends)), ends.nonzero()[:, 0]]).argsort(stable=True)
 
 
 def explained(value: Tensor, target: Tensor, sums: Sums) -> None:

@@ -132,7 +132,7 @@ class Trainer(PolicyTrainer):
         if recipe.needs_reference:
             stream = stream.having(ref=self._reference(rows))
         if self.critic is not None:
-            stream = stream.having(value=self.critic.values(rows))
+            stream = self.critic.valued(rows, stream, ends=recipe.bootstraps)
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
         if top or recomputed:
             now = self._score(self.model, rows, entropy=top)
@@ -186,7 +186,7 @@ class Trainer(PolicyTrainer):
             if self.steps >= self.critic_first:
                 self.optimizer.step()
         if self.critic is not None and batch.target is not None and batch.stream.value is not None:
-            done.sums.merge(self.critic.update(prepared.rows, batch.stream.value, batch.target, part.entered))
+            done.sums.merge(self.critic.update(prepared.rows, batch.stream, batch.target, part.entered))
         if done.skipped is None:
             self._after(prepared, done.sums, part)
         else:

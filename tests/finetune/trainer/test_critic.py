@@ -121,7 +121,7 @@ def test_a_new_head_with_a_scale_begins_at_the_mean_of_the_targets_and_keeps_wha
     for _ in range(2):  # the second time the scale is another one, and the values are not
         assert prepared.batch.stream.value is not None
         target = prepared.batch.target * (1 + critic.moments.n)
-        critic.update(rows, prepared.batch.stream.value, target, prepared.batch.entered)
+        critic.update(rows, prepared.batch.stream, target, prepared.batch.entered)
         torch.testing.assert_close(critic.values(rows).double(), wanted.expand(len(prepared.batch.stream)))
     assert float(critic.critic.mean) != pytest.approx(float(wanted))
 
@@ -184,8 +184,8 @@ def test_three_passes_are_three_steps_on_the_same_targets(clip):
     assert stream.value is not None
     assert target is not None
     entered = prepared.batch.entered
-    first = three.update(rows, stream.value, target, entered)
-    separate = [one.update(rows, stream.value, target, entered) for _ in range(3)]
+    first = three.update(rows, stream, target, entered)
+    separate = [one.update(rows, stream, target, entered) for _ in range(3)]
     assert three.steps == one.steps == 3
     for a, b in zip(three.critic.state_dict().values(), one.critic.state_dict().values(), strict=True):
         assert torch.equal(a, b)
