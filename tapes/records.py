@@ -308,6 +308,8 @@ class Call(Sampled):
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
     """Why this call starts a new row although its path has spoken; None when it extends its base or is the first."""
+    cut: int = Field(default=0, exclude_if=operator.not_)
+    """Tokens of the conversation that the prompt leaves out (`limits.keep_prompt`)."""
     engine: str = ""
     at: float
 

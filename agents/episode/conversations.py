@@ -166,6 +166,7 @@ class Conversations:
             logprobs=completion.logprobs,
             spans=completion.spans,
             split=rendered.split,
+            cut=rendered.cut,
             usage=usage,
             at=time.time(),
             **shared,
@@ -228,5 +229,6 @@ class Conversations:
                         tools=prefix.call_tools(call),
                         ids=prefix.call_prompt(call) + call.completion,
                         completion=call.completion,
+                        cut=call.cut,
                     )
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -25,6 +25,11 @@ class Limits(Value):
     """Sampled tokens over all calls; a call in flight counts with all tokens that it may still sample."""
     context: int | None = Field(default=None, ge=2)
     """Tokens of prompt and completion of one call; the engine's own limit applies too."""
+    prompt_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of the prompt of one call; a longer prompt is a limit of context, unless `keep_prompt` is set."""
+    keep_prompt: Literal["start", "end"] | None = None
+    """The part of a long prompt that is asked with: it is cut to `prompt_tokens`, and to what an answer of `max_tokens`
+    leaves of the context. None: no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
     """Seconds of the agent's own code, of its model calls while the model is at work for them, and of its tools. An
     episode that reaches it is scored and trained on, as at the limit of turns."""

@@ -170,7 +170,7 @@ class LLM:
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         rendered = self._render(path, conversation, asked, schemas)
         self.asked += 1
-        sampling = self._fit(sampling or self.sampling, temperature, max_tokens, rendered)
+        rendered, sampling = self._fit(sampling or self.sampling, temperature, max_tokens, rendered)
         call = self.recorder.new_call_id()
         stream = seed_stream(path, conversation)
         number = self._numbers[stream] = self._numbers.get(stream, -1) + 1
@@ -373,12 +373,23 @@ class LLM:
 
     def _fit(
         self, base: Sampling, temperature: float | None, max_tokens: int | None, rendered: Rendered | None
-    ) -> Sampling:
-        """The sampling of one call, with at most as many tokens as the context has room for."""
+    ) -> tuple[Rendered | None, Sampling]:
+        """The prompt of one call, cut where the limits say so, and its sampling, with at most as many tokens as the
+        context has room for."""
         wanted = base.max_tokens if max_tokens is None else max_tokens
         context = min(
             (c for c in (self._limits.context, self.engine.context if self.engine else None) if c), default=None
         )
+        most, keep = self._limits.prompt_tokens, self._limits.keep_prompt
+        if keep is not None and context is not None:
+            most = min(most or context, context - wanted)
+        if most is not None and rendered is None:
+            raise ModelFailed("limits.prompt_tokens and limits.keep_prompt need an engine of tokens: remove them")
+        if most is not None and rendered is not None and len(rendered.ids) > most:
+            if keep is None or most < 1:
+                sizes = f"the prompt has {len(rendered.ids)} tokens, and limits and context leave {max(most, 0)} for it"
+                raise self._latch(CauseType.CONTEXT, sizes)
+            rendered = rendered.cut_to(most, keep)
         if context is not None and rendered is not None:
             room = context - len(rendered.ids)
             if room < 1:
@@ -387,9 +398,9 @@ class LLM:
                 )
             wanted = min(wanted, room)
         if temperature is None and wanted == base.max_tokens:
-            return base
+            return rendered, base
         update = {"max_tokens": wanted, "temperature": base.temperature if temperature is None else temperature}
-        return base.model_copy(update=update)
+        return rendered, base.model_copy(update=update)
 
     async def _complete(self, request: Request, timed: _Timed) -> tuple[Completion, tuple[Attempt, ...]]:
         """The completion and every attempt at it. Raises _Failed when the error won't pass or retries are used up."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import JsonValue
@@ -63,6 +63,8 @@ class Track:
     """`messages`, control-token text marked."""
     marked_tools: Any
     """`tools`, control-token text marked."""
+    cut: int
+    """Tokens of the conversation that `ids` leaves out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,6 +91,16 @@ class Rendered:
     marked: tuple[Message, ...]
     """As `Track.marked`, of the prompt's messages."""
     marked_tools: Any
+    cut: int
+    """As `Track.cut`."""
+
+    def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
+        """The prompt without what is beyond its first or last `tokens` tokens."""
+        ids = self.ids[:tokens] if keep == "start" else self.ids[-tokens:]
+        kept = common_prefix(self.base.ids, ids) if self.base is not None else 0
+        split = None if self.base is None or kept == len(self.base.ids) else "the prompt was cut"
+        cut = self.cut + len(self.ids) - len(ids)
+        return replace(self, ids=ids, keep=kept, new=ids[kept:], split=self.split or split, cut=cut)
 
 
 class Renderer:
@@ -145,7 +157,9 @@ class Renderer:
         tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
+        cut = 0
         if base is not None and tail is not None:
+            cut = base.cut
             new = ints(self._codec.encode(tail, after=self.end_ids[0]))
             keep, ids = len(base.ids), base.ids + new
         else:
@@ -166,6 +180,7 @@ class Renderer:
             text=text,
             marked=marked,
             marked_tools=marked_tools,
+            cut=cut,
         )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
@@ -180,6 +195,7 @@ class Renderer:
             text=rendered.text,
             marked=(*rendered.marked, self._mark_one(reply, len(rendered.messages))),
             marked_tools=rendered.marked_tools,
+            cut=rendered.cut,
         )
 
     def retrack(
@@ -190,6 +206,7 @@ class Renderer:
         tools: Sequence[dict[str, JsonValue]] | None,
         ids: array[int],
         completion: array[int],
+        cut: int = 0,
     ) -> Track:
         """The track of a recorded call: `messages` with its reply, `ids` with its completion."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
@@ -203,6 +220,7 @@ class Renderer:
             marked=marked,
             marked_tools=marked_tools,
             text=self._template.render(marked[:-1], marked_tools),
+            cut=cut,
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:

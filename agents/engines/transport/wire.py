@@ -166,7 +166,7 @@ def same_prompt(asked: array[int], read: array[int] | None) -> None:
         f"the server read another prompt than it was given: {len(read)} ids for {len(asked)}, and id "
         f"{at} is {read[at : at + 1].tolist()} for {asked[at : at + 1].tolist()}. It renders messages by "
         "itself; serve the model with the same chat template, or with routes that take token ids (vLLM: "
-        "--enable-scale-out)"
+        "--enable-scale-out), without which limits.keep_prompt can't cut prompts"
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import tapereel as tr
+from tapereel.finetune.data.rows import rows
 from tapereel.tapes.common.config import ConfigError
 from tapereel.tapes.store.store import Store
 
@@ -27,6 +28,19 @@ class Say(tr.Environment):
         return tr.Outcome(reward=said.count(self.word) / max(len(said), 1), terminated=True)
 
 
+class Talk(Say):
+    """Four answers, with a long observation after each."""
+
+    async def reset(self, task: str) -> str:
+        self.said = 0
+        return await super().reset(task) * 9
+
+    async def step(self, action: tr.Action) -> tr.Outcome:
+        self.said += 1
+        found = await super().step(action)
+        return tr.Outcome("ab" * self.said, reward=found.reward, terminated=self.said == 4)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.set_num_threads(1)
@@ -39,7 +53,15 @@ def one_lineage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secrets, "token_hex", lambda n: "00" * n)
 
 
-def train(model: str, out: Path, *, resume: bool = False, recipe: str = "reinforce", **settings: Any) -> tr.Run:
+def train(
+    model: str,
+    out: Path,
+    *,
+    env: type[tr.Environment] = Say,
+    resume: bool = False,
+    recipe: str = "reinforce",
+    **settings: Any,
+) -> tr.Run:
     """A run of two updates on two words; `__` in a name stands for a dot."""
     small = {
         "loop.groups": 2,
@@ -51,9 +73,8 @@ def train(model: str, out: Path, *, resume: bool = False, recipe: str = "reinfor
         "evaluation.fraction": 0,
     }
     given = {name.replace("__", "."): value for name, value in settings.items()}
-    return tr.train(
-        tr.ChatAgent(), Say, ["a", "b"], model, updates=2, recipe=recipe, out=out, resume=resume, settings=small | given
-    )
+    more: dict[str, Any] = {"updates": 2, "recipe": recipe, "resume": resume, "settings": small | given}
+    return tr.train(tr.ChatAgent(), env, ["a", "b"], model, out=out, **more)
 
 
 def published(run: tr.Run) -> list[str]:
@@ -126,8 +147,6 @@ def test_a_server_doesnt_say_which_end_tokens_it_leaves_out(model: str, tmp_path
 
 
 def test_an_engine_that_leaves_ids_out_unsaid_gives_no_rl_data(model: str, tmp_path: Path) -> None:
-    from tapereel.finetune.data.rows import rows
-
     run = tr.run(tr.ChatAgent(), Say, ["a"], model, out=tmp_path / "run", settings={"sampling.min_tokens": 2})
     (tape,) = run.tapes()
     (own,) = rows(tape)
@@ -143,3 +162,43 @@ def load_renderer(model: str) -> Any:
     from tapereel.agents.rendering.renderer import Renderer
 
     return Renderer(AutoTokenizer.from_pretrained(model))
+
+
+@pytest.mark.parametrize("keep", ["start", "end"])
+def test_a_long_prompt_is_cut_and_the_row_is_what_the_model_read(keep: str, model: str, tmp_path: Path) -> None:
+    settings = {"loop__limits__prompt_tokens": 10, "loop__sampler_tolerance": 1e-5}
+    run = train(model, tmp_path / "run", env=Talk, loop__limits__keep_prompt=keep, **settings)
+    whole = train(model, tmp_path / "whole", env=Talk)
+    renderer = load_renderer(model)
+    for tape in run.tapes():
+        assert tape.status == "finished"
+        calls = tape.calls
+        assert len(calls) == 4
+        tracks: list[Any] = []
+        for call in calls:
+            ids = renderer.prompt(tape.call_messages(call), None, tracks).ids  # the whole conversation
+            read, said = tape.call_prompt(call), call.completion
+            assert read == (ids[:10] if keep == "start" else ids[-10:])
+            assert call.cut == len(ids) - 10 > 0
+            messages = [*tape.call_messages(call), call.reply]
+            tracks = [renderer.retrack(call=call.call, messages=messages, tools=None, ids=ids + said, completion=said)]
+        assert sum(len(row.own) for row in rows(tape)) == sum(len(call.completion or ()) for call in calls)
+        assert all(call.split == "the prompt was cut" for call in calls[1:])
+    assert all(call.cut == 0 and b'"cut"' not in call.body() for tape in whole.tapes() for call in tape.calls)
+    assert run.reproduce().outcome == "verified"
+    assert run.replay().counts["verified"] == len(run.tapes())
+    with pytest.raises(ConfigError, match="keep_prompt"):
+        train(model, tmp_path / "no", loop__limits__keep_prompt="middle")
+
+
+def test_a_prompt_is_cut_to_what_an_answer_leaves_of_the_context_or_ends_the_episode(
+    model: str, tmp_path: Path
+) -> None:
+    context = {"loop__limits__context": 30, "loop__sampling__ignore_eos": True}
+    kept = train(model, tmp_path / "kept", env=Talk, loop__limits__keep_prompt="end", **context)
+    assert {len(tape.call_prompt(call)) for tape in kept.tapes() for call in tape.calls if call.cut} == {24}
+    assert {len(call.completion or ()) for tape in kept.tapes() for call in tape.calls} == {6}
+    for name, more in {"context": context, "prompt": {"loop__limits__prompt_tokens": 24}}.items():
+        run = train(model, tmp_path / name, env=Talk, **more)
+        ends = {(tape.status, tape.cause.type if tape.cause else "") for tape in run.tapes()}
+        assert ("limit", "context") in ends
