@@ -128,6 +128,8 @@ class Stream:
     """(R + 1,) int64: row i holds tokens rows[i] up to rows[i + 1]."""
     ref: Tensor | None = None
     """(T,) log-prob under the reference model; None when the recipe has none."""
+    teacher: Tensor | None = None
+    """(T,) log-prob under the teacher; None when the recipe has none."""
     anchor: Tensor | None = None
     """(T,) log-prob under the weights that the rollout batch met; None: not computed."""
     entropy: Tensor | None = None
@@ -173,7 +175,7 @@ class Stream:
         return torch.where(given.isnan(), given.index_copy(0, self.episode[last], self.after[last].to(given)), given)
 
     def having(self, **columns: Tensor | None) -> Stream:
-        """A copy with these optional columns (`ref`, `anchor`, `entropy`, `value`, `after`) set."""
+        """A copy with these optional columns (`ref`, `teacher`, `anchor`, `entropy`, `value`, `after`) set."""
         for name, column in columns.items():
             if column is not None and column.shape != self.token.shape:
                 raise BadBatch(f"column {name!r} has shape {tuple(column.shape)}, the stream {len(self)} tokens")

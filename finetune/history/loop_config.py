@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...agents.episode.limits import Limits
 from ...tapes.common.config import Config
@@ -99,16 +99,46 @@ class ProcessesConfig(Config):
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
 
+class ReferenceConfig(Config):
+    """The model that a KL to the reference, and `minor_sft`, compare the policy with."""
+
+    model: str
+    """`base`: the model as the run began; `warm`: after the warm start; `none`: no reference; or another model with the
+    same tokenizer, as a folder or a name of the hub."""
+    every: int | None = Field(default=None, ge=1)
+    """Updates of the loop between two refreshes of `base` or `warm`; None: the reference stays as it is."""
+    decay: float = Field(default=0.0, ge=0, lt=1)
+    """Each refresh makes the reference decay * reference + (1 - decay) * policy; 0: the policy as it is then."""
+
+    @model_validator(mode="after")
+    def _refreshes_what_it_can(self) -> ReferenceConfig:
+        if self.every is not None and self.model not in OWN:
+            raise ValueError(
+                f"every={self.every} refreshes a reference from the policy, and {self.model!r} isn't the policy at "
+                f"another moment: remove `every`, or set model to {' or '.join(OWN)}"
+            )
+        if self.decay and self.every is None:
+            raise ValueError(f"decay={self.decay:g} is of each refresh, and there is none: set `every`")
+        return self
+
+
+OWN = ("base", "warm")
+"""References that are the policy at another moment."""
 SECOND = {
     "ppo": ("critic",),
     "ppo_kl": ("reference", "critic"),
     "minor_sft": ("reference",),
-    "distill": ("reference",),
+    "distill": ("teacher",),
 }
 """Recipe -> the other models that it needs."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
 """The names of all recipes. They stand here too because the module of the recipes imports torch."""
+
+
+def _named(value: object) -> object:
+    """A reference that is its model's name alone."""
+    return {"model": value} if isinstance(value, str) else value
 
 
 class RecipeConfig(Config):
@@ -161,6 +191,11 @@ class LoopConfig(RecipeConfig):
     max_concurrent: int = Field(default=512, ge=1)
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     optimiser: OptimiserConfig = OptimiserConfig()
+    reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
+    """The model that a KL to the reference compares the policy with: `base`, `warm`, `none`, or a folder or name of the
+    hub; {model: warm, every: 10} refreshes it. None: `warm` where there is a warm start, else `base`."""
+    teacher: str | None = None
+    """The model that a KL to the teacher draws the policy to: a folder, or a name of the hub."""
     critic: CriticConfig | None = None
     """None: a critic with the defaults if the recipe takes values, otherwise no critic."""
     sampling: Sampling = Sampling()
@@ -232,6 +267,13 @@ class LoopConfig(RecipeConfig):
                 "agents is empty, so that no agent would be trained: name at least one path, or remove it to train all"
             )
         return self
+
+    @property
+    def others(self) -> dict[str, str]:
+        """Setting -> folder or name of the hub, of each model that is loaded beside the policy."""
+        reference = self.reference.model if self.reference is not None else "none"
+        named = {"reference": None if reference in (*OWN, "none") else reference, "teacher": self.teacher}
+        return {setting: name for setting, name in named.items() if name is not None}
 
     @property
     def episodes_per_group(self) -> int:

@@ -55,6 +55,10 @@ class ComputedOn(Value):
     chip: str | None = None
     ranks: int = 1
     """Processes that trained together."""
+    reference: str | None = None
+    """Name and digest of the model that the policy was compared with; None: the recipe reads none."""
+    teacher: str | None = None
+    """The same of the teacher."""
 
 
 class Plan(Value):

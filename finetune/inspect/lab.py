@@ -37,10 +37,10 @@ from ..history.history import History, apply_again, as_read, with_threads
 from ..history.loop_config import RecipeConfig
 from ..history.plan import Batch, ComputedOn, UpdateInfo, by_update
 from ..objective.recipe import Recipe
-from ..policies.phases import Frozen, frozen
 from ..policies.players import lineage_of
 from ..recipes import get_recipe
 from ..trainer.checkpoint import checkpoint_folders, checkpoints
+from ..trainer.reference import EarlierWeights
 from ..trainer.trainer import Trainer
 from ..trainer.updates import UpdateStats
 from .rebuild import RebuiltRun
@@ -222,7 +222,7 @@ class _Bench:
         self.decode: Callable[[int], str] = lambda token: str(rebuilt.training.policy.tokenizer.decode([token]))
         every = [rebuilt.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
         wants = any(recipe.needs_reference for recipe in every)
-        self.reference: Frozen | None = frozen(rebuilt.history.model) if wants else None
+        self.reference = EarlierWeights(rebuilt.history.model, "base") if wants else None
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history
@@ -252,6 +252,11 @@ class _Bench:
                 f"recipe {recipe.name!r} needs a critic, and update {self.history.updates} of the run was "
                 f"made without one (by {own.recipe.name!r}): compare recipes without values"
             )
+        if recipe.needs_teacher and own.teacher is None:
+            raise UsageError(
+                f"recipe {recipe.name!r} needs a teacher, and update {self.history.updates} of the run was "
+                f"made without one (by {own.recipe.name!r}): compare recipes without a KL to a teacher"
+            )
         trainer = Trainer(
             self.history.model,
             recipe,
@@ -261,7 +266,8 @@ class _Bench:
             micro_tokens=own.micro_tokens,
             autocast=own.autocast,
             gradient_checkpointing=own.gradient_checkpointing,
-            reference=self.reference if recipe.needs_reference else None,
+            reference=(own.reference or self.reference) if recipe.needs_reference else None,
+            teacher=own.teacher if recipe.needs_teacher else None,
         )
         if mine:
             trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)

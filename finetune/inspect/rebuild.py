@@ -104,7 +104,7 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     except BrokenRecipes as error:
         raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
-        raise Unknown(f"the base weights are gone: {error}") from error
+        raise Unknown(f"a model that the run began with is gone: {error}") from error
     # A model folder may have been overwritten since: other base weights would make every later update differ.
     found, begun = weights_digest(policy.model.state_dict()), directory.results.base
     if begun not in (None, found):

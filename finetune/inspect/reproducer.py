@@ -42,6 +42,8 @@ from ..trainer.checkpoint import (
 from .rebuild import RebuiltRun, Unknown
 
 Outcome = Literal["verified", "diverged", "unverifiable"]
+FLOATING = ("recipe", "loss", "grad_norm", "weights", "checkpoint", "trainer", "reference")
+"""Fields that depend on the last bits of sums."""
 
 
 class Difference(Value):
@@ -50,8 +52,8 @@ class Difference(Value):
     update: int
     """Number of the update, from 0; it makes version `update + 1`. -1: the base weights."""
     field: str
-    """`tape`, `recipe`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`, `weights`, `checkpoint`,
-    `trainer`, `taught` or `files`."""
+    """`tape`, `recipe`, `reference`, `teacher`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`,
+    `weights`, `checkpoint`, `trainer`, `taught` or `files`."""
     recorded: JsonValue = None
     found: JsonValue = None
     sentence: str
@@ -337,7 +339,7 @@ class _Walk:
         self.counts["trainers"] += 1
 
     def _differs(self, difference: Difference) -> Reproduction:
-        if self.other and difference.field in ("recipe", "loss", "grad_norm", "weights", "checkpoint", "trainer"):
+        if self.other and difference.field in FLOATING:
             return self._made(
                 "unverifiable",
                 reason=f"update {difference.update} differs, but here is "

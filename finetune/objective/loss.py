@@ -22,7 +22,7 @@ from .kl import estimate
 from .recipe import Recipe
 from .regulariser import Regulariser
 
-_COLUMNS = ("ref", "anchor", "entropy", "value", "after")
+_COLUMNS = ("ref", "teacher", "anchor", "entropy", "value", "after")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,13 +231,17 @@ def betas(recipe: Recipe) -> tuple[float, ...]:
     return tuple(term.first_coefficient for term in recipe.coefficients)
 
 
-def check_needs(recipe: Recipe, *, reference: bool, critic: bool) -> None:
-    """Raise BadBatch if the recipe needs a reference model or a critic that the trainer doesn't have."""
-    if recipe.needs_reference and not reference:
-        raise BadBatch(
-            f"recipe {recipe.name!r} reads a reference model's log-probs, and the trainer has none: pass reference=... "
-            "to the trainer, or set the KL coefficient (beta) to 0"
-        )
+def check_needs(recipe: Recipe, *, reference: bool, critic: bool, teacher: bool = False) -> None:
+    """Raise BadBatch if the recipe needs a reference model, a teacher or a critic that the trainer doesn't have."""
+    for name, needs, has in (
+        ("reference", recipe.needs_reference, reference),
+        ("teacher", recipe.needs_teacher, teacher),
+    ):
+        if needs and not has:
+            raise BadBatch(
+                f"recipe {recipe.name!r} reads a {name} model's log-probs, and the trainer has none: pass {name}=... "
+                "to the trainer, or set the KL coefficient (beta) to 0"
+            )
     if recipe.needs_value and not critic:
         raise BadBatch(
             f"recipe {recipe.name!r} needs a value per token, and the trainer has no critic: pass "

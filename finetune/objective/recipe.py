@@ -119,6 +119,11 @@ class Recipe(Term):
         return self.needs_value and self.credit.bootstrap and self.reward.per == "turn"
 
     @property
+    def needs_teacher(self) -> bool:
+        """True if a term reads a teacher's log-probs."""
+        return any(term.needs_teacher for term in self.regulariser)
+
+    @property
     def needs_entropy(self) -> bool:
         """True if the entropy is computed together with the trained log-probs."""
         return self.score.entropy or any(term.needs_entropy for term in self.regulariser)
@@ -159,6 +164,14 @@ class Recipe(Term):
         """True if no token of the batch has a gradient: no surrogate, and no active regulariser on its tokens."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
+
+    def stands_still(self, *, own_reference: bool) -> bool:
+        """True if the gradient is always 0, because each loss is a KL to the sampler or, with `own_reference`, to the
+        policy as the phase began."""
+        terms = [term for term in self.regulariser if term.active]
+        near = {"sampler", "reference"} if own_reference else {"sampler"}
+        still = all(isinstance(term, KL) and term.to in near for term in terms)
+        return isinstance(self.surrogate, NoSurrogate) and bool(terms) and still
 
     def __str__(self) -> str:
         lines = [f"recipe {self.name}"]

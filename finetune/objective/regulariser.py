@@ -1,6 +1,6 @@
 """regulariser: an addition to a token's loss that doesn't depend on its advantage.
 
-    kl       beta * estimate(lp, reference or sampler)
+    kl       beta * estimate(lp, reference, teacher or sampler)
     entropy  -coefficient * H,  H the exact entropy of the policy at the token
     nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
     aux      coefficient * balance of a mixture's experts over the batch (`finetune.router`)
@@ -41,6 +41,11 @@ class Regulariser(Term):
         return False
 
     @property
+    def needs_teacher(self) -> bool:
+        """True if the term reads `stream.teacher`, the teacher's log-probs."""
+        return False
+
+    @property
     def needs_entropy(self) -> bool:
         """True if the term reads `entropy`, the exact entropy of each token."""
         return False
@@ -58,11 +63,11 @@ class Regulariser(Term):
 
 
 class KL(Regulariser):
-    """Keeps the policy near the reference model, or near the weights that sampled."""
+    """Keeps the policy near the reference model or the weights that sampled, or draws it to a teacher."""
 
     kind: Literal["kl"] = "kl"
-    to: Literal["reference", "sampler"] = "reference"
-    """The policy to stay near."""
+    to: Literal["reference", "sampler", "teacher"] = "reference"
+    """The policy to be near."""
     estimator: Estimator = "k3"
     """Estimator of the KL: k2 or k3. The expected gradient of k1 as a loss is 0."""
     beta: float = Field(default=0.0, ge=0)
@@ -89,6 +94,10 @@ class KL(Regulariser):
         return self.active and self.to == "reference"
 
     @property
+    def needs_teacher(self) -> bool:
+        return self.active and self.to == "teacher"
+
+    @property
     def first_coefficient(self) -> float:
         return self.beta
 
@@ -100,10 +109,10 @@ class KL(Regulariser):
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
-        other = stream.old if self.to == "sampler" else stream.ref
+        other = {"sampler": stream.old, "reference": stream.ref, "teacher": stream.teacher}[self.to]
         if other is None:
             raise ValueError(
-                f"a KL to the {self.to} reads its log-probs, and there are none: pass reference=... to the trainer"
+                f"a KL to the {self.to} reads its log-probs, and there are none: pass {self.to}=... to the trainer"
             )
         other = other[index].to(lp.dtype)
         # k1 drives the adaptive coefficient and k3 is reported, whichever estimator is the loss.

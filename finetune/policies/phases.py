@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from ...agents.engines.embedded.pretrained import load_pretrained, placed, weights_digest
 from ...tapes.errors import UsageError
-from ..history.loop_config import CriticConfig, LoopConfig, OptimiserConfig, WarmStartConfig
+from ..history.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig, ReferenceConfig, WarmStartConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
 from ..trainer.ranks import Ranks
+from ..trainer.reference import EarlierWeights, OtherModel, trainable
 from ..trainer.trainer import Trainer
+from .policy import Policy
 
 
 def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
@@ -24,53 +26,71 @@ def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
     return {"sft": sft, "sft-more": sft, "rl": recipe}
 
 
-Frozen = nn.Module | Literal["adapters-off"]
-"""A reference model that no update changes: a copy, or the trained model with its adapters switched off."""
-
-
-def frozen(model: nn.Module) -> Frozen:
-    """The model that the run begins with, for a recipe with a KL to it. Fresh adapters add nothing to the model below
-    them, so with adapters that model is the reference, and no copy is kept."""
-    return "adapters-off" if hasattr(model, "disable_adapter") else copy.deepcopy(model).eval()
-
-
 @dataclass
 class Phases:
     """Makes the trainers of a run."""
 
-    model: nn.Module
-    """It must have the base weights when `Phases` is made: the reference is copied then. Updates change it in place."""
+    policy: Policy
+    """Its model must have the base weights when `Phases` is made. Updates change it in place."""
     loop: LoopConfig
     recipe: Recipe
     """Of the loop's updates."""
     warm: WarmStartConfig
 
     def __post_init__(self) -> None:
-        self._reference: Frozen | None = frozen(self.model) if self.recipe.needs_reference else None
-        if self.loop.critic is not None and not self.recipe.needs_value:
+        # The models that the recipe compares the policy with are loaded here, before anything is written.
+        loop, recipe = self.loop, self.recipe
+        if loop.critic is not None and not recipe.needs_value:
             raise UsageError(
-                f"recipe {self.recipe.name!r} takes no values, so loop.critic would do nothing: remove it, or choose "
+                f"recipe {recipe.name!r} takes no values, so loop.critic would do nothing: remove it, or choose "
                 "a recipe with credit 'gae', as `ppo`"
             )
-        self._recipes = recipes_by_phase(self.recipe)
+        self._recipes = recipes_by_phase(recipe)
+        begin = "warm" if self.warm.updates else "base"
+        self._compared = loop.reference or ReferenceConfig(model=begin)
+        check_compared(loop, recipe, warm=begin == "warm")
+        self.teacher = _beside(self.policy, loop.teacher, "loop.teacher") if loop.teacher is not None else None
+        """None where the recipe reads none."""
+        self._reference: OtherModel | None = None
+        if recipe.needs_reference and self._compared.model not in OWN:
+            self._reference = _beside(self.policy, self._compared.model, "loop.reference")
+        others = {"teacher": self.teacher, "reference": recipe.stands_still(own_reference=True) and self._reference}
+        begun = _plain_digest(self.policy.model) if any(others.values()) and begin == "base" else None
+        for setting, other in others.items():
+            if other and other.digest == begun:
+                raise UsageError(
+                    f"loop.{setting}={other.name} has the same weights as the model that is trained, so nothing would "
+                    "be learned from it: name another model"
+                )
+        self._base = None
+        if recipe.needs_reference and self._compared.model == "base":
+            self._base = {name: p.detach().clone() for name, p in trainable(self.policy.model).items()}
 
     def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
         """A fresh trainer of `phase` on the model as it is now. work: a model with the same weights that is trained in
         its place, where each rank has its own (a sharded one, for example)."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
-        work = work or self.model
+        work = work if work is not None else cast(nn.Module, self.policy.model)
         return Trainer(
             work,
             recipe,
             **_settings(optimiser),
             ema=optimiser.ema,
             pack=optimiser.pack,
-            reference=self._reference if recipe.needs_reference else None,
+            reference=self._reference_of(work, ranks) if recipe.needs_reference else None,
+            teacher=self.teacher if recipe.needs_teacher else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             critic_first=self._critic_config.first if recipe.needs_value else 0,
             ranks=ranks,
         )
+
+    def _reference_of(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
+        """The reference of a phase that begins. A resumed run makes it too, then loads the weights that it had."""
+        if self._reference is not None:
+            return self._reference
+        how = self._compared
+        return EarlierWeights(work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks)
 
     @property
     def _critic_config(self) -> CriticConfig:
@@ -80,7 +100,7 @@ class Phases:
         """A fresh critic, a copy of the policy as it is now. A resumed run makes it too, then loads its weights."""
         config = self._critic_config
         critic = (
-            Critic.of(self.model, normalised=config.normalised)
+            Critic.of(self.policy.model, normalised=config.normalised)
             if config.body == "own"
             else Critic.on(work, normalised=config.normalised)
         )
@@ -91,6 +111,72 @@ class Phases:
             passes=config.passes,
             ranks=ranks,
         )
+
+
+def check_compared(loop: LoopConfig, recipe: Recipe, *, warm: bool) -> None:
+    """UsageError where the recipe reads a reference or a teacher that the settings don't name, or the settings name one
+    that it doesn't read, or it would do nothing but compare the policy with itself. warm: there is a warm start."""
+    name, reference = recipe.name, loop.reference
+    if recipe.needs_teacher and loop.teacher is None:
+        raise UsageError(
+            f"recipe {name!r} draws the policy to a teacher, and there is none: set loop.teacher to the folder or the "
+            "hub's name of another model with the same tokenizer"
+        )
+    if loop.teacher is not None and not recipe.needs_teacher:
+        raise UsageError(
+            f"recipe {name!r} reads no teacher, so loop.teacher={loop.teacher} would do nothing: remove it, choose "
+            "loop.recipe=distill, or add a regulariser {kind: kl, to: teacher, beta: ...}"
+        )
+    if recipe.needs_reference and reference is not None and reference.model == "none":
+        raise UsageError(
+            f"recipe {name!r} reads a reference, which loop.reference=none leaves out: set it to base, warm or a model, or set "
+            "the KL coefficient (beta) to 0"
+        )
+    if reference is not None and not recipe.needs_reference and (reference.every or reference.model not in UNREAD):
+        raise UsageError(
+            f"recipe {name!r} reads no reference, so loop.reference={reference.model} would do nothing: remove it, or "
+            "add a regulariser {kind: kl, beta: ...}"
+        )
+    # With nothing but KLs to its own beginning or to its sampler, the gradient is 0 at the first update and stays 0.
+    own = reference is None or reference.model == ("warm" if warm else "base")
+    if recipe.stands_still(own_reference=own):
+        raise UsageError(
+            f"recipe {name!r} compares the policy with itself alone, so its gradient is always 0: set loop.reference "
+            "to another model, or the KL's `to` to teacher, with loop.teacher"
+        )
+
+
+UNREAD = ("none", "base")
+"""References that a recipe without one may have: `base` stands in the configurations of earlier runs."""
+
+
+def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
+    """The model of that folder or name, where and how the policy is computed. UsageError where it has other tokens."""
+    weights = next(policy.model.parameters())
+    base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
+    dtype: Any = str(base.dtype).removeprefix("torch.")
+    found = load_pretrained(name, dtype=dtype, attention=base.config._attn_implementation)
+    ours, theirs = policy.tokenizer.get_vocab(), found.tokenizer.get_vocab()
+    if ours != theirs:
+        token = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")
+        raise UsageError(
+            f"{setting}={name} has another tokenizer than the model that is trained ({policy.tokenizer.name_or_path}): "
+            f"token {token!r} is {theirs.get(token)} there and {ours.get(token)} here, so its log-probs would be of "
+            "other text. Name a model with the same tokenizer"
+        )
+    return OtherModel(placed(found.model, weights.device), name)
+
+
+def _plain_digest(model: nn.Module) -> str:
+    """Digest of the weights, without adapters that change nothing yet: as of the model that they were added to."""
+    base: Any = getattr(model, "get_base_model", lambda: model)()
+    return weights_digest(
+        {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in base.state_dict().items()
+            if ".lora_A." not in name and not (".lora_B." in name and not tensor.any())
+        }
+    )
 
 
 def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:

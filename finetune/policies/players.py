@@ -142,7 +142,7 @@ class Team:
         """Give each trained player its history in the run. BrokenHistory where it began with other weights."""
         for name, policy in self.policies.items():
             self._check_begun(run, name, weights_digest(policy.model.state_dict()))
-            phases = Phases(policy.model, self.players[name].loop_of(loop), recipe, NO_WARM_START)
+            phases = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
             self.histories[name] = policy.history(
                 run.store,
                 lineage_of(run.results.lineage, name),

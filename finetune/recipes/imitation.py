@@ -54,13 +54,13 @@ distill = Recipe(
     score=Score(temperature="one"),
     baseline=Baseline(kind="none"),
     surrogate=NoSurrogate(),
-    regulariser=(KL(estimator="k3", beta=1.0),),
+    regulariser=(KL(to="teacher", estimator="k3", beta=1.0),),
 )
-"""distill: stay with a teacher on the tokens at hand; nothing is rewarded.
+"""distill: come to a teacher on the tokens at hand; nothing is rewarded.
 
-    loss = 1/T sum_t k3_t,  k3 = exp(ref - lp) - 1 - (ref - lp)
+    loss = 1/T sum_t k3_t,  k3 = exp(teacher - lp) - 1 - (teacher - lp)
 
 Source: k3 distillation as in TorchRL. On the student's own samples it descends KL(teacher || student).
 
-1. The teacher is the trainer's `reference`; both are scored at temperature 1.
+1. The teacher is another model (`loop.teacher`, the trainer's `teacher`); both are scored at temperature 1.
 """

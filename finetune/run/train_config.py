@@ -15,10 +15,18 @@ from ...agents.setup.team_config import threads_of
 from ...envs.curriculum import EASY, HARD
 from ...envs.taskset import TASK_FILES
 from ...tapes import Sampling
+from ...tapes.common.hub import model_folder
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
 from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
-from ..policies.player_config import Players, TrainedEngine, TrainerConfig, check_engine, check_players_of
+from ..policies.player_config import (
+    Players,
+    TrainedEngine,
+    TrainerConfig,
+    check_engine,
+    check_players_of,
+    check_reference,
+)
 from ..report.trackers import TrackedConfig
 
 MeasuredBy = Literal["own", "loop"]
@@ -92,6 +100,7 @@ class TrainConfig(Setup, TrackedConfig):
     def _agree(self) -> TrainConfig:
         check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
+        check_reference(self.loop, warm=self.warm)
         for name, player in self.players.items():
             if not player.frozen:
                 check_engine(player.engine, player.trainer, self.loop, name)
@@ -103,6 +112,13 @@ class TrainConfig(Setup, TrackedConfig):
         So a wrong setting is answered at once. resume: the runs of `warm` and `curriculum` need not be there any more.
         Raises UsageError, and NoRun where one of these is missing."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
+        others = {setting: model_folder(name) for setting, name in self.loop.others.items()}
+        begun = self.warm is None or not self.warm.updates
+        if begun and "teacher" in others and others["teacher"].samefile(model_folder(str(self.engine.model))):
+            raise UsageError(
+                f"loop.teacher={self.loop.teacher} is the model that is trained, so nothing would be learned from it: "
+                "name another model"
+            )
         held_out = str(self.evaluation.tasks)
         if held_out.endswith(tuple(TASK_FILES)) and not Path(held_out).is_file():
             raise UsageError(f"evaluation.tasks: there is no file {held_out}")

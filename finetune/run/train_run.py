@@ -35,7 +35,7 @@ try:
     import torch
 
     from ...agents.engines.embedded.pretrained import weights_digest
-    from ..history.history import History, Source
+    from ..history.history import History, Source, compared_with
     from ..loop.loop import check_recipe
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
@@ -91,6 +91,10 @@ class TrainSummary(Value):
     """The folder with the trained model, in Hugging Face format."""
     report: str
     """A page with all of this, for a browser."""
+    reference: str | None = None
+    """Name and digest of the model that the last update compared the policy with; None: the recipe reads none."""
+    teacher: str | None = None
+    """The same of the teacher."""
     advice: tuple[str, ...] = ()
     """What to look at, a sentence each, where training doesn't work."""
 
@@ -163,7 +167,7 @@ class TrainingRun:
             )
         self.policy = policy or load_policy(config.engine, config.trainer, config.seed)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
-        phases = Phases(self.policy.model, config.loop, self.recipe, config.warm or NO_WARM_START)
+        phases = Phases(self.policy, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.processes = Processes(ranks, self.policy.model, phases.trainer)
 
     def lead(self, resume: bool) -> TrainSummary:
@@ -314,6 +318,7 @@ class TrainingRun:
             model=_model(history),
             report=str(self.out / REPORT),
             advice=self.advice,
+            **({name: str(other) for name, other in compared_with(history.trainer).items()} if history.trainer else {}),
         )
 
     def _player(self, name: str) -> PlayerSummary:

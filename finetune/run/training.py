@@ -91,7 +91,7 @@ class Training:
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run.store.path)
         check_recipe(self.loop, self.recipe)
         if processes is None:
-            phases = Phases(policy.model, self.loop, self.recipe, self.warm)
+            phases = Phases(policy, self.loop, self.recipe, self.warm)
             processes = Processes(Ranks(), policy.model, phases.trainer)
         self.processes = processes
         self.history = self.history_in(run.store, run.results.lineage, run.path)

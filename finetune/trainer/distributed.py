@@ -184,6 +184,9 @@ class Processes:
         result = (self.places, stats.weight, stats.sums, stats.loss, stats.parts, stats.skipped)
         return stats, self.ranks.all_gather(result)
 
+    def _end_update(self) -> None:
+        self.member.end_update()
+
     def _state(self) -> TrainerState:
         return self.member.state_dict()
 
@@ -211,6 +214,7 @@ class DistributedTrainer(PolicyTrainer):
         self._member = own = processes.member
         self._number = 0
         self.model, self.recipe, self.ranks = own.model, own.recipe, own.ranks
+        self.reference, self.teacher = own.reference, own.teacher
         self.lr, self.schedule, self.steps = own.lr, own.schedule, own.steps
 
     def prepare(
@@ -278,6 +282,10 @@ class DistributedTrainer(PolicyTrainer):
             advantage=prepared.batch.advantage,
             shown=prepared.imitated,
         )
+
+    def end_update(self) -> None:
+        if self.reference is not None:
+            self._processes.on_all("end_update")
 
     def state_dict(self) -> TrainerState:
         return cast(TrainerState, self._processes.on_all("state"))

@@ -6,8 +6,8 @@ of a group share is forwarded once: its keys and values, with their gradient, se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -88,7 +88,6 @@ def score(
     rows: Sequence[Row],
     how: Score = RECORDED,
     *,
-    ref: bool = False,
     entropy: bool = False,
     micro_tokens: int = MICRO_TOKENS,
     live: Tensor | None = None,
@@ -97,15 +96,15 @@ def score(
 ) -> Scores:
     """Scores of all own tokens of `rows`, in row order, without gradient.
 
-    ref: with the LoRA adapters of a peft model switched off. live: (T,) bool, the tokens wanted; the others are NaN.
-    ranks: those that score their rows at the same time. pack: as in `plan`.
+    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time. pack:
+    as in `plan`.
     """
     ranks = ranks or Ranks()
     n = sum(len(row.own) for row in rows)
     dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
     lp = torch.full((n,), torch.nan, dtype=dtype)
     h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
-    with torch.no_grad(), without_adapters(model) if ref else nullcontext():
+    with torch.no_grad():
         share = shares_prefixes(model) and not ranks.sharded
         for micro in ranks.rounds(plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack)):
             part = ranks.run(model, partial(forward, model, micro, how, entropy=entropy))
@@ -183,12 +182,3 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
 def _checkpointing(model: nn.Module) -> str:
     """What transformers calls it: activation checkpointing since 5.22, where the older name warns."""
     return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"
-
-
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """The model with its LoRA adapters switched off: a reference model without a second copy."""
-    if not hasattr(model, "disable_adapter"):
-        raise UnsupportedModel(f"{type(model).__name__} has no adapters to switch off: pass a reference model")
-    with model.disable_adapter():  # type: ignore[operator]
-        yield

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from math import isfinite
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from .logprobs import (
     states,
 )
 from .ranks import Ranks
+from .reference import OtherModel, trainable
 from .router import Load, load, probabilities, routed
 from .schedule import Schedule
 from .updates import Accumulated, PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, observe
@@ -64,7 +65,8 @@ class Trainer(PolicyTrainer):
         weight_decay: float = 0.0,
         grad_clip: float | None = 1.0,
         schedule: Schedule | None = None,
-        reference: nn.Module | Literal["adapters-off"] | None = None,
+        reference: nn.Module | OtherModel | None = None,
+        teacher: nn.Module | OtherModel | None = None,
         critic: CriticTrainer | None = None,
         critic_first: int = 0,
         ema: float | None = None,
@@ -74,26 +76,28 @@ class Trainer(PolicyTrainer):
         micro_tokens: int = MICRO_TOKENS,
         pack: bool | None = None,
     ) -> None:
-        """grad_clip: largest gradient norm; None: no bound. reference: a frozen model, or the model without its LoRA
-        adapters. critic_first: first updates in which only the critic learns. ema: decay of a running average of the
-        weights, kept in `averaged`. autocast: dtype of the forward pass (bfloat16); weights and output layer keep
-        theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed where the
-        attention kernel supports variable lengths."""
-        objective.check_needs(recipe, reference=reference is not None, critic=critic is not None)
+        """grad_clip: largest gradient norm; None: no bound. reference, teacher: frozen models, or the policy with
+        `EarlierWeights`. critic_first: first updates in which only the critic learns. ema: decay of a running average
+        of the weights, kept in `averaged`. autocast: dtype of the forward pass (bfloat16); weights and output layer
+        keep theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed
+        where the attention kernel supports variable lengths."""
+        objective.check_needs(
+            recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
+        )
         self.model = model
         self.recipe = recipe
         self.lr = lr
         self.grad_clip = grad_clip
         self.schedule = schedule or Schedule()
-        self.reference = reference
+        self.reference = OtherModel(reference) if isinstance(reference, nn.Module) else reference
+        self.teacher = OtherModel(teacher) if isinstance(teacher, nn.Module) else teacher
         self.critic = critic
         self.critic_first = critic_first
         self.ema = ema
         self.autocast = autocast
         self.ranks = ranks or Ranks()
-        self.ranks.shard(model)
-        if isinstance(reference, nn.Module):
-            self.ranks.shard(reference)
+        for one in (model, *(other.model for other in (self.reference, self.teacher) if other is not None)):
+            self.ranks.shard(one)
         self.micro_tokens = micro_tokens
         self.pack = packs(model) if pack is None else pack
         self.moments = Moments()
@@ -103,7 +107,7 @@ class Trainer(PolicyTrainer):
         self.steps = 0
         self.skips: dict[str, int] = {}
         """Updates skipped, by reason."""
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = trainable(model)
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
         groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -116,7 +120,9 @@ class Trainer(PolicyTrainer):
         self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
     ) -> UpdateStats:
         """One optimiser step on a rollout batch of whole groups. demonstrations: for a recipe with an `nll` term."""
-        return self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
+        stats = self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
+        self.end_update()
+        return stats
 
     def prepare(
         self,
@@ -129,8 +135,10 @@ class Trainer(PolicyTrainer):
     ) -> Prepared:
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
-        if recipe.needs_reference:
-            stream = stream.having(ref=self._reference(rows))
+        if recipe.needs_reference and self.reference is not None:
+            stream = stream.having(ref=self._scored_by(self.reference, rows))
+        if recipe.needs_teacher and self.teacher is not None:
+            stream = stream.having(teacher=self._scored_by(self.teacher, rows))
         if self.critic is not None:
             stream = self.critic.valued(rows, stream, ends=recipe.bootstraps)
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
@@ -159,10 +167,9 @@ class Trainer(PolicyTrainer):
         batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
         return rows, batch.part(add_up=self.ranks.add_up)
 
-    def _reference(self, rows: Sequence[Row]) -> Tensor:
-        if isinstance(self.reference, nn.Module):
-            return self._score(self.reference, rows).logprob
-        return self._score(self.model, rows, ref=True).logprob
+    def _scored_by(self, other: OtherModel, rows: Sequence[Row]) -> Tensor:
+        with other.scoring() as model:
+            return self._score(model, rows).logprob
 
     def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
         with casting(self.model, self.autocast):
@@ -410,6 +417,10 @@ class Trainer(PolicyTrainer):
                 if n:
                     self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
 
+    def end_update(self) -> None:
+        if self.reference is not None:
+            self.reference.end_update()
+
     def state_dict(self) -> TrainerState:
         moments = self.moments
         state = TrainerState(
@@ -420,6 +431,7 @@ class Trainer(PolicyTrainer):
             moments=[moments.n, moments.mean, moments.m2],
             averaged=dict(self.averaged),
             critic=self.critic.state_dict() if self.critic else None,
+            reference=self.reference.state_dict() if self.reference else None,
         )
         return self.ranks.whole(state)
 
@@ -438,3 +450,5 @@ class Trainer(PolicyTrainer):
         if self.critic is not None:
             assert state["critic"] is not None
             self.critic.load_state_dict(state["critic"])
+        if self.reference is not None:
+            self.reference.load_state_dict(state.get("reference"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..objective.loss import Batch, Part
 from ..objective.recipe import Recipe
 from .critic import CriticState
 from .ranks import Ranks
+from .reference import OtherModel, ReferenceState
 from .schedule import Schedule
 
 
@@ -30,6 +31,8 @@ class TrainerState(TypedDict):
     moments: list[float]
     averaged: dict[str, Tensor]
     critic: CriticState | None
+    reference: NotRequired[ReferenceState | None]
+    """Absent in a checkpoint of an earlier version."""
 
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
@@ -157,6 +160,8 @@ class PolicyTrainer(ABC):
     model: nn.Module
     recipe: Recipe
     ranks: Ranks
+    reference: OtherModel | None
+    teacher: OtherModel | None
     lr: float
     schedule: Schedule
     steps: int
@@ -186,6 +191,10 @@ class PolicyTrainer(ABC):
     @abstractmethod
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
+
+    @abstractmethod
+    def end_update(self) -> None:
+        """After all steps of an update: moves a reference that follows the policy."""
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
@@ -222,6 +231,7 @@ class PolicyTrainer(ABC):
             cuts = cut_episodes(len(episodes), minibatches, seed, self.steps)
             for part, own in zip(cuts, beside, strict=True):
                 yield self.step(replace(prepared, demonstrations=own), episodes=part)
+        self.end_update()
 
 
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:

@@ -129,12 +129,20 @@ def _name_shuffle(data: dict[str, Any]) -> None:
         loop["shuffle_rewards"] = "within" if loop["shuffle_rewards"] else None
 
 
+def _begin_with_base(data: dict[str, Any]) -> None:
+    """The reference was always the model as the run began, also after a warm start."""
+    loop = data.get("loop")
+    if isinstance(loop, dict) and data.get("warm") and "reference" not in loop:
+        loop["reference"] = {"model": "base"}
+
+
 RULES: Sequence[Callable[[dict[str, Any]], None]] = (
     _move_trainer,
     _rename_engines,
     _drop_demo_constants,
     _split_clock,
     _name_shuffle,
+    _begin_with_base,
 )
 """Changes that `KEYS` can't express: each function edits a whole configuration in place, after `KEYS`. It must leave a
 configuration of this version as it is."""

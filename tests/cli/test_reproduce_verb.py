@@ -95,7 +95,7 @@ def test_a_run_of_train_is_verified_while_its_model_is_there(
     config = run / "config.yaml"
     config.write_text(config.read_text().replace(model, str(tmp_path / "gone")))
     found = answer_of(capsys, "reproduce", str(run), code=2)
-    assert (found["outcome"], "base weights are gone" in found["reason"]) == ("unverifiable", True)
+    assert (found["outcome"], "a model that the run began with is gone" in found["reason"]) == ("unverifiable", True)
     config.write_text(config.read_text().replace(str(tmp_path / "gone"), str(run / "checkpoints/update-000003/hf")))
     assert "have" in answer_of(capsys, "reproduce", str(run), code=2)["reason"]
     config.write_text(config.read_text().replace(str(run / "checkpoints/update-000003/hf"), model) + "colour: red\n")

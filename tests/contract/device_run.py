@@ -25,6 +25,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.store import Store
 
@@ -68,7 +69,7 @@ def updated(
     made: Any = add_adapters(plain, AdapterConfig(rank=2, alpha=4)) if adapters else plain
     there = made.to(device)
     (there.get_base_model() if adapters else there).tie_weights()
-    reference: Any = "adapters-off" if adapters else tiny_model(dtype).to(device).eval()
+    reference: Any = EarlierWeights(there, "base") if adapters else tiny_model(dtype).to(device).eval()
     value = None
     if critic is not None:
         read = Critic.of(there, normalised=True) if critic == "own" else Critic.on(there, normalised=True)

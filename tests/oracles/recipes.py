@@ -31,6 +31,7 @@ class World:
     old: list[float]
     ref: list[float]
     value: list[float]
+    teacher: list[float]
 
     def group(self, i: int) -> list[float]:
         return [r for r, g in zip(REWARDS, GROUPS, strict=True) if g == GROUPS[i]]
@@ -57,7 +58,8 @@ def world(seed: int = 3) -> World:
     of = [i for i, turns in enumerate(TURNS) for _ in range(sum(turns))]
     old = draw(0.3)
     lp = [min(o + 0.4 * d, -0.01) for o, d in zip(old, torch.randn(N, generator=g).tolist(), strict=True)]
-    return World(of, lp, old, draw(0.3), torch.rand(N, generator=g, dtype=torch.float64).tolist())
+    ref, value = draw(0.3), torch.rand(N, generator=g, dtype=torch.float64).tolist()
+    return World(of, lp, old, ref, value, draw(0.3))
 
 
 def whitened(a: list[float]) -> list[float]:
@@ -240,8 +242,8 @@ def minor_sft(w: World) -> float:
 
 
 def distill(w: World) -> float:
-    """loss = 1/T sum_t k3_t,  k3 = exp(ref - lp) - 1 - (ref - lp)"""
-    return sum(oracle.kl("k3", w.lp[t], w.ref[t]) for t in range(N)) / N
+    """loss = 1/T sum_t k3_t,  k3 = exp(teacher - lp) - 1 - (teacher - lp)"""
+    return sum(oracle.kl("k3", w.lp[t], w.teacher[t]) for t in range(N)) / N
 
 
 EQUATIONS: dict[str, Callable[[World], float]] = {

@@ -154,7 +154,7 @@ def test_tokens_of_the_environment_change_no_weight_and_behind_the_last_answer_n
     same(of(recipe, [grown(r, len(r)) for r in rows], episodes), of(recipe, rows, episodes), rtol=1e-8)
     between = [grown(r, int(r.own[-1])) for r in rows]
     column = np.linspace(-2, -0.1, sum(len(r.own) for r in rows))
-    columns = dict.fromkeys(("ref", "value", "entropy", "anchor"), column)
+    columns = dict.fromkeys(("ref", "teacher", "value", "entropy", "anchor"), column)
     one, two = (objective.prepare(recipe, exact(x, episodes, **columns), Context()) for x in (rows, between))
     assert torch.equal(one.advantage, two.advantage)
     assert torch.equal(one.part().weight, two.part().weight)

@@ -82,10 +82,10 @@ def test_k1_as_a_loss_is_refused_with_its_reason():
 
 
 @pytest.mark.ledger("F61", "F62", "F63")
-def test_a_kl_loss_adds_beta_times_the_estimate_to_reference_or_sampler():
-    stream = exact([row(turns=(2,))], [episode()], old=[-1.0, -2.0], ref=[-1.5, -1.0])
+def test_a_kl_loss_adds_beta_times_the_estimate_to_reference_teacher_or_sampler():
+    stream = exact([row(turns=(2,))], [episode()], old=[-1.0, -2.0], ref=[-1.5, -1.0], teacher=[-0.5, -3.0])
     lp, index = doubles([-1.2, -1.2]), torch.arange(2)
-    for to, other in (("reference", [-1.5, -1.0]), ("sampler", [-1.0, -2.0])):
+    for to, other in (("reference", [-1.5, -1.0]), ("sampler", [-1.0, -2.0]), ("teacher", [-0.5, -3.0])):
         context = Context()
         got = KL(to=to, beta=0.3)(lp, None, index, stream, 0.3, context)
         assert got.tolist() == pytest.approx([0.3 * oracle.kl("k3", -1.2, o) for o in other], rel=1e-9)

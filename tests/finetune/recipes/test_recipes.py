@@ -38,7 +38,7 @@ def computed(recipe: Recipe, w: World) -> tuple[float, torch.Tensor]:
         episode(f"t{i}", g, reward=r, length=n)
         for i, (g, r, n) in enumerate(zip(GROUPS, REWARDS, LENGTHS, strict=True))
     ]
-    stream = exact(rows, episodes, old=w.old, ref=w.ref, value=w.value)
+    stream = exact(rows, episodes, old=w.old, ref=w.ref, value=w.value, teacher=w.teacher)
     part = objective.prepare(recipe, stream, Context()).part()
     lp = doubles(w.lp).requires_grad_()
     loss = part.loss(lp, None, torch.arange(N), Context(), objective.betas(recipe))
@@ -68,7 +68,13 @@ def test_the_configuration_knows_all_recipes_and_their_second_models() -> None:
     assert sorted(loop_config.RECIPES) == sorted(RECIPES)
     needs = {
         name: tuple(
-            model for model, needed in (("reference", recipe.needs_reference), ("critic", recipe.needs_value)) if needed
+            model
+            for model, needed in (
+                ("reference", recipe.needs_reference),
+                ("teacher", recipe.needs_teacher),
+                ("critic", recipe.needs_value),
+            )
+            if needed
         )
         for name, recipe in RECIPES.items()
     }
@@ -103,7 +109,7 @@ def test_every_recipe_can_be_made_by_its_name_and_takes_a_model_from_rows_to_new
     rows, episodes = batch(model=model)
     recipe = get_recipe(name, {"weigh": {"kind": "episode"}})
     critic = CriticTrainer(Critic.of(model)) if recipe.needs_value else None
-    trainer = Trainer(model, recipe, lr=1e-2, critic=critic, reference=tiny_model(seed=1))
+    trainer = Trainer(model, recipe, lr=1e-2, critic=critic, reference=tiny_model(seed=1), teacher=tiny_model(seed=2))
     stats = trainer.update(rows, episodes)
     assert stats.applied
     assert math.isfinite(stats.loss)

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.setup.profiles import fitted
 from tapereel.cli import main
-from tapereel.finetune.history.loop_config import RECIPES, SECOND
+from tapereel.finetune.history.loop_config import RECIPES
 from tapereel.finetune.recipes import RECIPES as REAL
 from tapereel.finetune.run.estimate import estimate
 from tapereel.finetune.run.train_config import TrainConfig
@@ -144,10 +144,3 @@ def test_a_model_that_is_not_here_has_no_estimate(capsys: pytest.CaptureFixture[
 
 def test_the_names_of_the_recipes_are_those_of_their_module():
     assert set(RECIPES) == set(REAL)
-    needs = {
-        name: tuple(
-            what for what, needed in (("reference", one.needs_reference), ("critic", one.needs_value)) if needed
-        )
-        for name, one in REAL.items()
-    }
-    assert {name: models for name, models in needs.items() if models} == SECOND

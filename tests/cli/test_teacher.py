@@ -1,0 +1,168 @@
+"""`loop.teacher` and `loop.reference` through `tapereel train`: what the policy is compared with, in training, after a
+kill and in `reproduce`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tapereel.agents.engines.embedded.pretrained import load_pretrained
+from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
+from tapereel.cli import main
+from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.store import Store
+
+from .lab import DEADLY, SCENE, answer_of, killed, refusal_of, settings, tapes_of
+
+FEW = (
+    "loop.groups=2",
+    "loop.group_size=8",
+    "loop.updates=4",
+    "loop.checkpoint_every=3",
+    "loop.optimiser.lr=1e-2",
+    "loop.sampling.max_tokens=2",
+    "loop.max_lag=0",
+    "evaluation.fraction=0",
+)
+KL = 'loop.changes={"regulariser": [{"kind": "kl", "beta": 0.5}]}'
+
+
+def saved(folder: Path, seed: int, alphabet: str = "0123456789") -> str:
+    tokenizer = char_tokenizer(alphabet)
+    tiny_model(tokenizer, "micro", seed=seed, context=32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with another untrained model: other weights, the same tokenizer."""
+    return saved(tmp_path_factory.mktemp("teacher") / "model", seed=5)
+
+
+def words(model: str, out: Path, *more: str, scene: tuple[str, ...] = SCENE) -> tuple[str, ...]:
+    return ("train", *scene, "--model", model, "--out", str(out), *settings(*FEW, *more))
+
+
+def digests(run: Path) -> list[str]:
+    """Of each version, in order."""
+    with Store.open(run, cache=False) as store:
+        return [stored.record.digest for stored in store.run_records("publish") if stored.record.mode != "start"]
+
+
+def logits(folder: str | Path, ids: list[int]) -> torch.Tensor:
+    """(vocabulary,) float64 log-probs of the next token, by a plain forward."""
+    with torch.no_grad():
+        return load_pretrained(folder).model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(0)
+
+
+@pytest.mark.ledger("X13")
+def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
+    model: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "run"
+    more = ("loop.recipe=distill", f"loop.teacher={teacher}", "loop.updates=24", "loop.groups=4")
+    summary = answer_of(capsys, *words(model, out, *more))
+    assert summary["teacher"].startswith(f"{teacher} sha256:")
+    assert summary["reference"] is None
+    prompts = {tuple(tape.calls[0].prompt or ()) for tape in tapes_of(out)}
+
+    def distance(student: str) -> float:
+        """Mean KL(teacher || student) after the prompts of the run."""
+        total = 0.0
+        for prompt in prompts:
+            taught, own = logits(teacher, list(prompt)), logits(student, list(prompt))
+            total += float((taught.exp() * (taught - own)).sum())
+        return total / len(prompts)
+
+    before, after = distance(model), distance(summary["model"])
+    assert after < before / 2, (before, after)
+    lines = read_metrics(out / "metrics.jsonl")
+    assert all(line["kl/teacher/k3"] == pytest.approx(line["loss"], rel=1e-5) for line in lines)
+    assert answer_of(capsys, "reproduce", str(out))["outcome"] == "verified"
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("loop.recipe=distill",), "there is none: set loop.teacher"),
+        (("loop.recipe=distill", "loop.teacher={model}"), "is the model that is trained"),
+        (("loop.recipe=distill", "loop.teacher={copy}"), "has the same weights as the model that is trained"),
+        (("loop.recipe=distill", "loop.teacher={copy}", "trainer.lora.rank=2"), "has the same weights"),
+        (("loop.recipe=distill", "loop.teacher={other}"), "token 'x' is"),
+        (("loop.recipe=distill", "loop.teacher={model}/nowhere"), "there is no model folder"),
+        (("loop.teacher={teacher}",), "reads no teacher, so loop.teacher"),
+        (("loop.reference={teacher}",), "reads no reference, so loop.reference"),
+        (("loop.reference=warm", KL), "the model after the warm start, and there is none"),
+        (("loop.reference=none", KL), "reads a reference, which loop.reference=none leaves out"),
+        (("loop.reference={other}", KL), "token 'x' is"),
+        (
+            ("loop.recipe=distill", 'loop.changes={"regulariser": [{"kind": "kl", "beta": 1.0}]}'),
+            "compares the policy with itself alone",
+        ),
+        (
+            (
+                "loop.recipe=distill",
+                'loop.changes={"regulariser": [{"kind": "kl", "beta": 1.0}]}',
+                "loop.reference={copy}",
+            ),
+            "loop.reference={copy} has the same weights",
+        ),
+        (('loop.reference={{"model": "{teacher}", "every": 2}}', KL), "isn't the policy at another moment"),
+        (('loop.reference={{"model": "base", "decay": 0.5}}', KL), "set `every`"),
+    ],
+)
+def test_a_comparison_that_can_t_teach_is_refused_before_anything_is_written(
+    model: str, teacher: str, tmp_path: Path, more: Any, says: str, capsys: pytest.CaptureFixture[str]
+):
+    copy, other = str(tmp_path / "copy"), saved(tmp_path / "other", 3, "0123456789x")
+    shutil.copytree(model, copy)
+    names = {"model": model, "teacher": teacher, "copy": copy, "other": other}
+    texts = [text if text == KL or "changes" in text else text.format(**names) for text in more]
+    assert says.format(**names) in refusal_of(capsys, *words(model, tmp_path / "run", *texts))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("loop.recipe=distill", "loop.teacher={teacher}"),
+        (KL, "loop.reference={teacher}"),
+        (KL,),
+        (KL, 'loop.reference={{"model": "base", "every": 2, "decay": 0.25}}'),
+        (KL, 'loop.reference={{"model": "base", "every": 1, "decay": 0.9}}', "trainer.lora.rank=2"),
+    ],
+)
+def test_a_killed_run_compares_with_the_same_model_as_one_that_was_never_stopped(
+    model: str, teacher: str, tmp_path: Path, more: Any, capsys: pytest.CaptureFixture[str]
+):
+    texts = [text if text == KL else text.format(teacher=teacher) for text in more]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    one = answer_of(capsys, *words(model, whole, *texts))
+    # The kill comes in the fourth update's batch, after the checkpoint of update 3.
+    line = words(model, cut, *texts, scene=DEADLY)
+    killed(3 * 2 * 8 + 5, *line)
+    two = answer_of(capsys, *line, "--resume")
+    assert digests(cut) == digests(whole)
+    assert len(set(digests(whole))) == 5
+    assert (one["reference"], one["teacher"]) == (two["reference"], two["teacher"])
+    assert answer_of(capsys, "reproduce", str(cut))["outcome"] == "verified"
+
+
+def test_resume_refuses_another_teacher(model: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, out = str(tmp_path / "teacher"), tmp_path / "run"
+    shutil.copytree(teacher, folder)
+    line = words(model, out, "loop.recipe=distill", f"loop.teacher={folder}")
+    assert main([*line]) == 0
+    shutil.rmtree(folder)
+    saved(Path(folder), seed=6)
+    capsys.readouterr()
+    assert "put the recorded model back" in refusal_of(capsys, *line, "--resume", code=1)
+    found = answer_of(capsys, "reproduce", str(out), code=1)
+    assert (found["outcome"], found["difference"]["field"]) == ("diverged", "teacher")
+    shutil.rmtree(folder)
+    assert answer_of(capsys, "reproduce", str(out), code=2)["outcome"] == "unverifiable"
