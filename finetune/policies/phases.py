@@ -129,8 +129,8 @@ def check_compared(loop: LoopConfig, recipe: Recipe, *, warm: bool) -> None:
         )
     if recipe.needs_reference and reference is not None and reference.model == "none":
         raise UsageError(
-            f"recipe {name!r} reads a reference, which loop.reference=none leaves out: set it to base, warm or a model, or set "
-            "the KL coefficient (beta) to 0"
+            f"recipe {name!r} reads a reference, which loop.reference=none leaves out: set it to base, warm or a "
+            "model, or set the KL coefficient (beta) to 0"
         )
     if reference is not None and not recipe.needs_reference and (reference.every or reference.model not in UNREAD):
         raise UsageError(
