@@ -9,7 +9,7 @@ disjoint subsets (micro-batches, ranks) therefore add up to those of the whole b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -116,7 +116,7 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     """
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
-    episodes = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
+    episodes, compared = recipe.select.episodes(scored, stream, context, by_fork=recipe.baseline.by == "fork")
     entered = episodes[stream.episode]
     # A token that the policy didn't sample (authored text) has no log-prob at sampling, so it has no ratio.
     known = stream.old.isfinite()
@@ -132,7 +132,9 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     if stream.ref is not None:
         context.sums.add("kl/reference/sampled", estimate("k1", stream.old, stream.ref)[sampled])
     if advantages:
-        advantage, target = _advantages(recipe, stream, scored, entered, context)
+        context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
+        context.sums.add("reward/square", stream.episodes.reward[scored].square())
+        advantage, target = _advantages(recipe, _of(stream, compared | ~scored), compared, entered, context)
     else:
         advantage, target = torch.zeros(len(stream), dtype=torch.float64), None
     return Batch(
@@ -190,15 +192,20 @@ def prepare_batches(
     return Batch(recipe=recipe, stream=stream, advantage=advantage, entered=entered, selected=selected, target=target)
 
 
+def _of(stream: Stream, chosen: Tensor) -> Stream:
+    """The stream for the terms' statistics: an episode outside of `chosen` (E,) bool counts as one without a status
+    that allows training."""
+    table = stream.episodes
+    return replace(stream, episodes=replace(table, trains=table.trains & chosen))
+
+
 def _advantages(
-    recipe: Recipe, stream: Stream, scored: Tensor, entered: Tensor, context: Context
+    recipe: Recipe, stream: Stream, compared: Tensor, entered: Tensor, context: Context
 ) -> tuple[Tensor, Tensor | None]:
     x = recipe.reward(stream, context)
     per_turn = recipe.reward.per == "turn"
-    ours = scored[stream.turns.episode] if per_turn else scored
+    ours = compared[stream.turns.episode] if per_turn else compared
     ours = ours & ~x.isnan()
-    context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
-    context.sums.add("reward/square", stream.episodes.reward[scored].square())
     # An unscored unit is NaN. Set it to 0: a NaN in a sum over the batch would make every advantage NaN.
     x = torch.where(ours, x, torch.zeros_like(x))
     for term in recipe.shape:
@@ -207,17 +214,17 @@ def _advantages(
         if not isinstance(term, TokenKL):
             x = torch.where(ours, term(x, ours, stream, context), torch.zeros_like(x))
     penalty = None if recipe.token_penalty is None else recipe.token_penalty.penalty(stream)
-    owner = stream.turns.episode if per_turn else torch.arange(len(scored))
-    returns = segments.total(x, owner, len(scored))
+    owner = stream.turns.episode if per_turn else torch.arange(len(compared))
+    returns = segments.total(x, owner, len(compared))
     if penalty is not None:
-        returns = returns + segments.total(penalty, stream.episode, len(scored))
+        returns = returns + segments.total(penalty, stream.episode, len(compared))
     returns = returns[owner[ours].unique()]
     context.sums.add("return", returns, extremes=True)
     context.sums.add("return/square", returns.square())
     y = recipe.baseline(x, ours, stream, context)
     advantage, target = recipe.credit(y, penalty, stream)
     if recipe.bootstraps:
-        context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[scored])
+        context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[compared])
     for term in recipe.adjust:
         advantage = term(advantage, entered, stream, context)
     advantage = torch.where(entered, advantage, torch.zeros_like(advantage))

@@ -7,13 +7,18 @@ dropping a token doesn't raise the weight of the others. For each reason a metri
                  the baseline compares by fork, the continuations of one point are what has to differ
     bounds       drop episodes whose reward lies outside [low, high]
     keep         of each group's episodes, the `keep` best, or the `keep` with the widest spread (half best, half worst)
+    mean_bounds  drop groups whose mean reward lies outside [low, high]
     entropy_top  tokens: of each episode the share with the highest entropy, at least one
     kl_mask      tokens: drop where (lp - old)^2 / 2 is above this
     shift_mask   tokens: drop where the advantage has already moved the probability its way by more than this
 
 1. An episode enters only when its status allows training. A recipe with advantages also needs its reward, and trains
    only on tokens whose log-prob at sampling is known.
-2. `entropy_top` chooses among the tokens that enter, and breaks ties by position.
+2. `keep` and `mean_bounds` choose before the baseline: `flat`, the baseline and every other statistic are of the chosen
+   episodes. `keep` chooses among those within `bounds`. `bounds` and `flat` alone leave the statistics as they are.
+3. `keep_when = after_baseline` is the order of earlier versions, for their recorded runs: the statistics are of all
+   scored episodes, and `keep` comes last.
+4. `entropy_top` chooses among the tokens that enter, and breaks ties by position.
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from ..data import segments
 from ..data.stream import Stream
 from .baseline import flat_groups
 from .term import Context, Term
@@ -41,6 +47,11 @@ class Select(Term):
     """Number of episodes kept in each group; None: all."""
     keep_how: Literal["best", "spread"] = "best"
     """Which episodes of a group `keep` keeps."""
+    keep_when: Literal["before_baseline", "after_baseline"] = "before_baseline"
+    """Whether the baseline compares only the episodes that `keep` keeps, or all."""
+    mean_bounds: tuple[float | None, float | None] | None = None
+    """Mean rewards (low, high) of the groups that enter, None for an open end; a group without a scored episode is
+    outside."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
     """Share of each episode's tokens that keep their loss; None: all."""
     kl_mask: float | None = Field(default=None, gt=0)
@@ -58,32 +69,46 @@ class Select(Term):
             scored = scored & ~table.reward.isnan()
         return scored
 
-    def episodes(self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False) -> Tensor:
-        """(E,) bool: episodes that enter the update. by_fork: True when the baseline compares by fork."""
-        table, entered = stream.episodes, scored
+    def episodes(
+        self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """((E,) bool: episodes that enter the update, (E,) bool: those whose rewards are compared). by_fork: True when
+        the baseline compares by fork."""
+        table, compared, entered = stream.episodes, scored, scored
+        first = self.keep is not None and self.keep_when == "before_baseline"
+        if first:
+            entered = compared = self._kept(self._within(entered, stream, context), stream, context)
+        if self.mean_bounds is not None:
+            known = compared & ~table.reward.isnan()
+            mean = segments.mean(table.reward[known], table.group[known], len(table.groups))
+            seen = segments.count(table.group[known], len(table.groups)) > 0
+            outside = ~(seen & _inside(mean, self.mean_bounds))[table.group]
+            context.sums.add("episode/mean_outside", outside & entered)
+            entered, compared = entered & ~outside, compared & ~outside
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
             # Recipes without advantages also train on unscored episodes. Their NaN must not decide which group is flat.
-            flat = flat_groups(table.reward, scored & ~table.reward.isnan(), owner, len(owner))[owner]
+            flat = flat_groups(table.reward, compared & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
-        if self.bounds is not None:
-            low, high = self.bounds
-            outside = table.reward.isnan()
-            outside = outside if low is None else outside | (table.reward < low)
-            outside = outside if high is None else outside | (table.reward > high)
-            context.sums.add("episode/outside", outside & entered)
-            entered = entered & ~outside
-        if self.keep is not None:
-            kept = self._kept(entered, stream)
-            context.sums.add("episode/surplus", entered & ~kept)
-            entered = kept
-        return entered
+        if not first:
+            entered = self._kept(self._within(entered, stream, context), stream, context)
+        return entered, compared
 
-    def _kept(self, entered: Tensor, stream: Stream) -> Tensor:
+    def _within(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        """(E,) bool: those of `entered` whose reward lies within `bounds`."""
+        if self.bounds is None:
+            return entered
+        outside = ~_inside(stream.episodes.reward, self.bounds)
+        context.sums.add("episode/outside", outside & entered)
+        return entered & ~outside
+
+    def _kept(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
+        """(E,) bool: those of `entered` that `keep` keeps."""
+        if self.keep is None:
+            return entered
         table = stream.episodes
         kept = torch.zeros_like(entered)
-        assert self.keep is not None
         for group in torch.unique(table.group[entered]).tolist():
             members = ((table.group == group) & entered).nonzero()[:, 0]
             known = table.reward[members].nan_to_num(nan=-math.inf)  # unscored sorts last; NaN would sort first
@@ -93,6 +118,7 @@ class Select(Term):
             else:
                 kept[ranked[: (self.keep + 1) // 2]] = True
                 kept[ranked[len(ranked) - self.keep // 2 :]] = True
+        context.sums.add("episode/surplus", entered & ~kept)
         return kept
 
     def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:
@@ -132,3 +158,9 @@ class Select(Term):
             context.sums.add("token/shift_masked", gone)
             keep = ~gone if keep is None else keep & ~gone
         return keep
+
+
+def _inside(x: Tensor, bounds: tuple[float | None, float | None]) -> Tensor:
+    """Where x lies within [low, high], in the shape of x; a NaN is outside."""
+    low, high = (end if bound is None else bound for bound, end in zip(bounds, (-math.inf, math.inf), strict=True))
+    return (x >= low) & (x <= high)

@@ -82,6 +82,10 @@ def _own_recipe(name: str) -> Recipe:
     return found
 
 
+BEFORE = (("credit", "bootstrap", False), ("select", "keep_when", "after_baseline"))
+"""(term, constant, value that computes what a recipe computed that was recorded before the constant was there)."""
+
+
 class BrokenRecipes(TapereelError, ValueError):
     """A run's file of recipes can't be read."""
 
@@ -107,8 +111,9 @@ def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
         raise BrokenRecipes(f"{path} holds no recipes: {error}") from error
     found: dict[str, Recipe | UsageError] = {}
     for phase, recipe in recorded:
-        if isinstance(recipe, dict) and isinstance(recipe.get("credit"), dict):
-            recipe["credit"].setdefault("bootstrap", False)  # recorded before there was a choice
+        for term, constant, value in BEFORE:
+            if isinstance(recipe, dict) and isinstance(recipe.get(term), dict):
+                recipe[term].setdefault(constant, value)
         try:
             found[phase] = read(recipe, execute=False)
         except UsageError as error:

@@ -228,6 +228,8 @@ SELECT = st.fixed_dictionaries(
         "bounds": st.sampled_from([(0.05, None), (None, 1.0), (-3.0, 0.5)]),
         "keep": st.integers(1, 3),
         "keep_how": st.sampled_from(["best", "spread"]),
+        "keep_when": st.sampled_from(["before_baseline", "after_baseline"]),
+        "mean_bounds": st.sampled_from([(0.05, None), (None, 0.5), (0.1, 0.9)]),
         "entropy_top": st.sampled_from([0.3, 0.5, 1.0]),
         "kl_mask": st.sampled_from([0.001, 0.1]),
         "shift_mask": st.sampled_from([0.02, 0.2]),

@@ -34,9 +34,31 @@ def scored(world: World, advantages: bool) -> list[bool]:
 
 def entered(world: World, select: Terms, known: list[bool], by: str) -> list[bool]:
     """Episodes that enter, from those that may."""
+    return chosen(world, select, known, by)[0]
+
+
+def chosen(world: World, select: Terms, known: list[bool], by: str) -> tuple[list[bool], list[bool]]:
+    """(episodes that enter, those that the baseline compares), from those that may enter."""
     inside = list(known)
+    first = select["keep"] is not None and select["keep_when"] == "before_baseline"
+    compared = narrowed(world, select, inside) if first else inside
+    if select["mean_bounds"] is not None:
+        low, high = select["mean_bounds"]
+        for group in {a.group for a in world.episodes}:
+            members = [e for e, a in enumerate(world.episodes) if a.group == group]
+            earned = [r for e in members if compared[e] and (r := world.episodes[e].reward) is not None]
+            m = math.fsum(earned) / len(earned) if earned else math.nan
+            if not ((low is None or m >= low) and (high is None or m <= high)) or not earned:
+                compared = [x and e not in members for e, x in enumerate(compared)]
+    inside = list(compared)
     if select["flat"] == "drop":
-        inside = [x and not flat(world, e, known, by == "fork") for e, x in enumerate(inside)]
+        inside = [x and not flat(world, e, compared, by == "fork") for e, x in enumerate(inside)]
+    return (inside if first else narrowed(world, select, inside)), compared
+
+
+def narrowed(world: World, select: Terms, inside: list[bool]) -> list[bool]:
+    """Those within the bounds, and of each group those that are kept."""
+    inside = list(inside)
     if select["bounds"] is not None:
         low, high = select["bounds"]
         for e, a in enumerate(world.episodes):
@@ -210,8 +232,7 @@ def group_weight(world: World, term: Terms, e: int, known: list[bool]) -> float:
 
 def advantages(world: World, recipe: Terms) -> tuple[list[float], list[bool], list[float] | None]:
     """(advantage of each token, whether it enters, the critic's targets) of a recipe that learns from rewards."""
-    known = scored(world, True)
-    episodes = entered(world, recipe["select"], known, recipe["baseline"]["by"])
+    episodes, known = chosen(world, recipe["select"], scored(world, True), recipe["baseline"]["by"])
     inside = [episodes[token.episode] and token.old is not None for token in world.tokens]
     recomputed = recipe["anchor"]["to"] == "recomputed"
     units = world.units(recipe["reward"]["per"])

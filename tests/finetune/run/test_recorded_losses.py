@@ -252,6 +252,15 @@ def test_only_tokens_of_high_entropy_that_have_not_drifted(tmp_path: Path) -> No
     check(tmp_path, "grpo", {"select": select, "weigh": {"kind": "constant", "limit": 4}})
 
 
+@pytest.mark.ledger("X5")
+def test_a_few_of_each_group_are_kept_and_compared(tmp_path: Path) -> None:
+    spread = {"keep": 2, "keep_how": "spread"}
+    check(tmp_path, "grpo", {"select": spread, "adjust": [{"kind": "groups"}]})
+    check(tmp_path / "after", "grpo", {"select": {**spread, "keep_when": "after_baseline"}})
+    bounded = {"keep": 3, "bounds": [None, 1.3], "mean_bounds": [0.2, 0.6], "flat": "drop"}
+    check(tmp_path / "bounded", "reinforce_pp_baseline", {"select": bounded})
+
+
 @pytest.mark.ledger("X13")
 def test_imitation(tmp_path: Path) -> None:
     check(tmp_path, "minor_sft", rewards=False)
