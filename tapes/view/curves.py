@@ -150,6 +150,7 @@ _MEASURED = (
     ),
     ("Turns", "turns", "Mean of the episodes."),
     ("Cut off", "length/answer/cut ended/*", "Share of answers at their token limit; share of episodes by their end."),
+    ("Flat groups", "group/flat", "Share of the groups whose rewards are all equal."),
     ("Entropy", "entropy entropy/sampled", "In nats, of the live tokens; sampled: estimated from all own tokens."),
     ("Clipped", "clip clip/*", "Share of the live tokens, those with an advantage; own: share of all own tokens."),
     (
