@@ -8,7 +8,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,12 @@ def trained(
     changes: dict[str, Any] | None = None,
     tasks: Any = ("a", "b", "f"),
     model: Path | None = None,
-    **more: object,
+    settings: Mapping[str, Any] | None = None,
 ) -> tr.Run:
     path.mkdir(exist_ok=True)
     model = model or tr.save_tiny_model(path / "model", alphabet="abcdo nfs", size="micro", seed=3)
-    settings = {
+    whole: dict[str, Any] = {
+        "loop.updates": 1,
         "loop.groups": 3,
         "loop.group_size": 4,
         "loop.max_lag": 0,
@@ -76,10 +77,9 @@ def trained(
         "loop.changes": changes or {},
         "loop.limits.turns": 3,
         "evaluation.fraction": 0,
-        **more,
+        **(settings or {}),
     }
-    settings = {"loop.updates": 1, **settings}
-    return tr.train(tr.ChatAgent(), Paid, list(tasks), model, recipe=recipe, out=path / "run", settings=settings)
+    return tr.train(tr.ChatAgent(), Paid, list(tasks), model, recipe=recipe, out=path / "run", settings=whole)
 
 
 def lines_of(run: tr.Run, phase: str = "rl") -> list[dict[str, Any]]:
@@ -99,14 +99,14 @@ def assert_says(line: dict[str, Any], expected: dict[str, Any], rel: float = 1e-
 @pytest.mark.ledger("F76", "F77")
 def test_what_was_sampled_is_that_of_the_tapes(tmp_path: Path) -> None:
     """Also tokens that were too old: task `s` waits in its first turn, and other groups overtake it."""
-    slow = {
+    slow: dict[str, Any] = {
         "loop.max_lag": 1,
         "loop.groups": 1,
         "loop.updates": 12,
         "loop.max_concurrent": 8,
         "evaluation.fraction": 0.3,
     }
-    run = trained(tmp_path, tasks=["s", *"abcd"], **slow, **{"evaluation.every": 4, "evaluation.attempts": 2})
+    run = trained(tmp_path, tasks=["s", *"abcd"], settings=slow | {"evaluation.every": 4, "evaluation.attempts": 2})
     lines = lines_of(run)
     for use, line in zip(uses_of(run), lines, strict=True):
         tapes = [run.tape(tape) for tape in use.info["tapes"]]
@@ -159,7 +159,7 @@ def scored(
 def test_values_of_tokens_are_those_of_the_models_and_clips_those_of_trl(tmp_path: Path) -> None:
     """One of three groups is flat, so its tokens aren't forwarded: what is said of all own tokens is theirs too."""
     changes = {"surrogate": {"low": 0.05, "high": 0.1}, "credit": {"gamma": 1.0}}
-    run = trained(tmp_path, changes=changes, **{"loop.epochs": EPOCHS})
+    run = trained(tmp_path, changes=changes, settings={"loop.epochs": EPOCHS})
     reading, _, advantage, inside = scored(run, "grpo", changes)
     (line,) = lines_of(run)
     old = [token.old for token in reading.world.tokens]
@@ -206,7 +206,7 @@ REGULARISED = [
 @pytest.mark.ledger("F77")
 def test_the_terms_of_the_loss_are_those_of_the_oracles_and_add_up_to_it(tmp_path: Path) -> None:
     changes = {"regulariser": REGULARISED}
-    run = trained(tmp_path, changes=changes, **{"loop.epochs": EPOCHS})
+    run = trained(tmp_path, changes=changes, settings={"loop.epochs": EPOCHS})
     reading, constants, advantage, inside = scored(run, "grpo", changes)
     (line,) = lines_of(run)
     names = ("policy", "kl/reference", "kl/sampler", "entropy")
@@ -237,7 +237,9 @@ def test_the_terms_of_the_loss_are_those_of_the_oracles_and_add_up_to_it(tmp_pat
 
 def test_returns_have_shapes_and_penalties_and_the_critic_its_rate(tmp_path: Path) -> None:
     shape = [{"kind": "overlong", "limit": 6, "buffer": 3, "factor": 0.5}, {"kind": "token_kl", "beta": 0.4}]
-    run = trained(tmp_path, "ppo", {"shape": shape}, **{"loop.updates": 2, "loop.critic": {"optimiser": {"lr": 1e-3}}})
+    run = trained(
+        tmp_path, "ppo", {"shape": shape}, settings={"loop.updates": 2, "loop.critic": {"optimiser": {"lr": 1e-3}}}
+    )
     first, second = lines_of(run)
     use = uses_of(run)[1]
     reading = Reading(run, get_recipe("ppo", {"shape": shape}).model_dump(mode="json"))
@@ -297,9 +299,14 @@ def mixture(folder: Path) -> Path:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     tr.save_tiny_model(folder, alphabet="abcdo nfs", size="micro")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
-    experts = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts: dict[str, Any] = {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
     for old in folder.glob("*.safetensors"):
         old.unlink()
     MixtralForCausalLM(MixtralConfig(vocab_size=vocabulary, **sizes, **experts)).save_pretrained(folder)
@@ -311,10 +318,12 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The lines of a run of each kind of recipe and of each option that has a metric of its own."""
     found: list[dict[str, Any]] = []
 
-    def one(recipe: str = "grpo", changes: dict[str, Any] | None = None, **more: Any) -> None:
+    def one(
+        recipe: str = "grpo", changes: Any = None, tasks: str = "abf", settings: Any = None, experts: bool = False
+    ) -> None:
         path = tmp_path_factory.mktemp("run")
-        model = mixture(path / "experts") if more.pop("experts", False) else None
-        run = trained(path, recipe, changes, model=model, **more)
+        model = mixture(path / "experts") if experts else None
+        run = trained(path, recipe, changes, tasks, model, settings)
         found.extend(json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines())
 
     adaptive = {"target": 0.1, "horizon": 100.0}
@@ -323,8 +332,13 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             "regulariser": [{**term, **({"adaptive": adaptive} if "beta" in term else {})} for term in REGULARISED]
         }
     )
-    measured = {"evaluation.fraction": 0.4, "evaluation.greedy": True, "evaluation.attempts": 2, "evaluation.k": [1, 2]}
-    one("ppo_kl", tasks="abcdf", **measured)
+    measured: dict[str, Any] = {
+        "evaluation.fraction": 0.4,
+        "evaluation.greedy": True,
+        "evaluation.attempts": 2,
+        "evaluation.k": [1, 2],
+    }
+    one("ppo_kl", tasks="abcdf", settings=measured)
     one("ppo", {"shape": [{"kind": "episode_kl", "beta": 0.1}]})
     one("cispo", {"surrogate": {"cap": 1.01, "low": 0.01}})
     masks = {"bounds": [-9, 9], "keep": 3, "kl_mask": 0.1, "shift_mask": 0.1, "entropy_top": 0.5}
@@ -332,8 +346,13 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     bounded = {"adjust": [{"kind": "clip", "limit": 0.5}], "surrogate": {"dual": 2.0}, "select": masks, "shape": clips}
     one(changes=bounded | {"reward": {"components": {"accuracy_reward": 1.0, "format_reward": 0.5}}})
     one("dapo")
-    one("decoupled_ppo", **{"loop.epochs": 2})
-    one("decoupled_ppo", {"anchor": {"weight": "mask", "low": 0.5, "high": 2.0}}, **{"loop.epochs": 2})
+    teacher = tr.save_tiny_model(
+        tmp_path_factory.mktemp("teacher") / "model", alphabet="abcdo nfs", size="micro", seed=4
+    )
+    changes = {"regulariser": [{"kind": "kl", "to": "teacher", "estimator": "k2", "beta": 1.0, "adaptive": adaptive}]}
+    one("distill", changes, settings={"loop.teacher": str(teacher)})
+    one("decoupled_ppo", settings={"loop.epochs": 2})
+    one("decoupled_ppo", {"anchor": {"weight": "mask", "low": 0.5, "high": 2.0}}, settings={"loop.epochs": 2})
     one(changes={"regulariser": [{"kind": "aux", "coefficient": 0.1}]}, experts=True)
     shown = tr.run(
         tr.ChatAgent(),
@@ -343,8 +362,8 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         out=tmp_path_factory.mktemp("demos") / "run",
         settings={"split": "demo", "limits.turns": 2},
     )
-    imitated = {"warm": {"tapes": str(shown.path), "updates": 1, "batch": 2}, "loop.demonstrations": 2}
-    one(changes={"regulariser": [{"kind": "nll", "coefficient": 0.1}]}, tasks="abn", **imitated)
+    imitated: dict[str, Any] = {"warm": {"tapes": str(shown.path), "updates": 1, "batch": 2}, "loop.demonstrations": 2}
+    one(changes={"regulariser": [{"kind": "nll", "coefficient": 0.1}]}, tasks="abn", settings=imitated)
     models = tmp_path_factory.mktemp("models")
     load_named(f"{EXAMPLE}:save_models")(str(models))
     out = tmp_path_factory.mktemp("players") / "run"
