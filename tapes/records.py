@@ -74,6 +74,10 @@ class CauseType(StrEnum):
     """The system's time; on tapes of versions with one timer, the time of the whole episode."""
 
 
+CORPUS = "corpus"
+"""The split of a corpus's texts (`loop.corpus`)."""
+TRAINED_SPLITS = ("train", "demo", CORPUS)
+"""Splits whose tapes may be trained on; all others are held out."""
 TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT, CauseType.AGENT_SECONDS})
 
 

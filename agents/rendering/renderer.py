@@ -263,6 +263,12 @@ class Renderer:
         text = self._codec.decode(ids[:n])
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
+    def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
+        """The ids of a text that is no conversation, with the begin and the end of sequence that the tokenizer has."""
+        ids = self._codec.encode(self._codec.mark(text, "the text")) if text else []
+        first, last = (self._codec.special_id(name) for name in ("bos_token", "eos_token"))
+        return ints([*(first if begin else ()), *ids, *(last if end else ())])
+
     def spell(self, ids: Sequence[int]) -> str:
         """Text of any ids, with every control token spelled out."""
         return self._codec.decode(ids)

@@ -89,6 +89,25 @@ class ForkConfig(Config):
     """Episodes that continue from each of these turns."""
 
 
+class CorpusConfig(Config):
+    """Plain texts to imitate beside the rollouts. They are copied into the run, so the corpus isn't needed again."""
+
+    path: str
+    """A JSONL, JSON, Parquet or CSV file, a dataset of the hub as `org/name@revision`, or a folder with a dataset."""
+    column: str = "text"
+    """The column with the texts. Texts that repeat are used once."""
+    prompt: str | None = None
+    """A column with text that stands before each text as context, of which at most `tokens` tokens are kept."""
+    tokens: int = Field(default=512, ge=1)
+    """A longer text is divided into parts of so many tokens; each counts as a demonstration."""
+    split: str = "train"
+    """The split of a dataset."""
+    config: str | None = None
+    """The subset of a dataset; None: the only one, or the one called `default` or `main`."""
+    count: int | None = Field(default=None, ge=1)
+    """Texts to use, from the first on; None: all."""
+
+
 class ProcessesConfig(Config):
     """How processes that were launched together share the work of an update."""
 
@@ -184,7 +203,10 @@ class LoopConfig(RecipeConfig):
     forks: ForkConfig | None = None
     """None disables forking of attempts."""
     demonstrations: int = Field(default=0, ge=0)
-    """With a recipe that has an `nll` regulariser: tapes of the warm start that each update imitates as well."""
+    """With a recipe that has an `nll` regulariser: tapes of the corpus, or else of the warm start, that each update
+    imitates as well."""
+    corpus: CorpusConfig | None = None
+    """Plain texts for `demonstrations`; every trained policy imitates them. None: tapes of the warm start."""
     max_lag: int = Field(default=1, ge=0)
     """Largest staleness of a trained token: updates between the policy that sampled it and the one that trains on it.
     0 is synchronous."""
@@ -252,6 +274,8 @@ class LoopConfig(RecipeConfig):
                 f"sleep stops the servers during every update, and with max_lag={self.max_lag} they sample meanwhile: "
                 "set max_lag=0, or remove sleep"
             )
+        if self.corpus is not None and not self.demonstrations:
+            raise ValueError("corpus would do nothing: set demonstrations, the number of texts that an update imitates")
         if 0 < self.demonstrations < self.minibatches:
             raise ValueError(
                 f"demonstrations={self.demonstrations} can't be divided into minibatches={self.minibatches}: set "

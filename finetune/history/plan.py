@@ -22,6 +22,8 @@ from ..data.rows import Row
 from ..data.staleness import drop_stale
 from ..data.stream import Episode
 
+TEXTS = "@corpus"
+"""The path of the texts of a corpus, which no agent has: policies of all agents imitate them."""
 Source = Callable[[str], tuple[list[Row], Episode]]
 """Rows and episode of a tape, by its id."""
 
@@ -149,7 +151,7 @@ class Plan(Value):
                 batch.filtered.extend(own_ranges(found))
         for tape in self.shown:
             found, _ = source(tape)
-            batch.shown.extend(found if self.agents is None else drop_others(found, self.agents)[0])
+            batch.shown.extend(found if self.agents is None else drop_others(found, (*self.agents, TEXTS))[0])
         return batch
 
 

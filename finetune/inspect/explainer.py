@@ -23,7 +23,7 @@ from ...envs.rewards.relative import training_reward
 from ...tapes import NotATape, Tape
 from ...tapes.common.text import counted, logger
 from ...tapes.errors import UsageError
-from ...tapes.records import Use
+from ...tapes.records import TRAINED_SPLITS, Use
 from ...tapes.store.ledger import FATES, ranges
 from ...tapes.store.store import Store
 from ...tapes.transcript import TapeSummary, summarise
@@ -338,7 +338,7 @@ def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
         )
     if not tape.closed:
         return "still running"
-    if tape.begin.split not in ("train", "demo"):
+    if tape.begin.split not in TRAINED_SPLITS:
         return f"held out: of split {tape.begin.split!r}"
     if not tape.trains:
         status, cause = tape.status, tape.cause

@@ -16,6 +16,7 @@ from ...agents.runs.pass_at_k import Scores, evaluate_rewards
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...tapes import Sampling, Tape, Task
 from ...tapes.journal import Journal
+from ...tapes.records import TRAINED_SPLITS
 from .metrics import components, ends, lengths
 
 
@@ -75,7 +76,7 @@ async def evaluate(
     success: the least reward of a success. The same seed gives every policy the same environment seeds, so two policies
     can be compared task by task. Attempts at one task share the environment's seed.
     """
-    if split in ("train", "demo"):
+    if split in TRAINED_SPLITS:
         raise ValueError(f"an evaluation can't be recorded as split {split!r}, which is trained on: choose another")
     check_factory(env)
 

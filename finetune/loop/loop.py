@@ -64,7 +64,7 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
             f"recipe {recipe.name!r} has {'an' if recipe.imitates else 'no'} nll regulariser, "
             f"loop.demonstrations is {config.demonstrations}"
             f"{f' and the run has {shown} tapes to imitate' if short else ''}: use the regulariser, the setting and "
-            "a warm start, which brings tapes, together; or none of them"
+            "what brings tapes, a warm start or loop.corpus, together; or none of them"
         )
 
 

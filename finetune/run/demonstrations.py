@@ -341,7 +341,7 @@ class DemoRun(TrainingRun):
         """The same loop on as many tokens, with rewards shuffled within groups. Its episodes become shorter, so it
         takes more updates: at most four times as many, since episodes may shrink to nothing."""
         if self.demo.loop.demonstrations:
-            bring_in(self.out, self.order, history.store, self.policy.renderer)
+            bring_in(self.out, self.training.shown, history.store, self.policy.renderer)
         config = self.demo.loop.model_copy(update={"shuffle_rewards": "within", "updates": 4 * self.demo.loop.updates})
         run_async(
             self.training.run_loop(

@@ -119,9 +119,12 @@ class TrainConfig(Setup, TrackedConfig):
                 f"loop.teacher={self.loop.teacher} is the model that is trained, so nothing would be learned from it: "
                 "name another model"
             )
-        held_out = str(self.evaluation.tasks)
-        if held_out.endswith(tuple(TASK_FILES)) and not Path(held_out).is_file():
-            raise UsageError(f"evaluation.tasks: there is no file {held_out}")
+        files = {"evaluation.tasks": str(self.evaluation.tasks)}
+        if self.loop.corpus is not None and not resume:
+            files["loop.corpus.path"] = self.loop.corpus.path
+        for setting, name in files.items():
+            if name.endswith(tuple(TASK_FILES)) and not Path(name).is_file():
+                raise UsageError(f"{setting}: there is no file {name}")
         for run in () if resume else filter(None, (self.warm, self.curriculum)):
             Store.open(run.tapes).close()
         return fitted(self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,8 @@ try:
 
     from ...agents.engines.embedded.pretrained import weights_digest
     from ..history.history import History, Source, compared_with
+    from ..interchange.corpus import bring_in_corpus, corpus_digest, read_corpus
+    from ..interchange.story import Story
     from ..loop.loop import check_recipe
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
@@ -158,7 +161,7 @@ class TrainingRun:
         self.scene = Scene(setup.agent, setup.env, train_tasks, held_out)
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         self.recipe = cast(Recipe, ranks.broadcast(recipe))
-        check_recipe(config.loop, self.recipe, None if config.warm is not None else 0)
+        check_recipe(config.loop, self.recipe, None if config.warm or config.loop.corpus else 0)
         check_together(config.engine, config.players)
         if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
             raise UsageError(
@@ -215,8 +218,17 @@ class TrainingRun:
         """The results of a new run. What can't be imitated or drawn is refused here, before there is a directory."""
         results = new_results()
         self.tapes_to_imitate()
+        if self.config.loop.corpus is not None:
+            check_recipe(self.config.loop, self.recipe, len(self.corpus))
+            results.corpus_digest = corpus_digest(self.corpus)
         self._draw(results)
         return results
+
+    @cached_property
+    def corpus(self) -> Sequence[Story]:
+        """The texts of `loop.corpus`."""
+        config = self.config.loop.corpus
+        return read_corpus(config, self.policy.renderer) if config is not None else ()
 
     async def _check_custom_engines(self) -> None:
         await check_custom(self.config.engine, self.config.loop)
@@ -240,6 +252,11 @@ class TrainingRun:
         tapes, source = self.imitated()
         self.training.restore()
         self.training.imitate(tapes, source)
+        if self.config.loop.corpus is not None:
+            if results.corpus is None:
+                results.corpus = bring_in_corpus(self.corpus, results.corpus_digest, self.directory.store)
+                self.directory.save()
+            self.training.shown = results.corpus
         run_async(self._improve())
         self.control()
 

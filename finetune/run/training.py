@@ -97,7 +97,7 @@ class Training:
         self.history = self.history_in(run.store, run.results.lineage, run.path)
         team.begin(run, self.loop, self.recipe)
         self._scene = scene
-        self._shown: Sequence[str] = ()
+        self.shown: Sequence[str] = ()
         """Tapes in the run that the loop may imitate beside its rollouts."""
         self._loop: Loop | None = None
         """The loop, while it runs."""
@@ -215,7 +215,7 @@ class Training:
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
         """Make the warm start's missing updates on these tapes. Every process must pass the same tapes in the same
         order. The loop may imitate them too (`loop.demonstrations`)."""
-        self._shown = tapes
+        self.shown = tapes
         target = self.warm.updates
         if self.history.updates >= target:
             if target and self.history.updates == target:
@@ -342,7 +342,7 @@ class Training:
             env=scene.env,
             tasks=scene.draw or (lambda k: scene.train_tasks[order[k % len(order)]]),
             recipe=self.recipe,
-            shown=self._shown,
+            shown=self.shown,
             players=players,
             seed=self.config.seed,
             start=start,

@@ -100,6 +100,10 @@ class Results(BaseModel):
     """Task hash -> (passed, tried): the curriculum's rates when the run began."""
     imitated: list[str] | None = None
     """The tapes of the warm start, as this run has them."""
+    corpus: list[str] | None = None
+    """The tapes of `loop.corpus`; None before all are written."""
+    corpus_digest: str | None = None
+    """Of its texts, when the run began."""
     seconds: dict[str, float] = {}
     demonstrations: dict[str, float | int] = {}
     reapplied: int = 0

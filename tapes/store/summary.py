@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotATape
-from ..records import CauseType, Status, Tokens, Use, Void, trains, unscores
+from ..records import TRAINED_SPLITS, CauseType, Status, Tokens, Use, Void, trains, unscores
 from .segment import read_body
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class TapeFold:
     @property
     def held_out(self) -> bool:
         """Whether its split is never trained on."""
-        return self.begun.split not in ("train", "demo")
+        return self.begun.split not in TRAINED_SPLITS
 
 
 Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | Tokens | Use | Void

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 import tapereel as tr
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes.common.config import ConfigError
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
 
@@ -202,3 +209,137 @@ def test_a_prompt_is_cut_to_what_an_answer_leaves_of_the_context_or_ends_the_epi
         run = train(model, tmp_path / name, env=Talk, **more)
         ends = {(tape.status, tape.cause.type if tape.cause else "") for tape in run.tapes()}
         assert ("limit", "context") in ends
+
+
+WITH_NLL = {
+    "loop__changes": {"regulariser": [{"kind": "nll", "coefficient": 0.5}]},
+    "loop__demonstrations": 2,
+}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A corpus of six texts, one twice and one empty."""
+    path = tmp_path / "texts.jsonl"
+    lines = ["abab", "bb", "abab", "", "a<|user|>b", "aaaabbbb", "ba"]
+    path.write_text("".join(json.dumps({"text": line, "other": 1}) + "\n" for line in lines))
+    return path
+
+
+def corpus(path: Path, **more: Any) -> dict[str, Any]:
+    return {"loop__corpus__path": str(path), **{f"loop__corpus__{k}": v for k, v in more.items()}, **WITH_NLL}
+
+
+def pieces(run: tr.Run) -> list[tuple[list[int], list[int]]]:
+    """(context, targets) of the corpus's tapes, in order."""
+    tapes = sorted(run.tapes(split="corpus"), key=lambda tape: tape.begin.attempt)
+    return [(list(tape.call_prompt(tape.calls[0])), list(tape.calls[0].completion or ())) for tape in tapes]
+
+
+def shown(run: tr.Run) -> list[list[str]]:
+    with Store.open(run.path) as store:
+        return [stored.record.info["shown"] for stored in store.run_records("use")]
+
+
+A, B, END, UNKNOWN = 7, 8, 6, 1
+
+
+def test_texts_of_a_corpus_are_imitated_beside_the_rollouts(model: str, texts: Path, tmp_path: Path) -> None:
+    run = train(model, tmp_path / "run", **corpus(texts, tokens=4))
+    plain = train(model, tmp_path / "plain")
+    assert published(run)[0] == published(plain)[0]
+    assert published(run)[1] != published(plain)[1]
+    assert pieces(run) == [
+        ([A], [B, A, B, END]),
+        ([B], [B, END]),
+        ([A], [UNKNOWN] * 4),  # what looks like a control token is text
+        ([UNKNOWN], [UNKNOWN] * 4),
+        ([UNKNOWN], [B, END]),
+        ([A], [A, A, A, B]),
+        ([B], [B, B, B, END]),
+        ([B], [A, END]),
+    ]
+    used = shown(run)
+    assert [len(names) for names in used] == [2, 2]
+    assert {*used[0]}.isdisjoint(used[1]), "every text once before one comes again"
+    assert all(set(names) <= {tape.id for tape in run.tapes(split="corpus")} for names in used)
+    texts.unlink()
+    assert run.reproduce().outcome == "verified"
+    assert run.summary is not None
+    assert run.summary.books_close
+    assert train(model, tmp_path / "run", resume=True, **corpus(texts, tokens=4)).reproduce().outcome == "verified"
+
+
+def test_each_text_is_learned_after_its_prompt_and_by_every_trained_agent(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "pairs.parquet"
+    Dataset.from_list([{"q": "ab" * 5, "a": "ba"}, {"q": "", "a": "ab"}, {"q": "b", "a": "a"}]).to_parquet(str(path))
+    more = corpus(path, column="a", prompt="q", tokens=4, count=2) | {"loop__agents": ["agent"]}
+    agent = train(model, tmp_path / "run", **more)
+    assert pieces(agent) == [([A, B, A, B], [B, A, END]), ([A], [B, END])]
+    assert agent.reproduce().outcome == "verified"
+
+
+KILLED = """
+import importlib, os, secrets, sys
+import tapereel.finetune.interchange.corpus as corpus
+from tapereel.finetune.history.history import History
+secrets.token_hex = lambda n: "00" * n
+here = importlib.import_module(sys.argv[4])
+from pathlib import Path
+left = [int(sys.argv[3])]
+def dying(plain):
+    def work(*args):
+        left[0] -= 1
+        return plain(*args) if left[0] else os.kill(os.getpid(), 9)
+    return work
+if sys.argv[5] == "copying":
+    corpus.write_story = dying(corpus.write_story)
+else:
+    History.update = dying(History.update)
+here.train(sys.argv[1], Path(sys.argv[2]), **here.corpus(Path(sys.argv[6])))
+"""
+
+
+@pytest.mark.parametrize(("where", "at"), [("copying", 3), ("updating", 2)])
+def test_a_killed_run_with_a_corpus_goes_on_to_the_same_weights(
+    where: str, at: int, model: str, texts: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    script = [sys.executable, "-c", KILLED, model, str(out), str(at), __name__, where, str(texts)]
+    found = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, **found})
+    assert done.returncode == -9, done.stderr[-2000:]
+    whole = Path(shutil.copy(texts, tmp_path / "whole.jsonl"))
+    if where == "copying":
+        texts.write_text(whole.read_text().replace("bb", "aa", 1))
+        with pytest.raises(UsageError, match="has other texts than when the run began"):
+            train(model, out, resume=True, **corpus(texts))
+        shutil.copy(whole, texts)
+    else:
+        texts.unlink()
+    again = train(model, out, resume=True, **corpus(texts))
+    assert len(pieces(again)) == 5
+    assert again.reproduce().outcome == "verified"
+    assert published(again) == published(train(model, tmp_path / "whole", **corpus(whole)))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"loop__corpus__path": "nowhere.jsonl"}, "loop.corpus.path: there is no file nowhere.jsonl"),
+        ({"loop__corpus__path": "no/such"}, "loop.corpus: no/such: tasks: the data set 'no/such'"),
+        ({"loop__corpus__column": "words"}, "row 0 has no text in the column 'words'; it has 'text', 'other'"),
+        ({"loop__corpus__column": "other"}, "row 0 has no text in the column 'other'"),
+        ({"loop__corpus__prompt": "q"}, "row 0 has no text in the column 'q'"),
+        ({"loop__demonstrations": 0}, "corpus would do nothing: set demonstrations"),
+        ({"loop__demonstrations": 9}, "loop.demonstrations is 9 and the run has 5 tapes to imitate"),
+        ({"loop__changes": {}}, "has no nll regulariser"),
+        ({"loop__corpus__count": 99}, "count|size is 99"),
+    ],
+)
+def test_a_corpus_that_cant_be_imitated_is_refused_before_anything_is_written(
+    change: dict[str, Any], reason: str, model: str, texts: Path, tmp_path: Path
+) -> None:
+    with pytest.raises((UsageError, ConfigError), match=reason):
+        train(model, tmp_path / "run", **corpus(texts) | change)
+    assert not (tmp_path / "run").exists()
