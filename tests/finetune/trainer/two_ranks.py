@@ -23,6 +23,7 @@ from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
+from tapereel.tapes.records import Status
 
 from ..build import batch, tiny_model
 
@@ -60,10 +61,17 @@ CASES = (
 )
 
 
+def cut_off(episodes: list[Episode]) -> list[Episode]:
+    """Every second episode was truncated, so that its last state has a value."""
+    return [replace(one, status=Status.TRUNCATED) if k % 2 else one for k, one in enumerate(episodes)]
+
+
 def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     """What came of the case on this rank."""
     model = tiny_model(tie_word_embeddings=case.tied)
     rows, episodes = batch(model=model)
+    if case.critic is not None:
+        episodes = cut_off(episodes)
     reference = tiny_model(seed=1) if case.name == "reference" else None
     mine = slice(None) if ranks.size == 1 else slice(0, case.cut) if ranks.rank == 0 else slice(case.cut, None)
     shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])]
@@ -148,6 +156,8 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
     model = tiny_model()
     rows, episodes = three_groups(model)
     rows, episodes = rows[: 3 * case.groups], episodes[: 3 * case.groups]
+    if case.critic is not None:
+        episodes = cut_off(episodes)
     if case.poison:
         episodes[0] = replace(episodes[0], reward=math.inf)
     shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])] if case.demonstrations else ()
