@@ -126,7 +126,7 @@ def test_without_the_bootstrap_it_is_worth_the_truncated_sum(tmp_path: Path) -> 
     assert mean(found[-5:], "value") == pytest.approx(biased, rel=0.1)
 
 
-@pytest.mark.ledger("F58", "F59")
+@pytest.mark.ledger("F59")
 @pytest.mark.parametrize("body", ["own", "policy"])
 def test_the_critic_explains_what_the_state_decides_and_nothing_where_it_decides_nothing(
     body: str, tmp_path: Path
