@@ -9,6 +9,7 @@ if __name__ == "tapes":
     )
 
 from .errors import (
+    BadPicture,
     Corrupt,
     HiddenFromAgent,
     MissingExtra,
@@ -16,11 +17,11 @@ from .errors import (
     StoreFailed,
     TapereelError,
 )
+from .pictures import MediaReference, Picture
 from .records import Call, Cause, CauseType, Message, Sampling, Status, Task
 from .steps import (
     Action,
     Answer,
-    MediaReference,
     Observation,
     ParseError,
     Reasoning,
@@ -38,6 +39,7 @@ from .tape import Tape
 __all__ = [
     "Action",
     "Answer",
+    "BadPicture",
     "Call",
     "Cause",
     "CauseType",
@@ -49,6 +51,7 @@ __all__ = [
     "ParseError",
     "NotATape",
     "Observation",
+    "Picture",
     "Reasoning",
     "Sampling",
     "Status",

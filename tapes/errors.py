@@ -7,6 +7,7 @@ TapereelError
 ├── RunStopped                  no model can answer: the run ended before its work was done
 ├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
 ├── Unwritable (TypeError)          a step holds a value that JSON can't
+├── BadPicture (ValueError)         a file, image or array that can't become a picture
 ├── NoRun (FileNotFoundError)       the path is not a run
 ├── RunExists (FileExistsError)     a new run can't begin in the directory of another
 ├── NoSuchTape (LookupError)        no tape, or more than one, has that id
@@ -33,6 +34,11 @@ class NotATape(TapereelError, ValueError):
 
 class Unwritable(TapereelError, TypeError):
     """A step holds a value that can't be written to a tape; the message names the field and its type."""
+
+
+class BadPicture(TapereelError, ValueError):
+    """A file, image or array can't become a picture, or a picture's bytes are missing; says which, why and what to
+    do."""
 
 
 class Corrupt(NotATape):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
+from .pictures import MediaReference
+
 
 class Durability(StrEnum):
     """Which events wait until their records are on the disk."""
@@ -17,12 +19,29 @@ class Durability(StrEnum):
     """Nothing waits for the disk: records survive the death of the process, not a power cut."""
 
 
+class MediaFiles(Protocol):
+    """The media files of a run."""
+
+    def put(self, data: bytes, suffix: str = ..., /) -> MediaReference:
+        """Store the bytes; they are durable when it returns. Blocks."""
+        ...
+
+    def get(self, reference: str, /) -> bytes:
+        """The bytes of a reference. Blocks."""
+        ...
+
+
 class Journal(Protocol):
     """An ordered, append-only sink of record bodies."""
 
     @property
     def durability(self) -> Durability:
         """When an episode waits for the disk."""
+        ...
+
+    @property
+    def media(self) -> MediaFiles:
+        """Where files belong that records name."""
         ...
 
     def append(self, body: bytes) -> None:

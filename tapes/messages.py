@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
+from .pictures import Picture
 from .records import Call, Message
-from .steps import Prompt, Step, Thought, ToolCalls, ToolResults
+from .steps import PLACE, Prompt, Step, Thought, ToolCalls, ToolResults, content_parts, parts_of
 
 ENV = "env"
 
@@ -109,20 +110,47 @@ class Conversation:
                 self.items.append(call(newest).reply)
                 self._said = newest
             if isinstance(step, Thought) and step.said_back:
-                self.items.append({"role": "user", "content": str(step)})
+                self.items.append({"role": "user", "content": content_of(parts_of(step))})
         self.counts.append(len(self.items))
 
 
 def heard(step: Step) -> list[Message]:
     """A step of the environment or of another path, as messages to the model."""
     if isinstance(step, Prompt):
-        return [dict(message) for message in step.messages]
+        return _with_pictures(step.messages, step.pictures)
     if isinstance(step, ToolResults):
         return [
-            {"role": "tool", "tool_call_id": result.id, "name": result.name, "content": result.content}
+            {
+                "role": "tool",
+                "tool_call_id": result.id,
+                "name": result.name,
+                "content": content_of((result.content, *result.pictures)),
+            }
             for result in step.results
         ]
-    return [{"role": "user", "content": str(step)}]
+    return [{"role": "user", "content": content_of(parts_of(step))}]
+
+
+def content_of(parts: Sequence[str | Picture]) -> str | list[Message]:
+    """The content of a message: text alone as a string, else content parts. A picture's part names its file."""
+    if len(parts) == 1 and isinstance(parts[0], str):
+        return parts[0]
+    return [{"type": "text", "text": part} if isinstance(part, str) else _image(part) for part in parts if part != ""]
+
+
+def _image(picture: Picture) -> Message:
+    return {"type": "image", "media": picture.name, "width": picture.width, "height": picture.height}
+
+
+def _with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> list[Message]:
+    """The messages of a prompt; its pictures stand in the places that are left for them."""
+    left = iter(pictures)
+    return [
+        {**message, "content": [_image(next(left)) if part == PLACE else part for part in message["content"]]}
+        if pictures and content_parts(message)
+        else dict(message)
+        for message in messages
+    ]
 
 
 def said(step: Step) -> Message:

@@ -27,8 +27,9 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
+from .pictures import MEDIA_NAME, media_of
 from .sampling import LATER, Sampling
-from .steps import MEDIA_NAME, Role, Step, Unknown, media_of, read_step, unwritable
+from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
 SCHEMA = "tapereel/1"

@@ -9,74 +9,26 @@ from __future__ import annotations
 import inspect
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue
-from pydantic_core import CoreSchema, PydanticSerializationError, core_schema, to_json
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticSerializationError, to_json
 
 from .errors import Unwritable
+from .pictures import RECORDED, Picture, references_of
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
-MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
-"""A media file's name: the SHA-256 of its bytes, and a suffix."""
+PLACE = {"type": "image"}
+"""The content part of a prompt's message in whose place a picture stands."""
 
 
-RECORDED = {"recorded": True}
-"""Validation context of content that stands on a tape."""
-
-
-class MediaReference(str):
-    """Text that names a media file, `media:<SHA-256><suffix>`, as `Media.put` returns it.
-
-    A step refers to a file by a field of this type; the same characters in any other field are only text. Text becomes
-    a reference only in `Media.put` and when a tape is read: neither a model nor a page can make a run name files.
-    """
-
-    @property
-    def name(self) -> str:
-        """The file's name."""
-        return self.removeprefix("media:")
-
-    @classmethod
-    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
-        def check(
-            value: object, as_text: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
-        ) -> MediaReference:
-            if not isinstance(value, cls) and info.context is not RECORDED:
-                raise ValueError("a media reference is what Media.put returned, and not a text of the same characters")
-            return cls(as_text(value))
-
-        text = core_schema.str_schema(pattern=f"^media:{MEDIA_NAME}$")
-        return core_schema.with_info_wrap_validator_function(check, text, serialization=text)
-
-
-def media_of(value: object) -> Iterator[str]:
-    """Names of the media files that a step refers to, in the order of its fields."""
-    if isinstance(value, MediaReference):
-        yield value.name
-    elif isinstance(value, BaseModel):
-        for part in value.__dict__.values() if _may_refer(type(value)) else ():
-            yield from media_of(part)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from media_of(part)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for part in value:
-            yield from media_of(part)
-
-
-@cache  # runs for every step, and nearly none refers to a file
-def _may_refer(cls: type[BaseModel]) -> bool:
-    found: list[object] = [field.annotation for field in cls.model_fields.values()]
-    while found:
-        one = found.pop()
-        if one is MediaReference or (isinstance(one, type) and issubclass(one, BaseModel) and _may_refer(one)):
-            return True
-        found += get_args(one)
-    return False
+def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
+    """The parts of a chat message's content; an empty list where the content is text."""
+    content = message.get("content")
+    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 _registry: dict[str, type[Step]] = {}
@@ -120,13 +72,67 @@ class Step(BaseModel):
         _registry[cls.kind] = cls
 
     def __str__(self) -> str:
-        """The text that a model reads: the value of a single plain field, else the content as JSON."""
+        """The text that a model reads: the value of a single plain field, else the content as JSON. A step with
+        pictures: its parts, each picture as `[picture 640x480 1f0c...]`."""
         values = self.__dict__
         if len(values) == 1:
             (only,) = values.values()
             if isinstance(only, str | int | float | bool):
                 return str(only)
+        if _shows(self):
+            return "\n".join(map(str, parts_of(self)))
         return self.model_dump_json()
+
+
+def parts_of(step: Step) -> tuple[str | Picture, ...]:
+    """What a model reads of a step, in order: texts and pictures. A step without pictures: its `str()`.
+
+    With pictures: the fields in order, each stretch of fields without a picture as the text that a step of these fields
+    alone would have. A class that defines `__str__` has that text first, then its pictures.
+    """
+    if not _shows(step):
+        return (str(step),)
+    if type(step).__str__ is not Step.__str__:
+        return (str(step), *(part for part in references_of(step) if isinstance(part, Picture)))
+    return tuple(part for part in _parts(step) if part != "")
+
+
+def _shows(value: object) -> bool:
+    """Whether there is a picture in it."""
+    return any(isinstance(part, Picture) for part in references_of(value))
+
+
+def _parts(value: object) -> Iterator[str | Picture]:
+    """The texts and pictures of a value that holds a picture."""
+    if isinstance(value, Picture):
+        yield value
+    elif isinstance(value, BaseModel):
+        plain: dict[str, object] = {}
+        for name, part in value.__dict__.items():
+            if _shows(part):
+                yield from _text_of(plain)
+                plain = {}
+                yield from _parts(part)
+            elif part is not None and part != ():
+                plain[name] = part
+        yield from _text_of(plain)
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            yield str(name)
+            yield from _parts(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield from _text_of({"": value})
+
+
+def _text_of(fields: dict[str, object]) -> Iterator[str]:
+    only = next(iter(fields.values())) if len(fields) == 1 else fields
+    if isinstance(only, str | int | float | bool):
+        yield str(only)
+    elif fields:
+        yield to_json(only, inf_nan_mode="strings").decode()
 
 
 class Observation(Step):
@@ -204,6 +210,18 @@ class Prompt(ToolOffer, kind="chat_prompt"):
     messages: tuple[dict[str, JsonValue], ...]
     """Each with `role` and `content`; the content of the last user message is also `text`."""
     tools: tuple[dict[str, JsonValue], ...] = ()
+    pictures: tuple[Picture, ...] = Field(default=(), exclude_if=operator.not_)
+    """The pictures of the messages, in order: one for each content part `{"type": "image"}`."""
+
+    @model_validator(mode="after")
+    def _one_picture_each(self) -> Self:
+        places = sum(part == PLACE for message in self.messages for part in content_parts(message))
+        if self.pictures and places != len(self.pictures):
+            raise ValueError(
+                f"the messages have {places} parts of type 'image' for {len(self.pictures)} pictures: write one part "
+                '{"type": "image"} where each picture belongs'
+            )
+        return self
 
 
 class ToolCall(Value):
@@ -221,6 +239,8 @@ class ToolResult(Value):
     name: str
     content: str
     error: bool = False
+    pictures: tuple[Picture, ...] = Field(default=(), exclude_if=operator.not_)
+    """Shown after the text."""
 
 
 class ToolCalls(Action):

@@ -93,6 +93,9 @@ class Request:
     on_start: Callable[[], None] | None = field(default=None, compare=False)
     """An engine that can tell calls it once, when the model begins to work at the request: the time before is the
     engine's queue (`agents/episode/timers.py`)."""
+    picture: Callable[[str], bytes] | None = field(default=None, compare=False)
+    """The PNG of the file that a content part `{"type": "image", "media": ...}` names. Blocks; BadPicture for a picture
+    that isn't on the tape."""
     listener: Listener | None = field(default=None, compare=False)
     """Receives tokens while they are sampled; an engine that can't stream never calls it. It must not change what is
     sampled."""
@@ -148,6 +151,12 @@ class EngineAbsence(Protocol):
     async def over(self) -> None:
         """Return when requests are answered again, or when none waits for an answer."""
         ...
+
+
+def sees(engine: object) -> bool:
+    """The attribute `sees` of an engine that takes pictures, as content parts of messages; False for engines without
+    it. An engine that can't see is never asked with a picture."""
+    return getattr(engine, "sees", False)
 
 
 def absence_of(engine: object) -> EngineAbsence | None:

@@ -23,6 +23,7 @@ from .engine import (
     SyncMode,
     TrainableEngine,
     absence_of,
+    sees,
 )
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class TeamEngine:
     def context(self) -> int | None:
         """The smallest context of the engines."""
         return min((c for engine in self._distinct if (c := engine.context) is not None), default=None)
+
+    @property
+    def sees(self) -> bool:
+        """Whether all engines take pictures."""
+        return all(map(sees, self._distinct))
 
     @property
     def stats(self) -> TeamStats:

@@ -24,6 +24,7 @@ from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
 from ...tapes.common.run_async import GRACE
 from ...tapes.messages import said
 from ...tapes.records import Attempt
+from ...tapes.steps import content_parts
 from ..engines.engine import (
     Completion,
     Engine,
@@ -35,6 +36,7 @@ from ..engines.engine import (
     RecordedEngine,
     Request,
     error_text,
+    sees,
 )
 from ..rendering.renderer import Rendered
 from ..rendering.tool_calls import read_tool_calls
@@ -167,6 +169,8 @@ class LLM:
             raise ValueError(f"agent {path!r} asks a model, but the rollout has no engine: pass `engine=` to rollout")
         await self._check_limits()
         asked = messages if messages is not None else tape.messages(system)
+        if self.recorder.shown:
+            self._check_sight(asked)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         rendered = self._render(path, conversation, asked, schemas)
         self.asked += 1
@@ -189,6 +193,7 @@ class LLM:
             cache_key=cache_key,
             on_partial=partial.append,
             on_start=timed.start,
+            picture=self.recorder.picture,
             listener=safe_listener,
         )
         pending = PendingCall(call, path, conversation, request, rendered, self._conversations.tools_record(schemas))
@@ -323,6 +328,19 @@ class LLM:
                 self.engine.forget(key)
 
     # Inside
+
+    def _check_sight(self, messages: Sequence[Message]) -> None:
+        """RenderFailed where the messages hold a picture and the engine can't see."""
+        assert self.engine is not None
+        if sees(self.engine):
+            return
+        for part in (part for message in messages for part in content_parts(message)):
+            picture = self.recorder.shown.get(str(part.get("media")))
+            if picture is not None:
+                raise RenderFailed(
+                    f"the engine {self.engine.name!r} can't see, and the prompt holds {picture}: use a hosted model "
+                    "that takes pictures (engine.kind: litellm), or an environment that shows text"
+                )
 
     async def _check_limits(self) -> None:
         if self._closed:

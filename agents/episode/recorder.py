@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from ...tapes import Tape
+import asyncio
+
+from ...tapes import BadPicture, NotATape, Picture, Step, StoreFailed, Tape
 from ...tapes.journal import Durability, Journal
-from ...tapes.records import Begin, Record
+from ...tapes.pictures import pictures_of
+from ...tapes.records import Begin, Record, StepRecord
 from ...tapes.tape import TapeLog
 
 
 class Recorder:
     """Writes the records of one episode. Single use."""
 
-    __slots__ = ("_calls", "journal", "log")
+    __slots__ = ("_calls", "journal", "log", "shown")
 
     def __init__(self, begin: Begin, journal: Journal | None, parent: Tape | None = None) -> None:
         body = begin.body()
         self.log = TapeLog(begin, parent=parent, body=body)
         self.journal = journal
         self._calls = 0
+        self.shown: dict[str, Picture] = {}
+        """The pictures of the tape's steps, by the names of their files."""
+        for entry in self.log.entries:  # of a fork's parent, whose files are in this run
+            self.shown.update({picture.name: picture for picture in pictures_of(entry.step)})
         if journal is not None:
             journal.append(body)
 
@@ -28,9 +35,50 @@ class Recorder:
     def write(self, record: Record) -> None:
         """Append to the log, then to the journal. In this order a record that the log rejects never reaches the
         disk."""
+        if isinstance(record, StepRecord) and record.media:
+            self._show(record.content)
         body = self.log.append(record)
         if self.journal is not None:
             self.journal.append(body)
+
+    async def keep(self, step: Step) -> None:
+        """Store the files of the step's pictures without blocking the event loop. A file is durable before a record
+        names it: `write` would wait for it otherwise."""
+        if any(True for _ in pictures_of(step)):
+            await asyncio.to_thread(self._show, step)
+
+    def _show(self, step: Step) -> None:
+        for picture in pictures_of(step):
+            known = self.shown.get(picture.name)
+            if known is None or (known.data is None and picture.data is not None):
+                self._store(picture)
+                self.shown[picture.name] = picture
+
+    def _store(self, picture: Picture) -> None:
+        if self.journal is None:
+            return
+        try:
+            if picture.data is not None:
+                self.journal.media.put(picture.data, ".png")
+            else:
+                self.journal.media.get(picture.media)
+        except NotATape as error:
+            raise BadPicture(
+                f"{picture} was read from another run, and this run has no such file: make it again with Picture.of"
+            ) from error
+        except OSError as error:
+            raise StoreFailed(f"the file of {picture} can't be written: {error}. Repair the disk") from error
+
+    def picture(self, name: str) -> bytes:
+        """The PNG of a picture on the tape. BadPicture for any other name: no text can name a file. Blocks."""
+        picture = self.shown.get(name)
+        if picture is None:
+            raise BadPicture(f"no step of the tape shows a picture {name[:80]!r}: show it in a step first")
+        if picture.data is not None:
+            return picture.data
+        if self.journal is None:
+            raise BadPicture(f"{picture} was read from a run, and its bytes are there: record into that run's store")
+        return self.journal.media.get(picture.media)
 
     def add_layer(self, record: Record) -> None:
         """Write a record about the tape that is not part of it: the tape's digest doesn't cover it."""

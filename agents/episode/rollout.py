@@ -292,7 +292,7 @@ class Episode:
                 await self.call("acquire", bounded=False)
             if self.log.parent is not None:
                 return await self._restore(self.log.parent)
-            self._record(as_observation(await self.call("reset", self.begin.task.given)), ENV, ())
+            await self._record(as_observation(await self.call("reset", self.begin.task.given)), ENV, ())
         except NOT_FAULTS:
             raise
         except BaseException as error:
@@ -340,7 +340,7 @@ class Episode:
                 if not isinstance(step, Step) or isinstance(step, Observation):
                     raise AgentFault(f"act yielded {step!r}: it may yield thoughts and one Action")
                 path, calls = self.llm.attribute(step, self.agent.path)
-                self._record(step, path, calls)
+                await self._record(step, path, calls)
                 if isinstance(step, Action):
                     return step
         finally:
@@ -356,7 +356,7 @@ class Episode:
                 outcome = as_outcome(await self.call("step", action))
             self._score(outcome, at)
             if outcome.observation is not None:
-                self._record(outcome.observation, ENV, ())
+                await self._record(outcome.observation, ENV, ())
         except NOT_FAULTS:
             raise
         except BaseException as error:
@@ -433,7 +433,8 @@ class Episode:
         except BaseException as error:
             self.beside.append(_cause(CauseType.ENVIRONMENT, error))
 
-    def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
+    async def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
+        await self.recorder.keep(step)
         if by != ENV and not calls:
             calls = self.llm.authored(Tape(self.log), step, by)
         self.recorder.write(step_record(self.recorder.tape, step, by=by, calls=calls))

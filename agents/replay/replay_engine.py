@@ -89,6 +89,11 @@ class ReplayEngine:
         return None
 
     @property
+    def sees(self) -> bool:
+        """True without a renderer: recorded answers need no pixels, and the comparison covers the pictures' hashes."""
+        return self._renderer is None
+
+    @property
     def left(self) -> int:
         """Recorded answers that were not requested yet."""
         return sum(len(calls) for calls in self._recorded.values())

@@ -94,25 +94,35 @@ class Declared:
                 "be equal: the effect decides what is durable on disk before an action"
             )
 
-    def action(self, kind: str, content: Mapping[str, JsonValue]) -> Action:
-        """The action of a message. BadAnswer if the kind is not declared or the content is invalid."""
-        return _read(self.actions, "action", kind, content)
+    def action(self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None) -> Action:
+        """The action of a message. BadAnswer if the kind is not declared or the content is invalid.
 
-    def observation(self, kind: str, content: Mapping[str, JsonValue]) -> Observation:
-        """The observation of a message. BadAnswer if the kind is not declared or the content is invalid."""
-        return _read(self.observations, "observation", kind, content)
+        files: the pictures that the content may refer to: `Item.received`, or RECORDED for a step of a tape."""
+        return _read(self.actions, "action", kind, content, files)
+
+    def observation(
+        self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None
+    ) -> Observation:
+        """As `action`, for an observation."""
+        return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:
         """Whether the step's exact class is declared: a subclass would be read as its base class on the other side."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 
-def _read(kinds: Mapping[str, type[StepT]], role: str, kind: str, content: Mapping[str, JsonValue]) -> StepT:
+def _read(
+    kinds: Mapping[str, type[StepT]],
+    role: str,
+    kind: str,
+    content: Mapping[str, JsonValue],
+    files: Mapping[str, object] | None,
+) -> StepT:
     cls = kinds.get(kind)
     if cls is None:
         raise BadAnswer(f"the {role} kind {kind[:80]!r} is not declared; declared are {', '.join(sorted(kinds))}")
     try:
-        return cls.model_validate(content)
+        return cls.model_validate(content, context=files)
     except ValidationError as error:
         raise BadAnswer(f"invalid {role} of the kind {kind!r}: {brief(error)}") from error
 

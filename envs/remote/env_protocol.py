@@ -11,6 +11,7 @@ Greeting welcome, before anything else
 from __future__ import annotations
 
 import base64
+import operator
 import random
 from array import array
 from sys import byteorder
@@ -19,6 +20,8 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
+from ...tapes.errors import BadPicture
+from ...tapes.pictures import Received, pictures_of
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Observation
 from ..environment import Effect, Outcome
@@ -48,11 +51,25 @@ class Item(Message):
 
     kind: str
     content: dict[str, JsonValue]
+    files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
+    """The PNGs of its pictures in base64, by name; the size limit of a message covers them. None in a `restore`."""
 
     @classmethod
-    def of(cls, step: Action | Observation) -> Item:
-        """The step, as plain values."""
-        return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"))
+    def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
+        """The step, as plain values. BadPicture where a picture's bytes are missing."""
+        sent: dict[str, str] = {}
+        for picture in pictures_of(step) if files else ():
+            if picture.data is None:
+                raise BadPicture(f"{picture} has no bytes: make it again with Picture.of")
+            sent[picture.name] = base64.b64encode(picture.data).decode()
+        return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"), files=sent)
+
+    def received(self) -> Received:
+        """The files, checked. BadAnswer for a file that isn't the picture of its name."""
+        try:
+            return Received({name: base64.b64decode(data, validate=True) for name, data in self.files.items()})
+        except ValueError as error:
+            raise BadAnswer(f"invalid picture in a step of the kind {self.kind[:80]!r}: {error}") from error
 
 
 class RandomState(Message):
@@ -172,7 +189,7 @@ class Led(Message):
     def outcome(self, declared: Declared) -> Outcome:
         """The outcome that the environment returned. BadAnswer for an undeclared or invalid observation."""
         seen = self.observation
-        shown = declared.observation(seen.kind, seen.content) if seen is not None else None
+        shown = declared.observation(seen.kind, seen.content, seen.received()) if seen is not None else None
         return Outcome(shown, self.reward, self.terminated, self.truncated, self.metrics)
 
 

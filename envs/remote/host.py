@@ -24,6 +24,7 @@ from typing import IO, Any, cast
 
 from ...tapes.common.text import guard_terminal, logger
 from ...tapes.errors import error_message
+from ...tapes.pictures import RECORDED
 from ...tapes.records import Begin, Identity, StepRecord
 from ...tapes.steps import Action, Observation, role_of
 from ...tapes.tape import Tape
@@ -131,7 +132,7 @@ class Host:
         if self._env is None:
             raise BadAnswer(f"`{call.t}` was called before `reset`")
         if isinstance(call, StepCall):
-            action = self._declared.action(call.action.kind, call.action.content)
+            action = self._declared.action(call.action.kind, call.action.content, call.action.received())
             return self._led(call, await self._run(cast("Environment[Action]", self._env).step(action)), none=False)
         return self._led(call, await self._run(self._env.finish(call.status)), none=True)
 
@@ -197,9 +198,9 @@ class Host:
     def _record(self, tape: str, item: Item) -> bytes:
         step: Action | Observation
         if item.kind in self._declared.actions:
-            step, by = self._declared.action(item.kind, item.content), "agent"
+            step, by = self._declared.action(item.kind, item.content, RECORDED), "agent"
         else:
-            step, by = self._declared.observation(item.kind, item.content), "env"
+            step, by = self._declared.observation(item.kind, item.content, RECORDED), "env"
         return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
 
 

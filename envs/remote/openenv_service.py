@@ -166,6 +166,8 @@ def _parts(led: Led) -> list[float]:
 
 
 def _seen(declared: Declared, item: Item | None, reward: float | None, done: bool) -> str:
+    if item is not None and item.files:
+        return _problem("EXECUTION_ERROR", f"an observation of the kind {item.kind!r} holds pictures: OpenEnv has none")
     content: dict[str, Any] = dict(item.content) if item is not None else {}
     if item is not None and len(declared.observations) > 1:
         content["kind"] = item.kind

@@ -54,7 +54,8 @@ class Proxy(Environment[Action]):
         answer = await self._asked(call)
         if not isinstance(answer, Shown):
             raise _mismatched(call, answer)
-        return self._declared.observation(answer.observation.kind, answer.observation.content)
+        seen = answer.observation
+        return self._declared.observation(seen.kind, seen.content, seen.received())
 
     async def step(self, action: Action) -> Outcome:
         """Carry out the action remotely."""
@@ -93,7 +94,7 @@ class Proxy(Environment[Action]):
             rng=self._rng_state(),
             tape=tape.id,
             env_seed=tape.begin.env_seed,
-            steps=tuple(map(Item.of, steps)),
+            steps=tuple(Item.of(step, files=False) for step in steps),
         )
         answer = await self._asked(call)
         if not isinstance(answer, Done):

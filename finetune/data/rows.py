@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tapes import Call, NotATape, Tape
+from ...tapes.pictures import pictures_of
 from ...tapes.records import Label, Sampling, Tokens
 
 if TYPE_CHECKING:
@@ -111,6 +112,12 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
     tokenizes the text of calls that recorded none (a scripted agent, an API); without one such a call is a NotATape
     error that says so. Tokens inherited by a fork are context here: they belong to the parent.
     """
+    shown = next((picture for step in tape for picture in pictures_of(step)), None)
+    if shown is not None:
+        raise NotATape(
+            f"tape {tape.id} shows pictures (the first is {shown}), and no model here can be trained on pictures yet: "
+            "leave the tape out, or record the task with text"
+        )
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
     turn_of = _unread(tape)

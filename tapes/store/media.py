@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from ..errors import Corrupt, NotATape
+from ..pictures import MEDIA_NAME, MediaReference
 from ..records import StepRecord, parse_record
-from ..steps import MEDIA_NAME, MediaReference
 from .disk import REAL, Disk, file_digest, put_file, read_file
 
 _NAME = re.compile(MEDIA_NAME)

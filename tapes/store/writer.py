@@ -33,6 +33,7 @@ from ..errors import StoreFailed
 from ..journal import Durability
 from ..records import SCHEMA, Commit, Open, Seal
 from .disk import REAL, Disk, write_all
+from .media import Media
 from .segment import MAX_LINE, ZERO, encode_line, next_name, segment_names
 
 Done = Callable[[StoreFailed | None], None]
@@ -113,6 +114,8 @@ class SegmentWriter:
         self.folder, self.disk, self.durability = folder, disk, durability
         self._handle, self._rotate_bytes, self._idle, self._max_age = handle, rotate_bytes, idle, max_age
         self._clock, self._pid = clock, os.getpid()
+        self.media = Media(folder / "media", disk=disk)
+        """The run's media files."""
         self.guard: Callable[[], object] = lambda: None
         """Called before lines are written; what it raises poisons the writer. A lease's `check`, under a lease."""
         self._lock = threading.Lock()

@@ -13,11 +13,12 @@ otherwise a recorded attempt could stand for several requests. Reasoning text be
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from typing import Any
 from ....tapes.common.access_token import token_for
 from ....tapes.common.hub import split_name
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
-from ....tapes.errors import MissingExtra
-from ....tapes.records import Attempt, Usage
+from ....tapes.errors import BadPicture, MissingExtra, NotATape
+from ....tapes.records import Attempt, Message, Usage
+from ....tapes.steps import content_parts
 from ..engine import Completion, EngineError, EngineStopped, Finish, PromptTooLong, Request, error_text, one_temperature
 from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.proxies import ask_directly
@@ -160,6 +162,11 @@ class LiteLLMEngine:
         return None
 
     @property
+    def sees(self) -> bool:
+        """True: pictures are sent as data URLs. The provider rejects them for a model that can't see."""
+        return True
+
+    @property
     def context(self) -> None:
         """None: the limit is unknown; the provider rejects a prompt that is too long."""
         return None
@@ -167,7 +174,7 @@ class LiteLLMEngine:
     async def complete(self, request: Request) -> Completion:
         """Request one completion, with retries after errors that a retry may cure. Raises `PromptTooLong`,
         `EngineStopped` or `HostedFailed`; their `attempts` has every attempt."""
-        body = self._body(request)
+        body = self._body(await _with_pictures(request))
         attempts: list[Attempt] = []
         retries = 0
         with self.absence.request() as tries:
@@ -346,6 +353,50 @@ class _Clients:
             await litellm.close_litellm_async_clients()
             # litellm caches its clients: without the flush, the next engine would get a closed client.
             litellm.in_memory_llm_clients_cache.flush_cache()
+
+
+async def _with_pictures(request: Request) -> Request:
+    """The request with its pictures as data URLs, made of the stored bytes. EngineError for a picture by any other URL:
+    the provider would fetch it, and the tape would not hold what the model saw."""
+    parts = [part for message in request.messages for part in content_parts(message)]
+    if any(part.get("type") == "image_url" for part in parts):
+        raise EngineError("a message holds an `image_url`: pictures go to a model as `Picture` in a step, never by URL")
+    names = dict.fromkeys(str(part.get("media")) for part in parts if part.get("type") == "image")
+    if not names:
+        return request
+    if request.picture is None:
+        raise EngineError("the request names pictures without their bytes: set Request.picture")
+    try:
+        files = {name: await asyncio.to_thread(request.picture, name) for name in names}
+    except (BadPicture, NotATape) as error:
+        raise EngineError(str(error)) from error
+    urls = {name: f"data:image/png;base64,{base64.b64encode(data).decode()}" for name, data in files.items()}
+    return replace(request, messages=_as_urls(request.messages, urls))
+
+
+def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
+    """The messages with pictures as `image_url` parts. Pictures of tool results follow the results in a message of the
+    user: OpenAI's format has no other place for them."""
+    sent: list[Message] = []
+    shown: list[Message] = []
+    for message in messages:
+        if shown and message.get("role") != "tool":
+            sent.append({"role": "user", "content": shown})
+            shown = []
+        parts: list[Message] = [
+            {"type": "image_url", "image_url": {"url": urls[str(part["media"])]}}
+            if part.get("type") == "image"
+            else part
+            for part in content_parts(message)
+        ]
+        if message.get("role") == "tool" and any(part.get("type") == "image_url" for part in parts):
+            text = "\n".join(part["text"] for part in parts if part.get("type") == "text")
+            shown.append({"type": "text", "text": f"Pictures of the result of {message.get('name', 'the tool')}:"})
+            shown += [part for part in parts if part.get("type") == "image_url"]
+            sent.append({**message, "content": text})
+        else:
+            sent.append({**message, "content": parts} if parts else message)
+    return [*sent, {"role": "user", "content": shown}] if shown else sent
 
 
 def parameters(request: Request, *, seed: bool = True) -> Json:

@@ -14,7 +14,10 @@ from typing import Any
 @cache
 def picture_class(steps: ModuleType) -> Any:
     """An observation with references to media files, of that package's steps."""
-    fields = {"__annotations__": {"pictures": tuple[steps.MediaReference, ...]}, "__module__": __name__}
+    fields = {
+        "__annotations__": {"pictures": tuple[importlib.import_module(steps.__package__ or "").MediaReference, ...]},
+        "__module__": __name__,
+    }
     return type("LabPictures", (steps.Observation,), fields)
 
 

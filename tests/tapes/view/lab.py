@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.tapes.arrays import floats, ints
+from tapereel.tapes.pictures import MediaReference
 from tapereel.tapes.records import (
     Attempt,
     Begin,
@@ -23,7 +24,7 @@ from tapereel.tapes.records import (
     Tools,
     Use,
 )
-from tapereel.tapes.steps import Answer, MediaReference, Observation, ParseError, Reasoning, Text
+from tapereel.tapes.steps import Answer, Observation, ParseError, Reasoning, Text
 from tapereel.tapes.store.store import Store
 
 WEIRD = "\u202eright to left\u202c \x1b[31mred\x1b[0m \u200b\ufeff\U000e0041"

@@ -1,0 +1,356 @@
+"""Pictures: values in a step that name a media file, and the one function that makes them of untrusted bytes.
+
+`Picture.of` decodes a file within limits, applies its orientation, and encodes the pixels again as PNG (8-bit RGB).
+What is stored, sent to models and shown is that PNG alone: no metadata, no colour profile and no second format of the
+source file survives. The file's name is the SHA-256 of its bytes, and pictures are equal when their files are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args
+
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, model_validator
+from pydantic_core import CoreSchema, core_schema
+
+from .errors import BadPicture, MissingExtra
+from .value import Value
+
+if TYPE_CHECKING:
+    from numpy import uint8
+    from numpy.typing import NDArray
+    from PIL.Image import Image as PILImage
+
+MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
+"""A media file's name: the SHA-256 of its bytes, and a suffix."""
+RECORDED = {"recorded": True}
+"""Validation context of content that stands on a tape."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""File formats that `Picture.of` decodes. Pillow knows over 40; some start other programs."""
+MAX_BYTES = 20_000_000
+"""Bytes of a file, before decoding and as PNG."""
+MAX_PIXELS = 4096 * 4096
+"""Checked on the size in the header, before any pixel is decoded: 10 kB of PNG can hold 230 MB of pixels."""
+MAX_RATIO = 200
+"""Longer side to shorter side; the image processors of vision models refuse more."""
+SECONDS = 20.0
+"""Time limit of decoding and encoding one picture."""
+
+
+class MediaReference(str):
+    """Text that names a media file, `media:<SHA-256><suffix>`, as `Media.put` returns it.
+
+    A step refers to a file by a field of this type; the same characters in any other field are only text. Text becomes
+    a reference only in `Media.put` and when a tape is read: neither a model nor a page can make a run name files.
+    """
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.removeprefix("media:")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def check(
+            value: object, as_text: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
+        ) -> MediaReference:
+            sent = isinstance(info.context, Received) and str(value).removeprefix("media:") in info.context
+            if not isinstance(value, cls) and info.context is not RECORDED and not sent:
+                raise ValueError("a media reference is what Media.put returned, and not a text of the same characters")
+            return cls(as_text(value))
+
+        text = core_schema.str_schema(pattern=f"^media:{MEDIA_NAME}$")
+        return core_schema.with_info_wrap_validator_function(check, text, serialization=text)
+
+
+class Received(dict[str, bytes]):
+    """Validation context of a step from another process: the files that came with it, by name. Their hashes are
+    checked: a reference to any other file is refused."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(files)
+        for name, data in files.items():
+            if name != _name(data):
+                raise BadPicture(f"a picture sent as {name[:80]!r} holds other bytes: their name is {_name(data)}")
+            with _decoding("a picture that another process sent"):
+                image = _opened(data)
+                image.verify()  # the checksums of all chunks; decodes no pixel
+
+
+class Picture(Value):
+    """A picture in a step: `Picture.of(...)` makes it, a field of this type (or a tuple of them) holds it.
+
+    The bytes travel with the object until a recorder has stored them; a picture read from a run names its file only.
+    """
+
+    media: MediaReference
+    width: int = Field(ge=1)
+    height: int = Field(ge=1)
+    alt: str | None = Field(default=None, exclude_if=lambda alt: alt is None)
+    """What it shows, for people; no model reads it."""
+    _data: bytes | None = PrivateAttr(default=None)
+
+    @classmethod
+    def of(
+        cls, source: bytes | str | os.PathLike[str] | PILImage | NDArray[uint8], *, alt: str | None = None
+    ) -> Picture:
+        """The picture in `source`: bytes of a PNG, JPEG or WebP file, a file's path, a PIL image, or an
+        array of bytes, (height, width) or (height, width, 1, 3 or 4).
+
+        Transparent pixels are laid over white; 16 bits a channel become 8; CMYK, grey and palettes become RGB. Raises
+        BadPicture, which says why and what to do. Blocks for some milliseconds a megapixel: in an event loop use
+        `await Picture.read(...)`.
+        """
+        made: Future[tuple[bytes, int, int]] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(_normalised(source))
+            except BaseException as error:
+                made.set_exception(error)
+
+        # A thread, since nothing else bounds the time that a decoder takes.
+        threading.Thread(target=work, name="tapereel-picture", daemon=True).start()
+        try:
+            data, width, height = made.result(SECONDS)
+        except TimeoutError:
+            if made.done():
+                raise
+            raise BadPicture(f"{_named(source)} was not decoded within {SECONDS:g} s: save it again as PNG") from None
+        picture = cls(media=MediaReference(f"media:{_name(data)}"), width=width, height=height, alt=alt)
+        picture._data = data
+        return picture
+
+    @classmethod
+    async def read(
+        cls, source: bytes | str | os.PathLike[str] | PILImage | NDArray[uint8], *, alt: str | None = None
+    ) -> Picture:
+        """As `of`, without blocking the event loop."""
+        return await asyncio.to_thread(cls.of, source, alt=alt)
+
+    @model_validator(mode="after")
+    def _with_bytes(self, info: ValidationInfo) -> Self:
+        if isinstance(info.context, Received):
+            self._data = info.context[self.name]
+            size = _size(self._data)
+            if size != (self.width, self.height):
+                raise ValueError(f"the file has {size[0]}x{size[1]} pixels, not {self.width}x{self.height}")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The media file's name."""
+        return self.media.name
+
+    @property
+    def data(self) -> bytes | None:
+        """The PNG's bytes; None for a picture that was read from a run (`store.media.get(picture.media)` has them)."""
+        return self._data
+
+    def __eq__(self, other: object) -> bool:
+        """Without the bytes, which the name stands for: a recorded picture equals the one that is shown again."""
+        return isinstance(other, Picture) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(self.media)
+
+    def __str__(self) -> str:
+        return f"[picture {self.width}x{self.height} {self.name[:12]}]"
+
+
+# Which files a step refers to
+
+
+def references_of(value: object) -> Iterator[MediaReference | Picture]:
+    """The pictures and other media references in a step, in the order of its fields."""
+    if isinstance(value, MediaReference | Picture):
+        yield value
+    elif isinstance(value, BaseModel):
+        if _may_refer(type(value)):
+            yield from references_of(value.__dict__)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from references_of(part)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in value:
+            yield from references_of(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from references_of(getattr(value, one.name, None))
+
+
+def media_of(value: object) -> Iterator[str]:
+    """Names of the media files that a step refers to, in the order of its fields."""
+    return (found.name for found in references_of(value))
+
+
+def pictures_of(value: object) -> Iterator[Picture]:
+    """The pictures in a step, in the order of its fields."""
+    return (found for found in references_of(value) if isinstance(found, Picture))
+
+
+@cache  # runs for every step, and nearly none refers to a file
+def _may_refer(cls: type[BaseModel]) -> bool:
+    """Whether a value of this class may hold a reference, by the annotations of its fields."""
+    left: list[object] = [field.annotation for field in cls.model_fields.values()]
+    seen: list[object] = []  # a recursive type names itself
+    while left:
+        one = left.pop()
+        if one in (Any, object) or isinstance(one, TypeVar):
+            return True
+        # A field of a model may hold any subclass of it, which may be defined later.
+        if isinstance(one, type) and (issubclass(one, BaseModel | MediaReference | tuple) or is_dataclass(one)):
+            return True
+        if one not in seen:
+            seen.append(one)
+            left += [*get_args(one), getattr(one, "__value__", None)]
+    return False
+
+
+# Decoding
+
+
+def _normalised(source: object) -> tuple[bytes, int, int]:
+    """(the bytes of the PNG, width, height)."""
+    with _decoding(_named(source)):
+        image = _opened(_bytes_of(source)) if isinstance(source, bytes | str | os.PathLike) else _image_of(source)
+        image.load()
+        rgb = _rgb(image)
+        written = io.BytesIO()
+        rgb.save(written, "PNG")
+    data = written.getvalue()
+    if len(data) > MAX_BYTES:
+        raise BadPicture(
+            f"{_named(source)} has {len(data):,} bytes as PNG, and the limit is {MAX_BYTES:,}: make it smaller"
+        )
+    return data, rgb.width, rgb.height
+
+
+@contextmanager
+def _decoding(what: str) -> Iterator[None]:
+    """Every exception of Pillow becomes a BadPicture: its decoders raise many types on damaged files."""
+    try:
+        yield
+    except BadPicture as error:
+        raise BadPicture(f"{what} {error}") from error.__cause__
+    except MissingExtra:
+        raise
+    except Exception as error:
+        raise BadPicture(f"{what} can't be decoded ({str(error) or error!r:.200}): save it again as PNG") from error
+
+
+def _named(source: object) -> str:
+    """How an error names the source."""
+    if isinstance(source, bytes):
+        return f"a picture of {len(source):,} bytes"
+    if isinstance(source, str | os.PathLike):
+        return f"the picture {os.fspath(source)[:100]!r}"
+    return f"a picture given as {type(source).__qualname__}"
+
+
+def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    text = os.fspath(source)
+    if "://" in text or text.startswith("data:"):
+        raise BadPicture("is a URL, which is never fetched: pass the file's bytes")
+    path = Path(text)
+    if not path.is_file():  # a pipe or a device would be read for ever
+        raise BadPicture("is no file: pass the path of a PNG, JPEG or WebP file")
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def _opened(data: bytes) -> PILImage:
+    """The image, of which the header alone is read."""
+    Image = _pillow()
+    if len(data) > MAX_BYTES:
+        raise BadPicture(f"has more than {MAX_BYTES:,} bytes, the limit of a file: make it smaller")
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except Image.UnidentifiedImageError as error:
+        found = f"it begins with {data[:12]!r}" if data else "it is empty"
+        raise BadPicture(f"is no PNG, JPEG or WebP file, or a damaged one ({found}): save it again as PNG") from error
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadPicture(f"has more than {MAX_PIXELS:,} pixels, the limit: make it smaller") from error
+    return _checked(image)
+
+
+def _image_of(source: object) -> PILImage:
+    """A PIL image, or the image in an array."""
+    Image = _pillow()
+    if isinstance(source, Image.Image):
+        return _checked(cast("PILImage", source))
+    layout = getattr(source, "__array_interface__", None)
+    if not isinstance(layout, dict):
+        raise BadPicture("is not bytes, a path, a PIL image or a NumPy array: convert it to one of them")
+    shape, kind = layout["shape"], layout["typestr"]
+    if kind != "|u1":
+        raise BadPicture(f"has values of type {kind}, not uint8: scale it to 0...255 and use .astype('uint8')")
+    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[2] not in (1, 3, 4)):
+        raise BadPicture(f"has the shape {shape}, not (height, width) or (height, width, 1, 3 or 4): transpose it")
+    _check_size(shape[1], shape[0])
+    array: Any = source
+    return Image.fromarray(array[:, :, 0] if len(shape) == 3 and shape[2] == 1 else array)
+
+
+def _checked(image: PILImage) -> PILImage:
+    _check_size(*image.size)
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG with a second view behind it, which is left out
+        raise BadPicture(f"has {frames:,} frames, and a picture has one: pass each frame as a picture")
+    return image
+
+
+def _check_size(width: int, height: int) -> None:
+    if min(width, height) < 1:
+        raise BadPicture(f"has {width}x{height} pixels: both sides must be at least 1")
+    if width * height > MAX_PIXELS:
+        raise BadPicture(f"has {width}x{height} pixels, and the limit is {MAX_PIXELS:,} in all: make it smaller")
+    if max(width, height) > MAX_RATIO * min(width, height):
+        raise BadPicture(f"has {width}x{height} pixels, and no side may be over {MAX_RATIO} times the other: crop it")
+
+
+def _rgb(image: PILImage) -> PILImage:
+    """The upright pixels as 8-bit RGB, in a new image, which has no metadata."""
+    Image = _pillow()
+    turn = _TURNS.get(image.getexif().get(0x0112, 1))
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value * (1 / 256)).convert("L")  # `convert` alone would clip at 255
+    elif image.mode in ("I", "F"):
+        raise BadPicture(f"has 32 bits a pixel (mode {image.mode}), and nothing says which value is white: make it 8")
+    clear = image.convert("RGBA") if image.has_transparency_data else None
+    rgb = Image.new("RGB", image.size, "white")
+    rgb.paste(clear or image.convert("RGB"), mask=clear.getchannel("A") if clear is not None else None)
+    return rgb.transpose(Image.Transpose(turn)) if turn is not None else rgb
+
+
+_TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
+"""EXIF orientation -> `PIL.Image.Transpose`: flips, rotations by 90 degrees, and both diagonals."""
+
+
+def _name(data: bytes) -> str:
+    return f"{sha256(data).hexdigest()}.png"
+
+
+def _size(data: bytes) -> tuple[int, int]:
+    """Width and height in the header of a PNG."""
+    return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
+
+
+def _pillow() -> Any:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingExtra("pillow", "pictures", "a picture") from error
+    return Image

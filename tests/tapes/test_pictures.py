@@ -1,0 +1,379 @@
+"""Pictures as values: the one door that makes them, what a step says of them, and files that mean harm."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import pickle
+import struct
+import subprocess
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from pydantic import ValidationError
+
+from tapereel.tapes import BadPicture, MediaReference, Observation, Picture, ToolResult
+from tapereel.tapes.messages import heard
+from tapereel.tapes.pictures import MAX_BYTES, media_of, pictures_of
+from tapereel.tapes.records import StepRecord, parse_record
+from tapereel.tapes.steps import Prompt, ToolResults, parts_of
+from tapereel.tapes.value import Value
+
+RED = np.full((6, 9, 3), (200, 10, 20), dtype="uint8")
+CORNER = RED.copy()
+CORNER[0, 0] = (0, 0, 255)
+"""Red, with a blue pixel at the top left."""
+
+
+def encoded(image: Any, kind: str = "PNG", **options: Any) -> bytes:
+    written = io.BytesIO()
+    (Image.fromarray(image) if isinstance(image, np.ndarray) else image).save(written, kind, **options)
+    return written.getvalue()
+
+
+def pixels(picture: Picture) -> np.ndarray:
+    assert picture.data is not None
+    with Image.open(io.BytesIO(picture.data)) as image:
+        assert (image.mode, image.size, image.info) == ("RGB", (picture.width, picture.height), {})
+        return np.asarray(image)
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(width: int, height: int, rows: bytes, *before: bytes, depth: int = 8, color: int = 2) -> bytes:
+    """A PNG made by hand, of bytes that no library would write."""
+    head = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + b"".join(before) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+# One door
+
+
+@pytest.mark.ledger("F92")
+def test_every_source_of_the_same_pixels_is_the_same_picture(tmp_path: Path):
+    path = tmp_path / "a.jpg"  # the suffix says nothing
+    path.write_bytes(encoded(CORNER))
+    weakly = encoded(CORNER, compress_level=1)
+    webp = encoded(CORNER, "WEBP", lossless=True)
+    mirrored_twice = CORNER[:, ::-1][:, ::-1]
+    sources = [CORNER, Image.fromarray(CORNER), encoded(CORNER), weakly, path, str(path), webp, mirrored_twice]
+    sources.append(np.asfortranarray(CORNER))
+    found = [Picture.of(source) for source in sources]
+    assert len(set(found)) == 1
+    assert len({picture.data for picture in found}) == 1
+    assert (found[0].width, found[0].height) == (9, 6)
+    assert (pixels(found[0]) == CORNER).all()
+    assert asyncio.run(Picture.read(CORNER)) == found[0]
+
+
+def test_metadata_and_what_follows_the_file_are_gone():
+    image = Image.fromarray(CORNER)
+    exif = image.getexif()
+    exif[0x010E] = "home address"
+    secret = encoded(CORNER, exif=exif, icc_profile=b"p" * 500) + b"<script>alert(1)</script>"
+    found = Picture.of(secret)
+    assert found == Picture.of(CORNER)
+    assert found.data is not None
+    assert b"home" not in found.data
+    assert b"script" not in found.data
+
+
+TURNED = {
+    1: CORNER,
+    2: CORNER[:, ::-1],
+    3: CORNER[::-1, ::-1],
+    4: CORNER[::-1],
+    5: CORNER.transpose(1, 0, 2),
+    6: CORNER.transpose(1, 0, 2)[:, ::-1],
+    7: CORNER.transpose(1, 0, 2)[::-1, ::-1],
+    8: CORNER.transpose(1, 0, 2)[::-1],
+}
+
+
+@pytest.mark.parametrize("orientation", TURNED)
+def test_the_orientation_in_exif_is_applied(orientation: int):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    found = Picture.of(encoded(CORNER, exif=exif))
+    assert (pixels(found) == TURNED[orientation]).all()
+
+
+def test_every_mode_becomes_the_pixels_that_a_person_sees():
+    image = Image.fromarray(CORNER)
+    grey16 = np.array([[0, 255, 256], [0x8000, 0xFF00, 0xFFFF]], dtype="uint16")
+    assert (pixels(Picture.of(encoded(Image.fromarray(grey16))))[:, :, 0] == grey16 >> 8).all()
+    assert (pixels(Picture.of(image.convert("P", palette=Image.Palette.ADAPTIVE)))[0, 1] == CORNER[0, 1]).all()
+    cmyk = encoded(image.convert("CMYK"), "JPEG", quality=100, subsampling=0)
+    assert (abs(pixels(Picture.of(cmyk))[3, 3].astype(int) - CORNER[3, 3]) < 9).all()
+    assert (pixels(Picture.of(RED[:, :, 0])) == 200).all()
+    assert (pixels(Picture.of(RED[:, :, :1])) == 200).all()
+    assert (pixels(Picture.of(image.convert("1")))[0, 0] == 0).all()
+    clear = np.dstack([CORNER, np.full(CORNER.shape[:2], 255, "uint8")])
+    clear[:, :4, 3] = 0
+    clear[:, 4, 3] = 128
+    for source in (clear, encoded(clear), Image.fromarray(clear)):
+        seen = pixels(Picture.of(source))
+        assert (seen[:, :4] == 255).all(), "transparent pixels are laid over white"
+        assert (seen[:, 5:] == CORNER[:, 5:]).all()
+        assert abs(int(seen[0, 4, 1]) - (10 * 128 + 255 * 127) // 255) <= 1
+    keyed = encoded(image.convert("P", palette=Image.Palette.ADAPTIVE), transparency=0)
+    assert {tuple(p) for p in pixels(Picture.of(keyed)).reshape(-1, 3)} >= {(255, 255, 255)}
+
+
+def frames(kind: str, n: int) -> bytes:
+    first, *rest = [Image.new("RGB", (8, 8), (k % 256 * 60, 0, 0)) for k in range(n)]
+    return encoded(first, kind, save_all=True, append_images=rest, lossless=True)
+
+
+BOMB = png(5000, 5000, zlib.compress(bytes(5000 * 15_001), 1))
+TEXT_BOMB = chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(9 << 20)))
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "bomb": (BOMB, "pixels"),
+    "larger bomb": (png(60_000, 60_000, b""), "pixels"),
+    "header alone": (png(4000, 4000, b""), "can't be decoded"),
+    "truncated": (encoded(np.random.default_rng(0).integers(0, 255, (99, 99, 3), "uint8"))[:9000], "can't be decoded"),
+    "truncated JPEG": (encoded(RED.repeat(30, 0).repeat(30, 1), "JPEG")[:700], "can't be decoded"),
+    "empty": (b"", "it is empty"),
+    "text": (b"this is no picture", "no PNG, JPEG or WebP file"),
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "no PNG, JPEG or WebP file"),
+    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "no PNG, JPEG or WebP file"),
+    "GIF": (encoded(RED, "GIF"), "no PNG, JPEG or WebP file"),
+    "TIFF": (encoded(RED, "TIFF"), "no PNG, JPEG or WebP file"),
+    "10,000 frames": (
+        frames("PNG", 2).replace(*(chunk(b"acTL", struct.pack(">II", n, 0)) for n in (2, 10_000))),
+        "frames",
+    ),
+    "APNG": (frames("PNG", 3), "3 frames"),
+    "animated WebP": (frames("WEBP", 3), "3 frames"),
+    "1 x 30,000": (encoded(np.zeros((30_000, 1, 3), "uint8")), "1x30000 pixels"),
+    "30,000 x 1": (encoded(np.zeros((1, 30_000, 3), "uint8")), "30000x1 pixels"),
+    "no side": (png(0, 5, zlib.compress(b"")), "picture"),
+    "text bomb": (png(9, 9, zlib.compress(bytes(9 * 28)), *[TEXT_BOMB] * 9), "can't be decoded"),
+    "too many bytes": (encoded(RED) + bytes(MAX_BYTES), "20,000,000 bytes"),
+    "damaged checksum": (encoded(RED)[:40] + b"\xff" + encoded(RED)[41:], "a damaged one"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_a_hostile_file_is_one_clear_sentence(name: str, tmp_path: Path):
+    data, says = HOSTILE[name]
+    path = tmp_path / "holiday.png"
+    path.write_bytes(data)
+    for source, named in ((data, f"a picture of {len(data):,} bytes"), (path, str(path)[:90])):
+        with pytest.raises(BadPicture, match=says) as caught:
+            Picture.of(source)
+        assert named in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 400
+
+
+def test_hostile_files_take_little_memory():
+    """Peak memory of a process that refuses all of them, above what it has after the first good picture."""
+    script = (
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "from tapereel.tapes import Picture, BadPicture\n"
+        "import numpy; Picture.of(numpy.zeros((9, 9, 3), 'uint8'))\n"
+        "peak = lambda: int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "before = peak()\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: Picture.of(name)\n"
+        "    except BadPicture: continue\n"
+        "    raise SystemExit(name)\n"
+        "print((peak() - before) // 1024)\n"
+    )
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        names = []
+        for k, (data, _) in enumerate(HOSTILE.values()):
+            names.append(f"{folder}/{k}.png")
+            Path(names[-1]).write_bytes(data)
+        done = subprocess.run([sys.executable, "-c", script, *names], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 300
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("http://localhost/a.png", "never fetched"),
+        ("file:///etc/passwd", "never fetched"),
+        ("/dev/zero", "is no file"),
+        ("/nowhere/a.png", "is no file"),
+        ("data:image/png;base64,AAAA", "never fetched"),
+        (RED.astype("float32") / 255, "uint8"),
+        (RED.transpose(2, 0, 1), "shape"),
+        (np.zeros((0, 5, 3), "uint8"), "at least 1"),
+        (np.zeros((1, 5000, 5000, 3), "uint8"), "shape"),
+        (np.zeros((5000, 5000), "uint8"), "16,777,216"),
+        (Image.fromarray(np.zeros((4, 4), "float32")), "32 bits"),
+        (Image.new("RGB", (5000, 5000)), "16,777,216"),
+        (None, "convert it"),
+        ([1, 2], "convert it"),
+    ],
+)
+def test_a_source_that_is_no_picture_is_refused(source: Any, says: str):
+    with pytest.raises(BadPicture, match=says):
+        Picture.of(source)
+
+
+def test_a_decoder_that_never_ends_is_left_behind(monkeypatch: pytest.MonkeyPatch):
+    import threading
+
+    from tapereel.tapes import pictures
+
+    ends = threading.Event()
+    monkeypatch.setattr(pictures, "SECONDS", 0.05)
+    monkeypatch.setattr(pictures, "_rgb", lambda image: ends.wait())
+    with pytest.raises(BadPicture, match=r"not decoded within 0\.05 s"):
+        Picture.of(RED)
+    ends.set()
+
+
+# In a step
+
+
+class Card(Value):
+    name: str
+    face: Picture | None = None
+
+
+@dataclass(frozen=True)
+class Pair:
+    left: Picture
+    right: Picture
+
+
+class SeenAll(Observation):
+    title: str
+    one: Picture
+    turn: int = 3
+    score: float = 0.5
+    many: tuple[Picture, ...] = ()
+    cards: tuple[Card, ...] = ()
+    named: dict[str, Picture] | None = None
+    pair: Pair | None = None
+    anything: Any = None
+    last: str = "end"
+
+
+class Captioned(Observation):
+    caption: str
+    picture: Picture
+
+    def __str__(self) -> str:
+        return f"<{self.caption}>"
+
+
+class Tree(Observation):
+    """A recursive model."""
+
+    leaf: Picture | None = None
+    below: tuple[Tree, ...] = ()
+
+
+def flat(k: int, alt: str | None = None) -> Picture:
+    return Picture.of(np.full((4, 5, 3), k, "uint8"), alt=alt)
+
+
+A, B, C, D = flat(1), flat(2, "two"), flat(3), flat(4)
+
+
+def test_the_parts_are_texts_and_pictures_in_the_order_of_the_fields():
+    king, none = Card(name="king", face=D), Card(name="none")
+    step = SeenAll(title="look", one=A, many=(B, C), cards=(king, none), named={"left": A})
+    assert parts_of(step) == ("look", A, '{"turn":3,"score":0.5}', B, C, "king", D, "none", "left", A, "end")
+    assert str(A) == f"[picture 5x4 {A.name[:12]}]"
+    assert str(step).splitlines()[:2] == ["look", str(A)]
+    assert parts_of(Captioned(caption="hi", picture=B)) == ("<hi>", B)
+    assert parts_of(SeenAll(title="", one=A, turn=0, score=0, last=""))[0] == A, "an empty text is no part"
+
+
+@pytest.mark.ledger("F95")
+def test_every_place_where_a_step_can_hold_a_picture_is_found():
+    for step in (
+        SeenAll(title="", one=A, many=(B, C)),
+        SeenAll(title="", one=A, cards=(Card(name="x", face=B), Card(name="y", face=C))),
+        SeenAll(title="", one=A, pair=Pair(B, C)),
+        SeenAll(title="", one=A, anything={"deep": [(B,), C]}),
+        Tree(leaf=A, below=(Tree(leaf=B), Tree(below=(Tree(leaf=C),)))),
+    ):
+        assert list(pictures_of(step)) == [A, B, C]
+        assert list(media_of(step)) == [A.name, B.name, C.name]
+
+
+def test_a_text_step_is_as_before():
+    from tapereel.tapes.steps import Text
+
+    assert parts_of(Text(text="hi")) == ("hi",)
+    assert heard(Text(text="hi")) == [{"role": "user", "content": "hi"}]
+    result = ToolResult(id="1", name="look", content="ok")
+    assert result.model_dump_json() == '{"id":"1","name":"look","content":"ok","error":false}'
+    assert heard(ToolResults(results=(result,)))[0]["content"] == "ok"
+    assert "pictures" not in Prompt(text="q", messages=({"role": "user", "content": "q"},)).model_dump_json()
+
+
+def image(picture: Picture) -> dict[str, Any]:
+    return {"type": "image", "media": picture.name, "width": picture.width, "height": picture.height}
+
+
+def test_messages_have_parts_where_a_step_has_pictures():
+    both = ToolResult(id="1", name="f", content="two", pictures=(A, B))
+    results = ToolResults(results=(both, ToolResult(id="2", name="g", content="no")))
+    first, second = heard(results)
+    assert first["content"] == [{"type": "text", "text": "two"}, image(A), image(B)]
+    assert second["content"] == "no"
+    place: dict[str, Any] = {"type": "image"}
+    prompt = Prompt(
+        text="which?",
+        messages=(
+            {"role": "system", "content": "s"},
+            {"role": "user", "content": [place, {"type": "text", "text": "which?"}, place]},
+        ),
+        pictures=(A, B),
+    )
+    assert heard(prompt) == [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [image(A), {"type": "text", "text": "which?"}, image(B)]},
+    ]
+    with pytest.raises(ValidationError, match="2 parts of type 'image' for 1 pictures"):
+        Prompt(text="", messages=prompt.messages, pictures=(A,))
+
+
+def test_a_picture_is_its_file_and_never_its_bytes():
+    again = flat(1)
+    assert again == A
+    assert again is not A
+    assert A != B
+    assert flat(2) != B, "another text for people"
+    assert pickle.loads(pickle.dumps(A)).data == A.data
+    shown = Captioned(caption="c", picture=A)
+    body = StepRecord(tape="t", by="env", role="observation", kind="captioned", content=shown, at=0).body()
+    assert A.data is not None
+    assert base64.b64encode(A.data)[:40] not in body
+    read = parse_record(body)
+    assert isinstance(read, StepRecord)
+    assert read.content == Captioned(caption="c", picture=A)
+    assert next(pictures_of(read.content)).data is None
+    assert read.media == (A.name,)
+    assert read.body() == body
+
+
+def test_no_text_becomes_a_picture():
+    forged = {"media": A.media.__str__(), "width": 5, "height": 4}
+    with pytest.raises(ValidationError, match="not a text"):
+        Captioned.model_validate({"caption": "", "picture": forged})
+    with pytest.raises(ValidationError, match="not a text"):
+        Captioned.model_validate_json(json.dumps({"caption": "", "picture": {**forged, "media": str.__str__(A.media)}}))
+    with pytest.raises(ValidationError):
+        Picture(media=MediaReference("media:../../etc/passwd"), width=1, height=1)
