@@ -95,9 +95,10 @@ class RLConfig(Value):
             kl = {"kind": "episode_kl", "beta": self.reward_minus_kl_coef, "estimator": "k3"}
             changes["shape"] = [*others, kl]
         if not self.use_advantages:
-            changes["baseline"] = {"kind": "none"}
+            changes |= {"reward": {"per": "episode"}, "baseline": {"kind": "none"}, "credit": {"kind": "broadcast"}}
+            changes["adjust"] = []
         if self.relu_log_p_weights:
-            changes["adjust"] = [*base.adjust, {"kind": "relu"}]
+            changes["adjust"] = [*changes.get("adjust", base.adjust), {"kind": "relu"}]
         if self.weigh is not None:
             changes["weigh"] = {"kind": self.weigh}
         recipe = base.but(changes)
@@ -125,10 +126,12 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
     stream = columns.stream()
     columns.check(stream)
     batch = objective.prepare(recipe, stream, Context())
-    advantage = torch.where(batch.entered, batch.advantage, torch.nan)
-    weight = recipe.weigh(stream, batch.entered, 1.0)
+    if not bool(batch.entered.any()):
+        columns.check_some(stream)
+    advantage = batch.advantage.to(torch.float32).masked_fill_(~batch.entered, torch.nan)
+    weight = recipe.weigh(stream, batch.entered, 1.0).to(torch.float32)
     for name, values in (("advantages", advantage), ("weights", weight)):
-        table = columns.put(table, name, columns.laid_out(values.to(torch.float32).numpy()))
+        table = columns.put(table, name, columns.laid_out(values.numpy()))
     if recipe.shape:
         table = columns.put(table, "rewards", columns.shaped(stream))
     table = _with_column(table, "group_tokens", pa.array(columns.group_tokens(stream)))
@@ -151,6 +154,8 @@ def fill_ref_logprobs(
     table = _table(dataset)
     columns = _Columns(table, recipe)
     ids, temperature = columns.values("input_ids"), columns.values("temperature")
+    if recipe.score.temperature == "recorded":
+        columns.refuse("temperature", ~(columns.numbers("temperature") > 0))
     training = model.training
     model.eval()
     found = []
@@ -190,6 +195,8 @@ class _Columns:
         self.starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int32)], dtype=np.int32)
         self.lengths = lengths
         self.labels = labels.flatten().to_numpy(zero_copy_only=False)
+        if labels.flatten().null_count:
+            raise BadBatch("column 'labels' has null among its values: write -100 for a token that isn't a target")
         self.own = self.labels != IGNORED
         # The first token of a row has no logits before it, so it can't be scored.
         self.own[self.starts[:-1][lengths > 0]] = False
@@ -227,22 +234,31 @@ class _Columns:
         return values.astype(np.float64) if values.dtype == object else values
 
     def check(self, stream: Stream) -> None:
-        """BadBatch where a value that the recipe needs in this pass is unknown."""
-        if not self.recipe.surrogate.advantages:
-            return
+        """BadBatch where a value that the recipe needs in this pass isn't finite."""
         episodes = stream.episodes
         scored = episodes.trains & ~episodes.reward.isnan()
-        if bool(episodes.trains.any()) and not bool(scored.any()):
-            raise BadBatch(f"column 'rewards' is NaN in every row whose status may train: {REMEDY['rewards']}")
-        needed = scored[stream.episode]
-        if bool(needed.any()) and not bool((needed & stream.old.isfinite()).any()):
-            raise BadBatch(f"column 'old_logprobs' is NaN for every own token: {REMEDY['old_logprobs']}")
+        endless = scored & episodes.reward.isinf()
+        if bool(endless.any()):
+            self.refuse("rewards", endless[stream.episode])
         if stream.ref is not None:
-            needed &= stream.old.isfinite() & ~stream.ref.isfinite()
-            if bool(needed.any()):
-                at = int(self.own.nonzero()[0][int(needed.int().argmax())])
-                row = int(np.searchsorted(self.starts, at, side="right")) - 1
-                _refuse("ref_logprobs", float(self.values("ref_logprobs")[at]), row, at - int(self.starts[row]))
+            self.refuse("ref_logprobs", scored[stream.episode] & stream.old.isfinite() & ~stream.ref.isfinite())
+
+    def check_some(self, stream: Stream) -> None:
+        """BadBatch if nothing may train because one column is unknown everywhere."""
+        episodes = stream.episodes
+        scored = episodes.trains & ~episodes.reward.isnan()
+        if self.recipe.surrogate.advantages and bool(episodes.trains.any()):
+            if not bool(scored.any()):
+                raise BadBatch(f"column 'rewards' is NaN in every row whose status may train: {REMEDY['rewards']}")
+            if bool(scored[stream.episode].any()) and not bool((scored[stream.episode] & stream.old.isfinite()).any()):
+                raise BadBatch(f"column 'old_logprobs' is NaN for every own token: {REMEDY['old_logprobs']}")
+
+    def refuse(self, name: str, bad: Tensor) -> None:
+        """BadBatch for the first own token where `bad` (own tokens,) is True."""
+        if bool(bad.any()):
+            at = int(self.own.nonzero()[0][int(bad.int().argmax())])
+            row = int(np.searchsorted(self.starts, at, side="right")) - 1
+            _refuse(name, float(self.values(name)[at]), row, at - int(self.starts[row]))
 
     def shaped(self, stream: Stream) -> NDArray[np.float64]:
         """(tokens,) the shaped reward of each token's episode."""
@@ -260,7 +276,10 @@ class _Columns:
 
     def stream(self) -> Stream:
         """The stream of the own tokens of all rows, with their episodes and, if the recipe reads it, `ref_logprobs`."""
-        sizes = np.diff(np.concatenate([[0], np.cumsum(self.own)])[self.starts])
+        own = np.zeros(len(self.own) + 1, dtype=np.int64)
+        np.cumsum(self.own, out=own[1:])
+        bounds = own[self.starts]
+        sizes = np.diff(bounds)
         episode = torch.from_numpy(np.repeat(self.episode, sizes))
         zeros = torch.zeros(len(episode), dtype=torch.int64)
         n = len(self.tapes)
@@ -276,16 +295,16 @@ class _Columns:
             agent=zeros,
             turn=turn,
             episode=episode,
-            old=self._own("old_logprobs"),
-            ref=self._own("ref_logprobs") if priced else None,
-            rows=torch.from_numpy(np.concatenate([[0], np.cumsum(sizes)])),
+            old=self.numbers("old_logprobs"),
+            ref=self.numbers("ref_logprobs") if priced else None,
+            rows=torch.from_numpy(bounds),
             episodes=Episodes(
                 tape=self.tapes,
                 reward=torch.from_numpy(reward),
                 trains=truth,
                 cut=torch.zeros_like(truth),
                 bootstrap=torch.zeros(n, dtype=torch.float64),
-                length=torch.bincount(episode, minlength=n),
+                length=torch.from_numpy(np.bincount(self.episode, sizes, minlength=n).astype(np.int64)),
                 group=torch.from_numpy(group),
                 fork=torch.arange(n),
                 groups=groups,
@@ -294,8 +313,9 @@ class _Columns:
             turns=turns,
         )
 
-    def _own(self, name: str) -> Tensor:
-        return torch.from_numpy(self.values(name)[self.own].astype(np.float64))
+    def numbers(self, name: str) -> Tensor:
+        """(own tokens,) float64 values of a token column."""
+        return torch.from_numpy(self.values(name)[self.own].astype(np.float64, copy=False))
 
     def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
         """(rewards, group indices, whether its status lets it train) of the episodes, and the names of the groups."""
@@ -390,6 +410,8 @@ def collate(
 
     `episode` (rows,) numbers the tapes of the batch. None and null are NaN.
     """
+    if not features or side not in ("right", "left"):
+        raise BadBatch(f"{len(features)} rows padded on side {side!r}: give at least one row, and 'right' or 'left'")
     longest = max(len(row["input_ids"]) for row in features)
     width = -(-longest // multiple) * multiple
     fills: dict[str, tuple[Any, torch.dtype]] = {"input_ids": (pad_id, torch.int64), "labels": (IGNORED, torch.int64)}
@@ -405,6 +427,8 @@ def collate(
         where = slice(0, n) if side == "right" else slice(width - n, width)
         for name, (_, dtype) in fills.items():
             values = np.asarray(row[name], dtype=np.int64 if dtype == torch.int64 else np.float64)
+            if values.shape != (n,):
+                raise BadBatch(f"column {name!r} of row {i} has the shape {values.shape}, `input_ids` has {n} values")
             out[name][i, where] = torch.from_numpy(values).to(dtype)
         out["attention_mask"][i, where] = 1
     return out
@@ -415,7 +439,8 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
 
     Statistics are means, and extremes as `name/min` and `name/max`, over these tokens. `tokens` is their number, and
     `weight` the divisor of the loss: the losses of several batches, each times its `weight`, divided by the sum of the
-    weights, are the loss of one batch that holds all rows. BadBatch names column, row and token of a value that the
+    weights, are the loss of one batch that holds all rows (with `weigh.kind = constant`, if no episode's rows are in
+    several batches). BadBatch names column, row and token of a value that the
     recipe needs and that is unknown; LossNotFinite if the loss is NaN or infinite.
     """
     recipe = config.recipe()
@@ -432,6 +457,10 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     needed += ["ref_logprobs"] * any(term.needs_reference for term in (*recipe.regulariser, recipe.surrogate))
     for name in needed:
         _known(batch, name, own)
+    if bool((batch["labels"] != batch["input_ids"])[own].any()):
+        raise BadBatch(
+            "`labels` differ from `input_ids` at a target: a label is the token at its own place, not shifted"
+        )
     blank = torch.full_like(batch["weights"], torch.nan)
     old, ref = (batch.get(name, blank) for name in ("old_logprobs", "ref_logprobs"))
     temperature = batch.get("temperature", torch.ones_like(blank))
@@ -461,23 +490,22 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
         bad = ~lp.detach().isfinite()
         row, token = own.nonzero()[int(bad.int().argmax())].tolist()
         cause = (
-            f"the model's log-prob of row {row}, token {token} is {float(lp[bad][0]):g}"
+            f"the model's log-prob of row {row}, token {token} is {lp[bad][0].item():g}"
             if bool(bad.any())
-            else ("every log-prob is finite, so a ratio or the surrogate overflows")
+            else "every log-prob is finite, so a ratio or the surrogate overflows"
         )
-        raise LossNotFinite(f"the loss is {float(loss):g}: {cause}; don't step, and check the weights for NaN")
+        raise LossNotFinite(f"the loss is {loss.item():g}: {cause}; don't step, and check the weights for NaN")
     _statistics(batch, own, lp.detach(), weight, stream, recipe, config, context.sums)
     return loss, {"loss": float(loss.detach()), "tokens": float(len(lp)), "weight": total, **context.sums.flat()}
 
 
 def _known(batch: Mapping[str, Tensor], name: str, own: Tensor) -> Tensor:
     """The column's values at `own` (rows, width) bool. BadBatch if the column is missing, or one of them isn't finite,
-    or below 0 where it is a weight."""
+    is a negative weight or a temperature that isn't above 0."""
     if name not in batch:
         raise BadBatch(f"the batch has no column {name!r} (it has {', '.join(batch)}): {REMEDY[name]}")
-    bad = own & ~batch[name].isfinite()
-    if name == "weights":
-        bad |= own & (batch[name] < 0)
+    low = batch[name] < 0 if name == "weights" else batch[name] <= 0 if name == "temperature" else torch.tensor(False)
+    bad = own & (low | ~batch[name].isfinite())
     if bool(bad.any()):
         row, token = bad.nonzero()[0].tolist()
         # Left padding shifts the tokens, so they are counted from the row's first one.

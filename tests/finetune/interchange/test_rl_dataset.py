@@ -16,8 +16,10 @@ from pydantic import ValidationError
 from tapereel.finetune.data.stream import BadBatch
 from tapereel.finetune.interchange.rl_columns import prepare_rl_fields, span_labels, to_dataset
 from tapereel.finetune.interchange.rl_dataset import (
+    LossNotFinite,
     RLConfig,
     collate,
+    fill_ref_logprobs,
     populate_rl_data,
     rl_step,
     update_rewards_and_advantages,
@@ -25,8 +27,11 @@ from tapereel.finetune.interchange.rl_dataset import (
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.tapes.errors import UsageError
+from tapereel.tapes.records import CauseType, Status
 
-from ..build import batch, episode, ledger, row, tiny_model
+from ...oracles import dataset_step as oracle
+from ..build import batch, episode, gradient, ledger, row, tiny_model
 
 ROWS = ledger("rows")
 
@@ -292,3 +297,253 @@ def test_rows_become_the_classic_columns():
     assert all(math.isnan(r) for r in line["rewards"])
     assert line["turn"] == [-1, -1, 0, 0, -1, -1, 1]
     assert line["version"][2] == "run:0"
+
+
+ENDS = [
+    (Status.FINISHED, None),
+    (Status.CANCELLED, None),
+    (Status.TRUNCATED, None),
+    (Status.ERROR, CauseType.AGENT),
+    (Status.ERROR, CauseType.ENVIRONMENT),
+    (Status.LIMIT, CauseType.TOKENS),
+    (Status.LIMIT, CauseType.SECONDS),
+    (Status.CRASHED, None),
+]
+
+
+def mixed(seed: int, model, temperature: float = 0.7):
+    """Rows of two groups of eight episodes: each end once a group, one unscored, some in two rows, turns with rewards,
+    two tokens without a log-prob, in any order."""
+    rng = np.random.default_rng(seed)
+    rows, episodes = [], []
+    for i in range(16):
+        pieces, turn = int(rng.integers(1, 3)), 0
+        for _ in range(pieces):
+            turns = [int(rng.integers(1, 4)) for _ in range(int(rng.integers(1, 3)))]
+            prompt = int(rng.integers(1, 5))
+            one = row(f"t{i}", f"g{i % 2}", turns=turns, first_turn=turn, prompt=prompt, rng=rng)
+            rows.append(dataclasses.replace(one, temperature=rng.choice([temperature, 1.5], len(one.own)).astype("f4")))
+            turn += len(turns)
+        earned = rng.normal(size=turn).round(2).tolist()
+        status, cause = ENDS[i // 2]
+        scored = {"reward": sum(earned), "turn_rewards": earned} if i not in (4, 11) else {"reward": None}
+        episodes.append(episode(f"t{i}", f"g{i % 2}", status=status, cause=cause, **scored))
+    rows = [rows[i] for i in rng.permutation(len(rows))]
+    lp = score(model, rows).logprob.float().numpy()
+    lp = np.minimum(lp + rng.normal(0, 0.15, len(lp)).astype(np.float32), 0)
+    lp[[0, 9]] = np.nan
+    at = np.cumsum([0, *(len(r.own) for r in rows)])
+    return [dataclasses.replace(r, old=lp[a:b]) for r, a, b in zip(rows, at, at[1:], strict=False)], episodes
+
+
+def stepped(model, data, config, side="right"):
+    """(loss, statistics, gradients by name) of one step on the whole dataset."""
+    model.zero_grad()
+    loss, stats = rl_step(model, collate(list(data), side=side), config)
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.item(), stats, grads
+
+
+SETTINGS = [
+    (RLConfig(), oracle.Settings()),
+    (RLConfig(epsilon=0.05, kl_coef=0.1), oracle.Settings(clip=0.05, beta=0.1)),
+    (RLConfig(weigh="episode", relu_log_p_weights=True), oracle.Settings(weigh="episode", relu=True)),
+    (RLConfig(reward_minus_kl_coef=0.2), oracle.Settings(reward_beta=0.2)),
+    (
+        RLConfig(algo="reinforce", kl_coef=0.3, weigh="episode"),
+        oracle.Settings(algo="reinforce", beta=0.3, weigh="episode"),
+    ),
+    (RLConfig(algo="reinforce", use_advantages=False), oracle.Settings(algo="reinforce", raw=True)),
+]
+
+
+@pytest.mark.ledger("F06", "F50", "F51", "F53", "F54", "T24")
+@pytest.mark.parametrize(("config", "how"), SETTINGS, ids=range(len(SETTINGS)))
+def test_a_step_at_mixed_temperatures_and_ends_is_the_slow_formula(config, how):
+    model, other = tiny_model(), tiny_model(seed=1)
+    data = populate_rl_data(fill_ref_logprobs(to_dataset(*mixed(3, model)), other, config), config)
+    loss, stats, grads = stepped(model, data, config, side="left")
+    want = oracle.step(data.to_list(), lambda ids: model(input_ids=torch.tensor([ids])).logits[0], how)
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+    largest = max(float(p.grad.abs().max()) for p in model.parameters())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, rtol=0, atol=2e-6 * largest)
+    assert 0 < stats["tokens"] < sum(data["num_labels"])
+
+
+EQUAL = ["grpo", "reinforce", "reinforce_plain", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"]
+EQUAL += ["cispo", "cpgd", "sapo", "sft", "distill"]
+
+
+@pytest.mark.ledger("F06", "F53", "T24", "P1", "P4")
+@pytest.mark.parametrize("algo", EQUAL)
+def test_every_recipe_of_a_step_equals_the_trainer_whole_and_in_parts(algo):
+    model, other = tiny_model(), tiny_model(seed=1)
+    rows, episodes = mixed(5, model)
+    config = RLConfig(algo=algo)
+    data = populate_rl_data(fill_ref_logprobs(to_dataset(rows, episodes), other, config), config)
+    loss, _, grads = stepped(model, data, config)
+    want = gradient(model, get_recipe(algo), rows, episodes, reference=other)
+    assert loss == pytest.approx(want[0], rel=1e-5)
+    largest = max(float(g.abs().max()) for g in want[1].values())
+    for name, g in want[1].items():
+        torch.testing.assert_close(grads[name], g, rtol=0, atol=1e-5 * largest)
+    if algo == "dr_grpo":  # its divisor counts episodes, and these have rows in both parts
+        return
+    parts = [stepped(model, data.select(range(a, b)), config) for a, b in ((0, 7), (7, len(data)))]
+    weight = sum(stats["weight"] for _, stats, _ in parts)
+    assert sum(part[0] * part[1]["weight"] for part in parts) / weight == pytest.approx(want[0], rel=1e-5)
+    for name, g in want[1].items():
+        got = sum(part[2][name] * part[1]["weight"] for part in parts) / weight
+        torch.testing.assert_close(got, g, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize(
+    ("algo", "why"),
+    [
+        ("ppo", "needs a value per token"),
+        ("gspo", "needs them: use Trainer"),
+        ("decoupled_ppo", "needs them: use Trainer"),
+        ("minor_sft", "needs them: use Trainer"),
+    ],
+)
+def test_a_recipe_that_needs_more_than_a_batch_is_refused_before_the_pass(algo, why):
+    with pytest.raises(BadBatch, match=why):
+        populate_rl_data(made([1, 0]), RLConfig(algo=algo))
+
+
+@pytest.mark.ledger("F50", "T18")
+def test_the_recipe_keeps_its_own_clip_range_and_length_penalty():
+    assert RLConfig(algo="dapo").recipe().surrogate == get_recipe("dapo").surrogate
+    priced = RLConfig(algo="dapo", reward_minus_kl_coef=0.1).recipe().shape
+    assert [term.kind for term in priced] == ["overlong", "episode_kl"]
+
+
+def broken(column: str, at: int, value: float = math.nan, **config):
+    """A dataset of two groups whose pass is done, with one wrong value in row 2, token `at`; and its config."""
+    chosen = RLConfig(**config)
+    data = populate_rl_data(made([1, 0, 1, 0], groups=["g", "g", "h", "h"], ref=[-1.0, -1.0]), chosen).to_list()
+    data[2][column][at] = value
+    return data, chosen
+
+
+@pytest.mark.ledger("F81", "T46")
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    ("column", "value", "config"),
+    [
+        ("ref_logprobs", math.nan, {"kl_coef": 0.1}),
+        ("ref_logprobs", None, {"kl_coef": 0.1}),
+        ("ref_logprobs", -math.inf, {"algo": "distill"}),
+        ("old_logprobs", math.nan, {}),
+        ("advantages", None, {}),
+        ("rewards", math.nan, {"use_advantages": False}),
+        ("weights", math.nan, {}),
+        ("weights", -1.0, {}),
+        ("temperature", math.nan, {}),
+    ],
+)
+def test_an_unknown_number_that_the_loss_reads_is_an_error_with_its_place(column, value, config, side):
+    data, chosen = broken(column, 2, value, **config)
+    with pytest.raises(BadBatch, match=rf"column '{column}' is -?\w+ in row 2, token 2"):
+        rl_step(tiny_model(), collate(data, side=side), chosen)
+    data, chosen = broken(column, 0, value, **config)
+    assert math.isfinite(rl_step(tiny_model(), collate(data, side=side), chosen)[0].item()), "not an own token"
+    data, chosen = broken(column, 2, value, **config)
+    if column != "weights":
+        data[2]["weights"][2] = 0.0
+        assert math.isfinite(rl_step(tiny_model(), collate(data, side=side), chosen)[0].item()), "it doesn't train"
+    with pytest.raises(BadBatch, match=f"no column '{column}'"):
+        rl_step(tiny_model(), {k: v for k, v in collate(data).items() if k != column}, chosen)
+
+
+@pytest.mark.ledger("F30", "F81")
+def test_a_kl_in_the_reward_without_reference_log_probs_names_column_and_row():
+    config = RLConfig(reward_minus_kl_coef=0.1)
+    with pytest.raises(BadBatch, match="'ref_logprobs' is nan in row 0, token 1, which trains: fill it with"):
+        populate_rl_data(made([1, 0]), config)
+    line = made([1, 0, 1], ref=[-1.0, -1.0]).to_list()
+    line[1]["ref_logprobs"][2] = None
+    with pytest.raises(BadBatch, match="'ref_logprobs' is nan in row 1, token 2"):
+        populate_rl_data(Dataset.from_list(line), config)
+    line[1] |= {"rewards": [None] * 3}
+    assert populate_rl_data(Dataset.from_list(line), config)["weights"][1][1:] == [0.0, 0.0], "unscored: doesn't train"
+
+
+@pytest.mark.ledger("F81")
+def test_a_loss_that_is_not_finite_is_an_error_and_nothing_has_a_gradient():
+    model = tiny_model()
+    config = RLConfig()
+    batch_ = collate(list(populate_rl_data(made([1, 0]), config)))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = math.nan
+    with pytest.raises(LossNotFinite, match=r"the loss is nan: the model's log-prob of row 0, token 1 is nan"):
+        rl_step(model, batch_, config)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.ledger("F06")
+def test_a_pass_that_could_train_on_nothing_says_which_column_is_empty():
+    with pytest.raises(BadBatch, match="'rewards' is NaN in every row"):
+        populate_rl_data(made([None, None]), RLConfig())
+    with pytest.raises(BadBatch, match="'old_logprobs' is NaN for every own token"):
+        populate_rl_data(made([1, 0], old=[math.nan] * 2), RLConfig())
+    assert populate_rl_data(made([None, None], old=[math.nan] * 2), RLConfig(algo="sft"))["weights"][0][1:] == [1, 1]
+    cancelled = made([1, 0]).add_column("status", ["cancelled"] * 2)
+    assert populate_rl_data(cancelled, RLConfig())["weights"][0][1:] == [0, 0]
+
+
+@pytest.mark.ledger("F06", "P14")
+def test_the_status_decides_who_trains_and_who_counts_in_the_group():
+    data = made([1, 0, 0, 1]).add_column("status", ["cancelled", "finished", "limit", "limit"])
+    data = data.add_column("cause", [None, None, "tokens", "context"])
+    got = populate_rl_data(data, RLConfig())
+    want = [math.nan, -1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3)]
+    assert [line["advantages"][1] for line in got] == pytest.approx(want, rel=1e-6, nan_ok=True)
+    assert [line["weights"][1] for line in got] == [0, 1, 1, 1]
+    with pytest.raises(BadBatch, match="columns 'status' and 'cause' of row 1: 'done' is not a valid Status"):
+        populate_rl_data(made([1, 0]).add_column("status", ["finished", "done"]), RLConfig())
+    both = made([1, 1], tapes=["a", "a"]).add_column("status", ["finished", "cancelled"])
+    with pytest.raises(BadBatch, match="disagree on its reward, group or status"):
+        populate_rl_data(both, RLConfig())
+
+
+def test_what_is_no_whole_dataset_or_has_no_name_is_refused():
+    with pytest.raises(UsageError, match="not IterableDataset"):
+        populate_rl_data(made([1, 0]).to_iterable_dataset(), RLConfig())  # type: ignore[arg-type]
+    for name in ("group_id", "tape_id"):
+        data = made([1, 0]).to_list()
+        data[1][name] = None
+        with pytest.raises(BadBatch, match=f"column '{name}' is null in row 1"):
+            populate_rl_data(Dataset.from_list(data), RLConfig())
+
+
+@pytest.mark.ledger("F74")
+def test_reference_log_probs_are_those_of_the_model_at_the_recorded_temperature():
+    model, other = tiny_model(), tiny_model(seed=1)
+    rows, episodes = mixed(7, model)
+    other.train()
+    data = fill_ref_logprobs(to_dataset(rows, episodes), other, RLConfig(), micro_tokens=32)
+    assert other.training
+    at = np.cumsum([0, *(len(r.own) for r in rows)])
+    want = score(other, rows).logprob.numpy()
+    for line, r, a, b in zip(data, rows, at, at[1:], strict=False):
+        assert line["ref_logprobs"] == pytest.approx(r.aligned(want[a:b]).tolist(), rel=1e-6, nan_ok=True)
+    plain = fill_ref_logprobs(to_dataset(rows, episodes), other, RLConfig(algo="sft"))
+    assert plain["ref_logprobs"] != data["ref_logprobs"], "a recipe that scores at temperature 1 reads it so"
+    assert plain._fingerprint != data._fingerprint
+
+
+def test_rewards_that_were_changed_without_those_of_the_turns_are_refused():
+    config = RLConfig(algo="reinforce_plain")
+    data = to_dataset([row("a", turns=(1, 2))], [episode("a", reward=1.0, turn_rewards=[0.25, 0.75])])
+    assert populate_rl_data(data, config)["advantages"][0][2:] == pytest.approx(
+        [1.0, math.nan, 0.75, 0.75], nan_ok=True
+    )
+    changed = data.map(lambda line: {"rewards": [2.0] * len(line["rewards"])})
+    with pytest.raises(BadBatch, match="`turn_rewards` add up to 1, `rewards` says 2"):
+        populate_rl_data(changed, config)
+    assert populate_rl_data(changed.remove_columns("turn_rewards"), config)["advantages"][0][2] == 2.0
