@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import tapereel as tr
 from tapereel.finetune.data.rows import rows
 from tapereel.finetune.interchange import read, write
 from tapereel.tapes import Tape
@@ -111,3 +112,31 @@ def test_openenv_and_verifiers_read_our_exports_and_we_read_what_they_write(tmp_
         back = [tape for tape in tapes_of(tmp_path / format) if tape.calls[0].prompt is not None]
         assert [row for tape in back for row in tokens_of(tape)] == theirs
         assert [tape.reward for tape in back] == [tape.reward for tape in tapes if tape.begin.split == "train"]
+
+
+class Say(tr.Environment):
+    """Asks for one letter."""
+
+    async def reset(self, task: str) -> str:
+        self.word = task
+        return task
+
+    async def step(self, action: tr.Action) -> tr.Outcome:
+        return tr.Outcome(reward=float(str(action).startswith(self.word)), terminated=True)
+
+
+@pytest.mark.ledger("F08")
+def test_trls_own_trainers_train_on_the_rows_and_prompts_of_a_run(tmp_path: Path) -> None:
+    folder = tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
+    settings = {"sampling.max_tokens": 6, "limits.turns": 2}
+    run = tr.run(tr.ChatAgent(), Say, ["a", "b"], str(folder), attempts=4, out=tmp_path / "run", settings=settings)
+    write(run.tapes(), tmp_path / "trl.jsonl", "trl")
+    started("sft_run.py", tmp_path)
+    got = json.loads((tmp_path / "seen.json").read_text())
+    mine = [{"input_ids": line["input_ids"], "labels": line["labels"]} for line in run.dataset()]
+    assert sorted(map(str, got["seen"])) == sorted(map(str, mine)), "each row once, with its own targets"
+    assert len(got["losses"]) == 2
+    assert all(loss > 0 for loss in got["losses"])
+    assert got["moved"]
+    assert {prompt[-1]["content"] for prompt in got["asked"]} <= {"a", "b"}
+    assert got["asked"]
