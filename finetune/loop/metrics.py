@@ -74,12 +74,12 @@ def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape
 
 def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
     """Mean turns, the share of the episodes that did not finish, and the share of each such end."""
-    values = {
+    cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
+    return {
         "turns": _mean([tape.turns for tape in tapes]),
         "truncated": _mean([tape.status is not Status.FINISHED for tape in tapes]),
+        **{f"ended/{status.value}": _mean([tape.status is status for tape in tapes]) for status in cut},
     }
-    cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
-    return values | {f"ended/{status.value}": _mean([tape.status is status for tape in tapes]) for status in cut}
 
 
 def components(tapes: Iterable[Tape]) -> dict[str, float]:

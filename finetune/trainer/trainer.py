@@ -255,7 +255,7 @@ class Trainer(PolicyTrainer):
         """
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
-            done.skipped = done.skipped if bad else "another rank"
+            done.fail(done.skipped if bad and done.skipped else "another rank")
             return float("nan")
         if not self.ranks.any(done.skipped is None):
             return float("nan")

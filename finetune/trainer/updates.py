@@ -94,14 +94,11 @@ class UpdateStats:
             # The sum would count a batch once for each of its steps, and the mean divide it by the ranks.
             "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
             # No bound takes effect on a token without an advantage, which isn't forwarded.
-            **{f"{name}/own": sums[name] * sums["token/live"] for name in _CLIPPED if name in sums},
+            **{f"{name}/own": sums[name] * sums["token/live"] for name in sums if name.split("/")[0] == "clip"},
         }
         if spread := self.sums.std("value/target"):
             values["value/explained"] = 1 - sums["value/error"] / spread**2
         return {**values, **{name: value for name, value in sums.items() if name not in (*values, "episodes")}}
-
-
-_CLIPPED = ("clip", "clip/low", "clip/high", "clip/dual")
 
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:

@@ -162,7 +162,7 @@ def test_values_of_tokens_are_those_of_the_models_and_clips_those_of_trl(tmp_pat
     run = trained(tmp_path, changes=changes, settings={"loop.epochs": EPOCHS})
     reading, _, advantage, inside = scored(run, "grpo", changes)
     (line,) = lines_of(run)
-    old = [token.old for token in reading.world.tokens]
+    old = [float(token.old or 0.0) for token in reading.world.tokens]
     assert all(inside)
     live = [a != 0 for a in advantage]
     assert 0 < sum(live) < len(live)

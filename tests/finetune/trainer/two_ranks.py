@@ -208,7 +208,7 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
                 s.loss,
                 s.grad_norm,
                 s.step,
-                s.sums["tokens"],
+                s.line() if s.applied else s.sums["tokens"],
                 s.weight,
                 s.advantage,
                 s.sums.mean("ratio") if s.applied else None,
