@@ -3,7 +3,8 @@
     kl       beta * estimate(lp, reference, teacher or sampler)
     entropy  -coefficient * H,  H the exact entropy of the policy at the token
     nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
-    aux      coefficient * balance of a mixture's experts over the batch (`finetune.router`)
+    aux      coefficient * balance of a mixture's experts over the forwarded rows (`trainer.router`); also over the
+             demonstrations, times nll's coefficient, and in the loss of a critic that has a body of its own
 
 The coefficient of a KL is fixed or adaptive (`kl.Adaptive`); an adaptive one changes after each optimiser step.
 
@@ -176,7 +177,7 @@ class Demonstrations(_Beside):
 
 
 class Balance(_Beside):
-    """Load balance: keeps the use of a mixture's experts even."""
+    """Load balance: keeps the use of a mixture's experts even, in every batch that the routers learn from."""
 
     kind: Literal["aux"] = "aux"
 

@@ -109,6 +109,7 @@ class Phases:
             loss=Value(clip=config.clip),
             **_settings(config.optimiser),
             passes=config.passes,
+            balance=self.recipe.balance,
             ranks=ranks,
         )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any, TypedDict
 
@@ -24,6 +25,7 @@ from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
 from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, states
 from .ranks import Ranks
+from .router import Load, load, probabilities, routed
 from .schedule import Schedule
 
 
@@ -95,6 +97,10 @@ class Critic(nn.Module):
         """(n,) values of the micro-batch's tokens, float32 or wider."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
             h = states(self._body[0], micro)
+        return self.read(h)
+
+    def read(self, h: Tensor) -> Tensor:
+        """(n,) values of the hidden states (n, D), float32 or wider."""
         with torch.autocast(h.device.type, enabled=False):
             raw = self.head(h.to(self.head.weight.dtype))[:, 0]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
@@ -148,12 +154,14 @@ class CriticTrainer:
         grad_clip: float | None = 1.0,
         schedule: Schedule | None = None,
         passes: int = 1,
+        balance: float = 0.0,
         micro_tokens: int = MICRO_TOKENS,
         autocast: torch.dtype | None = None,
         gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         """passes: optimiser steps on each update's targets; with one, the critic learns too slowly for a short run.
+        balance: coefficient of the balance of experts (`router`) in the loss, for a critic with a body of its own.
         autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the processes that
         step together, which must be the trainer's."""
         self.critic = critic
@@ -165,6 +173,7 @@ class CriticTrainer:
         self.grad_clip = grad_clip
         self.schedule = schedule or Schedule()
         self.passes = passes
+        self.balance = balance if critic.owns_body else 0.0
         self.micro_tokens = micro_tokens
         self.moments = Moments()
         self.steps = 0
@@ -185,7 +194,7 @@ class CriticTrainer:
         out = torch.empty(n, dtype=torch.promote_types(self.critic.head.weight.dtype, torch.float32))
         with torch.no_grad():
             for micro in self.ranks.rounds(plan(rows, micro_tokens=self.micro_tokens)):
-                out[micro.index] = self._value(micro)
+                out[micro.index] = self._value(micro)[0]
         return out
 
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
@@ -198,9 +207,17 @@ class CriticTrainer:
         after[stream.ends] = found[len(stream) :]
         return stream.having(value=found[: len(stream)], after=after)
 
-    def _value(self, micro: Micro) -> Tensor:
+    def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
+        """(n,) values, and the micro-batch's part of the balance of the critic's experts."""
+
+        def forward() -> tuple[Tensor, Tensor | None]:
+            if load is None:
+                return self.critic(micro).cpu(), None
+            hidden, logits = routed(self.critic.body, micro)
+            return self.critic.read(hidden).cpu(), load.loss(probabilities(logits).cpu())
+
         with casting(self.critic, self.autocast):
-            return self.ranks.run(self.critic.home, lambda: self.critic(micro)).cpu()
+            return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
         """Steps towards target (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made of `rows`.
@@ -230,11 +247,17 @@ class CriticTrainer:
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
         finite = True
-        for micro in self.ranks.rounds(plan(rows, live=entered, micro_tokens=self.micro_tokens)):
-            value = self._value(micro)
+        micros, balance = self.ranks.rounds(plan(rows, live=entered, micro_tokens=self.micro_tokens)), None
+        if self.balance:
+            balance = self.ranks.run(self.critic, partial(load, self.critic.body, micros, self.ranks.add_up))
+        for micro in micros:
+            value, aux = self._value(micro, balance)
             per_token = self.loss(value, old[micro.index].to(value.dtype), target[micro.index].to(value.dtype), context)
             sums.add("value/loss", per_token.detach())
             loss = per_token.sum() / n
+            if aux is not None:
+                sums.put("value/aux", float(aux.detach()), 0 if "value/aux" in sums or self.ranks.rank else 1)
+                loss = loss + self.balance * aux
             finite = bool(loss.isfinite())
             if self.ranks.halt(not finite):
                 finite = False

@@ -1,5 +1,7 @@
 """The balance of a mixture-of-experts model's routers over a whole optimiser batch.
 
+A recipe's `aux` is in each loss that moves a router: over rollouts, over demonstrations, and of a critic's own body.
+
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 
 Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. So f and the number of rows are
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .logprobs import Micro, UnsupportedModel, parts
+from .logprobs import Micro, UnsupportedModel
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,13 @@ class Load:
 
     def loss(self, probabilities: Tensor) -> Tensor:
         """A part's contribution, from its sum of router probabilities (E,)."""
-        return len(self.share) * (self.share * probabilities).sum() / self.rows
+        return len(self.share) * (self.share.to(probabilities.dtype) * probabilities).sum() / self.rows
 
 
-def routed(model: nn.Module, micro: Micro) -> tuple[Tensor, tuple[Tensor, ...]]:
+def routed(body: nn.Module, micro: Micro) -> tuple[Tensor, tuple[Tensor, ...]]:
     """((n, D) hidden states that predict the wanted tokens, router logits of each layer for all tokens but padding)."""
-    body, output = parts(model)
-    out = body(input_ids=micro.ids.to(output.weight.device), use_cache=False, output_router_logits=True)
+    ids = micro.ids.to(next(body.parameters()).device)
+    out = body(input_ids=ids, use_cache=False, output_router_logits=True)
     hidden, logits = out.last_hidden_state, out.router_logits
     there = micro.there.reshape(-1).to(hidden.device)
     at = micro.at.to(hidden.device)
@@ -46,26 +48,28 @@ def routed(model: nn.Module, micro: Micro) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 def probabilities(logits: Sequence[Tensor]) -> Tensor:
     """(E,) sum over rows of the routers' probabilities."""
-    return torch.stack([layer.float().softmax(-1).sum(0) for layer in logits]).sum(0)
+    return torch.stack(
+        [layer.to(torch.promote_types(layer.dtype, torch.float32)).softmax(-1).sum(0) for layer in logits]
+    ).sum(0)
 
 
 @torch.no_grad()
-def load(model: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor]) -> Load:
+def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor]) -> Load:
     """f over all tokens of the micro-batches of all ranks; one more forward pass."""
-    config: Any = model.config
+    config: Any = body.config
     k = getattr(config, "num_experts_per_tok", None)
     if k is None:
         raise UnsupportedModel(
-            f"{type(model).__name__} has no experts to balance: remove the `aux` regulariser from the recipe"
+            f"{type(body).__name__} has no experts to balance: remove the `aux` regulariser from the recipe"
         )
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     # float64 counts are exact up to 2^53; float32 would lose single assignments above 2^24.
     counts = torch.zeros(experts + 1, dtype=torch.float64)
     for micro in micros:
-        _, logits = routed(model, micro)
+        _, logits = routed(body, micro)
         for layer in logits:
             chosen = layer.topk(k, dim=-1).indices.flatten().cpu()
             counts[:-1] += torch.bincount(chosen, minlength=experts)
             counts[-1] += len(layer)
     counts = add_up(counts)
-    return Load(share=(counts[:-1] / counts[-1]).float(), rows=float(counts[-1]))
+    return Load(share=counts[:-1] / counts[-1], rows=float(counts[-1]))

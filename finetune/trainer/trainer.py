@@ -33,7 +33,6 @@ from .logprobs import (
     Scores,
     be_still,
     casting,
-    forward,
     packs,
     parts,
     plan,
@@ -222,7 +221,7 @@ class Trainer(PolicyTrainer):
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
         done.sums.add("token/live", part.live[part.entered])
-        if done.skipped in (None, "nothing to train on") and prepared.demonstrations is not None:
+        if prepared.demonstrations is not None:
             self._add_demonstrations(prepared.demonstrations, done)
         return part, done, self._agree(done, clip)
 
@@ -279,9 +278,7 @@ class Trainer(PolicyTrainer):
                 pack=self.pack and not self.recipe.balance,
             )
         )
-        balance = None
-        if self.recipe.balance:
-            balance = self.ranks.run(self.model, partial(load, self.model, micros, self.ranks.add_up))
+        balance = self._load(micros)
         if not micros:
             done.skipped = "nothing to train on"
             return done
@@ -358,37 +355,58 @@ class Trainer(PolicyTrainer):
             out.append(column)
         return out
 
-    def _forward(self, micro: Micro, load: Load | None, sums: Sums) -> tuple[Scores, Tensor | None]:
-        """Scores, and the micro-batch's part of the balance loss."""
+    def _load(self, micros: Sequence[Micro]) -> Load | None:
+        """The assignment of tokens to experts over all ranks; None where the recipe doesn't balance it."""
+        if not self.recipe.balance:
+            return None
+        return self.ranks.run(self.model, partial(load, parts(self.model)[0], micros, self.ranks.add_up))
+
+    def _forward(
+        self, micro: Micro, load: Load | None, sums: Sums, *, demonstrations: bool = False
+    ) -> tuple[Scores, Tensor | None]:
+        """Scores, and the micro-batch's part of the balance loss. demonstrations: at temperature 1, without entropy."""
+        recipe, body = self.recipe, parts(self.model)[0]
+        how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
+        aux = None
         with casting(self.model, self.autocast):
             if load is None:
-                return self._read(states(parts(self.model)[0], micro), micro), None
-            hidden, logits = routed(self.model, micro)
-            aux = load.loss(probabilities(logits).cpu())
-            sums.put("aux", float(aux.detach()), 0 if "aux" in sums or self.ranks.rank else 1)
-            return self._read(hidden, micro), self.recipe.balance * aux
-
-    def _read(self, hidden: Tensor, micro: Micro) -> Scores:
-        lp, entropy = read_out(self.model, hidden, micro, self.recipe.score, entropy=self.recipe.needs_entropy)
-        return Scores(lp.cpu(), None if entropy is None else entropy.cpu())
+                hidden = states(body, micro)
+            else:
+                hidden, logits = routed(body, micro)
+                part, name = load.loss(probabilities(logits).cpu()), "demonstrations/aux" if demonstrations else "aux"
+                sums.put(name, float(part.detach()), 0 if name in sums or self.ranks.rank else 1)
+                aux = recipe.balance * part
+            entropy = recipe.needs_entropy and not demonstrations
+            lp, h = read_out(self.model, hidden, micro, how, entropy=entropy)
+        return Scores(lp.cpu(), None if h is None else h.cpu()), aux
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
         """Adds the demonstrations' gradient. A batch without a live token becomes an update by it."""
         rows, part = demonstrations
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
-        how = self.recipe.score.model_copy(update={"temperature": "one"})
+        pack = self.pack and not self.recipe.balance
+        micros = self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=pack))
+        # Before the check: only this rank may have met a bad number, and the load is a sum over all ranks.
+        balance = self._load(micros)
+        if done.skipped not in (None, "nothing to train on"):
+            return
         done.skipped = None
-        for micro in self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=self.pack)):
-            with casting(self.model, self.autocast):
-                lp = self.ranks.run(self.model, partial(forward, self.model, micro, how)).logprob.cpu()
+        for micro in micros:
+            forward = partial(self._forward, micro, balance, done.sums, demonstrations=True)
+            scores, aux = self.ranks.run(self.model, forward)
+            lp = scores.logprob
             done.sums.add("demonstrations/nll", -lp.detach())
             loss = scale * part.loss(lp, None, micro.index, Context(), ())
+            nll = float(loss.detach())
+            if aux is not None:
+                loss = loss + scale * aux
+                extra.add_part("aux", scale * float(aux.detach()))
             bad = not bool(loss.isfinite())
             if self.ranks.halt(bad):
                 done.fail("loss" if bad else "another rank")
                 return
             done.loss += float(loss.detach())
-            extra.add_part("nll", float(loss.detach()))
+            extra.add_part("nll", nll)
             loss.backward()
 
     def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:

@@ -133,6 +133,30 @@ def tiny_model(dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any)
     return model
 
 
+def mixture(dtype: torch.dtype = torch.float32) -> Any:
+    """Two layers of four experts, vocabulary 23."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            initializer_range=0.3,
+            router_aux_loss_coef=1.0,
+        )
+    ).to(dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the kernel for all experts at once takes no float64
+    return model
+
+
 def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
     """Two groups of three episodes, 1 to 3 turns each; `old` near the model's own log-probs."""
     rng = np.random.default_rng(seed)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.data.rows import Row
+from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import UnsupportedModel, score
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer
 
-from ..build import batch, episode, gradient, row, same, tiny_model
+from ..build import batch, episode, gradient, mixture, row, same, tiny_model
 
 
 def adapted(seed: int = 0):
@@ -111,30 +116,8 @@ def test_in_bfloat16_the_loss_is_near_and_the_weights_stay_in_float32():
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
-def mixture(dtype: torch.dtype = torch.float32):
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    return MixtralForCausalLM(
-        MixtralConfig(
-            vocab_size=23,
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            initializer_range=0.3,
-            router_aux_loss_coef=1.0,
-        )
-    ).to(dtype)
-
-
 @pytest.mark.ledger("F66")
 def test_the_balance_of_experts_is_that_of_the_whole_batch_and_adds_linearly():
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
     model = mixture()
     rows, episodes = batch()
     sft = get_recipe("sft")
@@ -143,13 +126,7 @@ def test_the_balance_of_experts_is_that_of_the_whole_batch_and_adds_linearly():
         c: gradient(model, sft.but({"regulariser": [{"kind": "aux", "coefficient": c}]}), rows, episodes)
         for c in (0.5, 1.0)
     }
-    width = max(int(r.own[-1]) for r in rows)
-    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width)
-    for i, r in enumerate(rows):
-        n = int(r.own[-1])
-        ids[i, :n], mask[i, :n] = torch.from_numpy(r.input_ids[:n]).long(), 1
-    out = model.model(input_ids=ids, output_router_logits=True)
-    want = load_balancing_loss_func(out.router_logits, 4, 2, mask)
+    want = hf_balance(model.model, rows)
     assert routed[1.0][0] - plain[0] == pytest.approx(want.item(), rel=1e-5)
     model.zero_grad()
     want.backward()
@@ -165,8 +142,70 @@ def test_the_balance_of_experts_is_that_of_the_whole_batch_and_adds_linearly():
         torch.testing.assert_close(g, routed[1.0][1][name], rtol=1e-3, atol=1e-6)
 
 
+def hf_balance(body: torch.nn.Module, rows: Sequence[Row]) -> torch.Tensor:
+    """The loss of transformers over the tokens that are forwarded: of each row those before its last own token."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    width = max(int(r.own[-1]) for r in rows)
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width)
+    for i, r in enumerate(rows):
+        n = int(r.own[-1])
+        ids[i, :n], mask[i, :n] = torch.from_numpy(r.input_ids[:n]).long(), 1
+    found = load_balancing_loss_func(body(input_ids=ids, output_router_logits=True).router_logits, 4, 2, mask)
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+@pytest.mark.ledger("F66")
+def test_demonstrations_are_balanced_too_in_proportion_to_their_coefficient() -> None:
+    model, (rows, episodes), (shown, _) = mixture(), batch(), batch(seed=5)
+    shown = [dataclasses.replace(r, tape=f"demo-{r.tape}", group="demo") for r in shown]
+    found = {}
+    for c in (0.0, 0.5):
+        terms = [{"kind": "nll", "coefficient": 0.4}, {"kind": "aux", "coefficient": c}]
+        trainer = Trainer(model, get_recipe("sft", {"regulariser": terms}), micro_tokens=20)
+        found[c] = trainer.gradient(trainer.prepare(rows, episodes, demonstrations=shown))
+    want = 0.5 * hf_balance(model.model, rows) + 0.4 * 0.5 * hf_balance(model.model, shown)
+    assert found[0.5][0].loss - found[0.0][0].loss == pytest.approx(want.item(), rel=1e-5)
+    assert found[0.5][0].sums["demonstrations/aux"] == pytest.approx(hf_balance(model.model, shown).item(), rel=1e-5)
+    want.backward()
+    for name, p in model.named_parameters():
+        aux = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(found[0.5][1][name], found[0.0][1][name] + aux, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.ledger("F66")
+def test_a_critic_with_a_body_of_its_own_is_balanced_and_one_without_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (rows, episodes) = mixture(), batch()
+    stream = Stream.of(rows, episodes)
+    stream = stream.having(value=torch.zeros(len(stream)))
+    target, entered = torch.ones(len(stream)), torch.ones(len(stream), dtype=torch.bool)
+    grads, sums = {}, {}
+    for c in (0.0, 0.5):
+        critic = Critic.of(model)
+        torch.nn.init.constant_(critic.head.weight, 0.1)
+        trainer = CriticTrainer(critic, balance=c, grad_clip=None, micro_tokens=20)
+        monkeypatch.setattr(
+            trainer.optimizer, "step", lambda critic=critic, c=c: grads.update({c: _grads(critic.body)})
+        )
+        sums[c] = trainer.update(rows, stream, target, entered)
+    body = Critic.of(model).body
+    want = hf_balance(body, rows)
+    want.backward()
+    assert sums[0.5]["value/aux"] == pytest.approx(want.item(), rel=1e-5)
+    for name, aux in _grads(body).items():
+        torch.testing.assert_close(grads[0.5][name], grads[0.0][name] + 0.5 * aux, rtol=1e-3, atol=1e-6)
+    head = CriticTrainer(Critic.on(model), balance=0.5)
+    assert "value/aux" not in head.update(rows, stream, target, entered)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def _grads(body: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in body.named_parameters()}
+
+
 def test_a_model_without_experts_has_none_to_balance():
     rows, episodes = batch()
     recipe = get_recipe("sft", {"regulariser": [{"kind": "aux", "coefficient": 1.0}]})
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM has no experts"):
+    with pytest.raises(UnsupportedModel, match="LlamaModel has no experts"):
         Trainer(tiny_model(), recipe).update(rows, episodes)

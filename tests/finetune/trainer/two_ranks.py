@@ -25,7 +25,7 @@ from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRan
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
 from tapereel.tapes.records import Status
 
-from ..build import batch, tiny_model
+from ..build import batch, mixture, tiny_model
 
 
 class Case(NamedTuple):
@@ -43,8 +43,10 @@ class Case(NamedTuple):
     demonstrations: bool = False
     tied: bool = True
     ema: float | None = None
+    experts: bool = False
 
 
+BALANCED = [{"kind": "nll", "coefficient": 0.3}, {"kind": "aux", "coefficient": 0.5}]
 CASES = (
     Case("grpo", "grpo", {"adjust": [{"kind": "whiten"}]}, ema=0.9),
     Case("not local", "cpgd", tied=False),
@@ -57,6 +59,14 @@ CASES = (
         "grpo",
         {"regulariser": [{"kind": "kl", "beta": 0.1, "estimator": "k3", "adaptive": {"target": 0.01, "horizon": 10}}]},
     ),
+    Case(
+        "reference in the reward",
+        "ppo_kl",
+        {"shape": [{"kind": "token_kl", "beta": 0.2, "adaptive": {"target": 0.01, "horizon": 10}}]},
+        critic="own",
+    ),
+    Case("experts", "ppo", {"regulariser": BALANCED}, critic="own", demonstrations=True, experts=True),
+    Case("poisoned experts", "rloo", {"regulariser": BALANCED}, poison=1, steps=1, demonstrations=True, experts=True),
     Case("imitates too", "grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}, demonstrations=True),
 )
 
@@ -68,11 +78,11 @@ def cut_off(episodes: list[Episode]) -> list[Episode]:
 
 def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     """What came of the case on this rank."""
-    model = tiny_model(tie_word_embeddings=case.tied)
+    model = mixture(torch.float64) if case.experts else tiny_model(tie_word_embeddings=case.tied)
     rows, episodes = batch(model=model)
     if case.critic is not None:
         episodes = cut_off(episodes)
-    reference = tiny_model(seed=1) if case.name == "reference" else None
+    reference = tiny_model(seed=1) if "reference" in case.name else None
     mine = slice(None) if ranks.size == 1 else slice(0, case.cut) if ranks.rank == 0 else slice(case.cut, None)
     shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])]
     if ranks.size > 1:
@@ -80,7 +90,10 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     critic = None
     if case.critic is not None:
         body = Critic.of(model, normalised=True) if case.critic == "own" else Critic.on(model)
-        critic = CriticTrainer(body, lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank, ranks=ranks)
+        balance = get_recipe(case.recipe, case.changes).balance
+        critic = CriticTrainer(
+            body, lr=0.1, grad_clip=0.05, balance=balance, micro_tokens=15 + 10 * ranks.rank, ranks=ranks
+        )
     trainer = Trainer(
         model,
         get_recipe(case.recipe, case.changes),
