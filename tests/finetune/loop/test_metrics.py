@@ -20,7 +20,8 @@ from tapereel.envs.load_named import load_named
 from tapereel.finetune import get_recipe
 from tapereel.finetune.report.trackers import Axes
 from tapereel.finetune.run.train_run import train
-from tapereel.tapes.store.run_directory import read_metrics
+from tapereel.tapes.store.run_directory import append_metrics, read_metrics
+from tapereel.tapes.view.curves import loss_plots
 
 from ...oracles import advantages, losses, metrics
 from ..policies.stage import EXAMPLE, WORLD, config
@@ -391,3 +392,21 @@ def test_the_table_has_every_name_that_a_run_writes_and_no_other(every: list[dic
         assert not missing, f"docs/metrics.md has no row for {sorted(missing)}"
         idle = {name for name, one in known.items() if not any(one.fullmatch(key) for key in written)}
         assert idle == {name for name in NEEDS if name in known}, "rows that no run writes"
+
+
+def test_the_overview_draws_them_for_the_policy_and_for_each_player(
+    every: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    line = next(line for line in every if "players/seeker/loss" in line)
+    append_metrics(tmp_path / "metrics.jsonl", line)
+    drawn = {plot.title: [curve.name for curve in plot.curves] for plot in loss_plots(tmp_path / "metrics.jsonl")}
+    assert {"loss", "loss/policy", "loss of seeker", "loss/policy of seeker"} <= set(drawn["Loss"])
+    assert {"length/answer", "length/total", "length/answer of seeker"} <= set(drawn["Lengths"])
+    assert {"clip", "clip/low", "clip/own", "clip/own of seeker"} <= set(drawn["Clipped"])
+    assert {"ended/limit", "length/answer/cut"} <= set(drawn["Cut off"])
+    assert {"entropy/sampled", "entropy/sampled of seeker"} <= set(drawn["Entropy"])
+    assert drawn["Tokens per second"] == ["perf/sampled_per_second", "perf/trained_per_second"]
+    assert {"Components", "KL", "Age", "Stale", "Gradient norm", "Learning rate", "Flat groups"} <= set(drawn)
+    assert line["length/episode"] == line["players/seeker/length/episode"] == 1.0, (
+        "not the word of the other, or the judge's"
+    )
