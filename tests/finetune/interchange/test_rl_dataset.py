@@ -375,7 +375,7 @@ def test_a_step_at_mixed_temperatures_and_ends_is_the_slow_formula(config, how):
 
 
 EQUAL = ["grpo", "reinforce", "reinforce_plain", "rloo", "reinforce_pp", "reinforce_pp_baseline", "dr_grpo", "dapo"]
-EQUAL += ["cispo", "cpgd", "sapo", "sft", "distill"]
+EQUAL += ["cispo", "cpgd", "sapo", "sft"]
 
 
 @pytest.mark.ledger("F06", "F53", "T24", "P1", "P4")
@@ -408,6 +408,7 @@ def test_every_recipe_of_a_step_equals_the_trainer_whole_and_in_parts(algo):
         ("gspo", "needs them: use Trainer"),
         ("decoupled_ppo", "needs them: use Trainer"),
         ("minor_sft", "needs them: use Trainer"),
+        ("distill", "reads a teacher model's log-probs"),
     ],
 )
 def test_a_recipe_that_needs_more_than_a_batch_is_refused_before_the_pass(algo, why):
@@ -437,7 +438,7 @@ def broken(column: str, at: int, value: float = math.nan, **config):
     [
         ("ref_logprobs", math.nan, {"kl_coef": 0.1}),
         ("ref_logprobs", None, {"kl_coef": 0.1}),
-        ("ref_logprobs", -math.inf, {"algo": "distill"}),
+        ("ref_logprobs", -math.inf, {"algo": "reinforce", "kl_coef": 0.1}),
         ("old_logprobs", math.nan, {}),
         ("advantages", None, {}),
         ("rewards", math.nan, {"use_advantages": False}),

@@ -1,0 +1,102 @@
+"""Rows of a dataset that were changed by hand, by a format or by mistake: each is an error that names its place."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+
+import tapereel as tr
+from tapereel.finetune import RLConfig, collate, fill_ref_logprobs, populate_rl_data, prepare_rl_fields, rl_step
+from tapereel.finetune.data.stream import BadBatch
+
+from ..finetune.build import tiny_model
+from ..front.making import run_of, sampled_tape
+
+CONFIG = RLConfig()
+
+
+def rows(**wrong: Any) -> Dataset:
+    """Two rows of one group, the second with some columns replaced."""
+    made = []
+    for k, reward in enumerate((1.0, 0.0)):
+        fields = prepare_rl_fields({"input_ids": [0, 1, 2], "labels": [-100, 1, 2]}, reward, [-1.0, -2.0])
+        made.append({**fields, "group_id": "g", "tape_id": f"t{k}"})
+    made[1] |= wrong
+    return Dataset.from_list(made)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"labels": [None, 1, 2]}, "'labels' has null"),
+        ({"labels": None}, "every token column is aligned"),
+        ({"rewards": None}, "'rewards' has 3 values in all, `labels` has 6"),
+        ({"rewards": [math.inf] * 3}, "'rewards' is inf in row 1, token 1"),
+        ({"old_logprobs": [-1.0, -1.0]}, "'old_logprobs' has 5 values in all"),
+        ({"group_id": None}, "'group_id' is null in row 1"),
+    ],
+)
+def test_a_wrong_row_is_refused_by_the_pass(wrong: dict[str, Any], why: str):
+    with pytest.raises(BadBatch, match=why):
+        populate_rl_data(rows(**wrong), CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"input_ids": [0, 1, 2, 3]}, r"'labels' of row 1 has the shape \(3,\), `input_ids` has 4 values"),
+        ({"temperature": None}, r"'temperature' of row 1 has the shape \(\)"),
+        ({"temperature": [math.nan, 0.0, 1.0]}, "'temperature' is 0 in row 1, token 1"),
+        ({"temperature": [math.nan, 1.0, -1.0]}, "'temperature' is -1 in row 1, token 2"),
+        ({"labels": [-100, 2, 1]}, "not shifted"),
+        ({"old_logprobs": [math.nan, 3.0, -1.0]}, "a log-prob of 3, above 0"),
+    ],
+)
+def test_a_wrong_row_is_refused_by_the_step(wrong: dict[str, Any], why: str):
+    with pytest.raises(BadBatch, match=why):
+        rl_step(tiny_model(), collate(list(populate_rl_data(rows(**wrong), CONFIG))), CONFIG)
+
+
+def test_a_reference_is_not_asked_at_an_unknown_temperature():
+    with pytest.raises(BadBatch, match="'temperature' is nan in row 1, token 1"):
+        fill_ref_logprobs(rows(temperature=[math.nan, math.nan, 1.0]), tiny_model(), CONFIG)
+
+
+def test_no_row_an_empty_row_and_a_row_that_begins_with_a_target():
+    assert len(populate_rl_data(rows().select([]), CONFIG)) == 0
+    for features, side in (([], "right"), (list(rows()), "middle")):
+        with pytest.raises(BadBatch, match="give at least one row, and 'right' or 'left'"):
+            collate(features, side=side)
+    got = populate_rl_data(rows(labels=[0, 1, 2], old_logprobs=[-1.0, -1.0, -2.0]), CONFIG)
+    assert math.isnan(got["weights"][1][0]), "the first token of a row has no logits before it"
+    loss, stats = rl_step(tiny_model(), collate(list(got)), CONFIG)
+    assert stats["tokens"] == 4
+    assert math.isfinite(loss.item())
+
+
+def test_datasets_in_other_formats_and_after_filter_and_map_step_alike():
+    data = populate_rl_data(rows(), CONFIG)
+    want = rl_step(tiny_model(), collate(list(data)), CONFIG)[0].item()
+    for name in ("torch", "numpy"):
+        assert rl_step(tiny_model(), collate(list(data.with_format(name))), CONFIG)[0].item() == want
+    doubled = rows().map(lambda row: {"rewards": [2 * x for x in row["rewards"]]})
+    assert populate_rl_data(doubled, CONFIG)["advantages"][0][1:] == data["advantages"][0][1:]
+    alone = populate_rl_data(rows().filter(lambda row: row["tape_id"] == "t0"), CONFIG)
+    assert alone["advantages"][0][1:] == [0.0, 0.0]
+
+
+def test_a_stream_is_read_once_by_the_workers_of_a_loader(tmp_path: Path):
+    run_of(tmp_path / "run", [])
+    with tr.tapes.store.store.Store.open(tmp_path / "run", write=True) as store:
+        for k in range(20):
+            for body in sampled_tape(f"{k:02d}", logprobs=[-0.5] * 3).bodies:
+                store.writer.append(body)
+    run = tr.open(tmp_path / "run")
+    loader = torch.utils.data.DataLoader(run.dataset(streaming=True), batch_size=4, num_workers=1, collate_fn=list)
+    seen = [row["tape_id"] for batch in loader for row in batch]
+    assert sorted(seen) == sorted(tape.id for tape in run.tapes())
