@@ -28,7 +28,6 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
 from .pictures import MEDIA_NAME, media_of
-from .sampling import LATER, Sampling
 from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
@@ -75,9 +74,7 @@ class CauseType(StrEnum):
     """The system's time; on tapes of versions with one timer, the time of the whole episode."""
 
 
-CORPUS = "corpus"
-"""The split of a corpus's texts (`loop.corpus`)."""
-TRAINED_SPLITS = ("train", "demo", CORPUS)
+TRAINED_SPLITS = ("train", "demo", "corpus")
 """Splits whose tapes may be trained on; all others are held out."""
 TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT, CauseType.AGENT_SECONDS})
 
@@ -111,16 +108,6 @@ class Record(BaseModel):
         return to_json(self, inf_nan_mode="strings")
 
 
-class Sampled(Record):
-    """Base of the records with sampling settings."""
-
-    def body(self) -> bytes:
-        """As `Record.body`, without the `LATER` settings that have their defaults."""
-        sampling: Sampling | None = getattr(self, "sampling", None)
-        unset = {name for name, default in LATER.items() if getattr(sampling, name, default) == default}
-        return to_json(self, inf_nan_mode="strings", exclude={"sampling": unset} if sampling is not None else None)
-
-
 class Task(Value):
     """One problem instance. Only the environment and the trainer read `private`."""
 
@@ -149,6 +136,47 @@ class Task(Value):
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
+class Sampling(Value):
+    """How a completion is sampled. Recorded log-probs are log softmax(logits / temperature) of each sampled id.
+    Settings that came later than the first tapes are left out at their defaults, so the digests of those hold."""
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """0 is greedy decoding: never RL data, and the recorded log-probs are those at temperature 1."""
+    max_tokens: int = Field(default=512, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0: no limit."""
+    extra: dict[str, JsonValue] = Field(default={})
+    """Further settings of the engine (penalties, grammars). They make a call unfit for RL, because they change the
+    distribution; `stop`, the texts that end an answer, does not."""
+    first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False, exclude_if=operator.not_)
+    """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
+    other tokens."""
+    min_tokens: int = Field(default=0, ge=0, exclude_if=operator.not_)
+    """The first so many tokens of an answer are no end tokens: their log-probs are those of the distribution over the
+    other tokens. A text in `extra.stop` ends an answer all the same."""
+    ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
+    """End tokens don't end an answer, and each token's distribution stays as it is; `min_tokens` has no effect."""
+
+    @property
+    def exact(self) -> bool:
+        """True when the recorded log-probs are those of the distribution that was sampled from.
+
+        top_p, top_k and most of `extra` cut or change the distribution after the log-probs were computed: importance
+        ratios from such log-probs would be wrong.
+        """
+        return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
+
+    @property
+    def barring(self) -> int:
+        """How many of the first tokens can't be end tokens."""
+        return 0 if self.ignore_eos else self.min_tokens
+
+    def temperature_at(self, position: int) -> float:
+        """Temperature of the token at that position of the completion."""
+        return self.first_temperature if position == 0 and self.first_temperature is not None else self.temperature
+
+
 class Identity(Value):
     """The code of an agent or environment: its class and its configuration."""
 
@@ -174,7 +202,7 @@ class Parent(Value):
     """Why the prefix couldn't be verified, where the caller forked all the same; None: verified, or unknown."""
 
 
-class Begin(Sampled):
+class Begin(Record):
     """The first record of a tape: all settings of the episode."""
 
     t: Literal["begin"] = "begin"
@@ -273,7 +301,7 @@ class Tools(Value):
     schemas: tuple[dict[str, JsonValue], ...] | None = None
 
 
-class Call(Sampled):
+class Call(Record):
     """One model call, as what it adds to an earlier one (`base`).
 
     ids(call) = prompt(call) + completion(call); prompt(call) = ids(base)[:keep] + prompt. The call *extends* its base
@@ -317,11 +345,6 @@ class Call(Sampled):
     """Tokens of the conversation that the prompt leaves out (`limits.keep_prompt`)."""
     engine: str = ""
     at: float
-
-    @property
-    def exact(self) -> bool:
-        """True when the recorded log-probs are those of a distribution that a trainer can compute again."""
-        return self.sampling.exact and (self.barred is not None or not self.sampling.barring)
 
     @property
     def reply(self) -> Message:

@@ -84,7 +84,6 @@ class Codec:
             token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
         )
         """The control tokens that the tokenizer marks as special."""
-        self._named = tokenizer.special_tokens_map
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
         """Ids that plain text must never encode to. The unknown token isn't included: text can encode to it."""
@@ -101,11 +100,6 @@ class Codec:
     def controls(self, text: str) -> list[str]:
         """The control tokens in marked text, in their order."""
         return [token for piece in text.split(_BREAK) for token in self._pattern.findall(piece)]
-
-    def special_id(self, name: str) -> list[int]:
-        """The id of `bos_token` or `eos_token`; empty where the tokenizer has none."""
-        token = self._named.get(name)
-        return [self.control[str(token)]] if str(token) in self.control else []
 
     def token(self, id: int) -> str:
         """Text of one id."""

@@ -130,6 +130,7 @@ class Renderer:
         self.special_text = special_text
         self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
         """Arguments of the template besides messages and tools."""
+        self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self._framing = self._codec.pattern(self._template.framing)
@@ -157,9 +158,7 @@ class Renderer:
         tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
-        cut = 0
         if base is not None and tail is not None:
-            cut = base.cut
             new = ints(self._codec.encode(tail, after=self.end_ids[0]))
             keep, ids = len(base.ids), base.ids + new
         else:
@@ -180,7 +179,7 @@ class Renderer:
             text=text,
             marked=marked,
             marked_tools=marked_tools,
-            cut=cut,
+            cut=base.cut if base is not None and tail is not None else 0,
         )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
@@ -266,8 +265,8 @@ class Renderer:
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
         """The ids of a text that is no conversation, with the begin and the end of sequence that the tokenizer has."""
         ids = self._codec.encode(self._codec.mark(text, "the text")) if text else []
-        first, last = (self._codec.special_id(name) for name in ("bos_token", "eos_token"))
-        return ints([*(first if begin else ()), *ids, *(last if end else ())])
+        around = [self._codec.control.get(str(self._special.get(name))) for name in ("bos_token", "eos_token")]
+        return ints([id for id in (around[0] if begin else None, *ids, around[1] if end else None) if id is not None])
 
     def spell(self, ids: Sequence[int]) -> str:
         """Text of any ids, with every control token spelled out."""

@@ -78,12 +78,8 @@ class Row:
 
     def barred(self, wanted: NDArray[np.integer], first: int = 0) -> NDArray[np.int64]:
         """(m, 2) pairs (first + k, id): the distribution of own token `wanted[k]` lacks this id."""
-        pairs = [
-            (k, id)
-            for k, i in enumerate(wanted if self.bars else (), first)
-            for id in self.bars[self.call[i]][1]
-            if self.offset[i] < self.bars[self.call[i]][0]
-        ]
+        bars = [(k, self.offset[i], *self.bars[self.call[i]]) for k, i in enumerate(wanted if self.bars else (), first)]
+        pairs = [(k, id) for k, offset, tokens, ids in bars if offset < tokens for id in ids]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def plain(self) -> NDArray[np.float32]:
@@ -249,7 +245,8 @@ class _Building:
             return
         if start == 0:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
-        known = call.logprobs if call.exact else None
+        sayable = call.barred is not None or not call.sampling.barring
+        known = call.logprobs if call.sampling.exact and sayable else None
         old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
         offsets = np.arange(n, dtype=np.int32)

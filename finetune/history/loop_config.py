@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...agents.episode.limits import Limits
+from ...agents.setup.setup import DatasetConfig
 from ...tapes.common.config import Config
 from ...tapes.records import Sampling
 from ..trainer.schedule import Schedule
@@ -89,23 +90,18 @@ class ForkConfig(Config):
     """Episodes that continue from each of these turns."""
 
 
-class CorpusConfig(Config):
+class CorpusConfig(DatasetConfig):
     """Plain texts to imitate beside the rollouts. They are copied into the run, so the corpus isn't needed again."""
 
     path: str
     """A JSONL, JSON, Parquet or CSV file, a dataset of the hub as `org/name@revision`, or a folder with a dataset."""
-    column: str = "text"
-    """The column with the texts. Texts that repeat are used once."""
-    prompt: str | None = None
-    """A column with text that stands before each text as context, of which at most `tokens` tokens are kept."""
+    columns: dict[str, str] = Field(default={"text": "text"})
+    """`{text: column}`, and with `prompt: column` a text that stands before each as context, up to its last `tokens`
+    tokens. Rows that repeat are used once."""
     tokens: int = Field(default=512, ge=1)
     """A longer text is divided into parts of so many tokens; each counts as a demonstration."""
-    split: str = "train"
-    """The split of a dataset."""
-    config: str | None = None
-    """The subset of a dataset; None: the only one, or the one called `default` or `main`."""
     count: int | None = Field(default=None, ge=1)
-    """Texts to use, from the first on; None: all."""
+    """Rows to use, from the first on; None: all."""
 
 
 class ProcessesConfig(Config):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,7 +36,7 @@ try:
 
     from ...agents.engines.embedded.pretrained import weights_digest
     from ..history.history import History, Source, compared_with
-    from ..interchange.corpus import bring_in_corpus, corpus_digest, read_corpus
+    from ..interchange.corpus import bring_in_corpus, read_corpus
     from ..interchange.story import Story
     from ..loop.loop import check_recipe
     from ..loop.warm_start import bring_in, choose
@@ -219,16 +218,21 @@ class TrainingRun:
         results = new_results()
         self.tapes_to_imitate()
         if self.config.loop.corpus is not None:
-            check_recipe(self.config.loop, self.recipe, len(self.corpus))
-            results.corpus_digest = corpus_digest(self.corpus)
+            check_recipe(self.config.loop, self.recipe, len(self._texts(results)))
         self._draw(results)
         return results
 
-    @cached_property
-    def corpus(self) -> Sequence[Story]:
-        """The texts of `loop.corpus`."""
-        config = self.config.loop.corpus
-        return read_corpus(config, self.policy.renderer) if config is not None else ()
+    def _texts(self, results: Results) -> Sequence[Story]:
+        """The texts of `loop.corpus`. UsageError where they are others than when the run began."""
+        assert self.config.loop.corpus is not None
+        stories, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
+        if results.corpus_digest not in (None, digest):
+            raise UsageError(
+                "loop.corpus has other texts than when the run began, and the run was interrupted before it had copied "
+                "them: restore the corpus, or choose another --out"
+            )
+        results.corpus_digest = digest
+        return stories
 
     async def _check_custom_engines(self) -> None:
         await check_custom(self.config.engine, self.config.loop)
@@ -254,8 +258,8 @@ class TrainingRun:
         self.training.imitate(tapes, source)
         if self.config.loop.corpus is not None:
             if results.corpus is None:
-                results.corpus = bring_in_corpus(self.corpus, results.corpus_digest, self.directory.store)
-                self.directory.save()
+                results.corpus = bring_in_corpus(self._texts(results), self.directory.store)
+            self.directory.save()
             self.training.shown = results.corpus
         run_async(self._improve())
         self.control()

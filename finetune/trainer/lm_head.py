@@ -37,7 +37,7 @@ class _LogProbs(torch.autograd.Function):
         lp = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)
         for at in _chunks(n, len(weight)):
-            z = _logits(hidden, weight, bias, temperature, barred, at, exact)
+            z = _logits((hidden, weight, bias, temperature, barred), at, exact)
             lse[at] = z.logsumexp(-1)
             lp[at] = z.gather(1, token[at, None])[:, 0] - lse[at]
             if want_entropy:
@@ -55,7 +55,7 @@ class _LogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in _chunks(len(token), len(weight)):
-            z = _logits(hidden, weight, bias, temperature, barred, at, lse.dtype).sub_(lse[at, None])
+            z = _logits((hidden, weight, bias, temperature, barred), at, lse.dtype).sub_(lse[at, None])
             grad = z.exp()  # softmax, since z has its logsumexp subtracted
             # d lp / dz = 1[token] - softmax;  d H / dz = -softmax (log softmax + H)
             if ctx.want_entropy:
@@ -77,8 +77,8 @@ class _LogProbs(torch.autograd.Function):
                     grad_weight.addmm_(grad.t(), hidden[at])
                 else:
                     grad_weight += grad.t() @ hidden[at]
-        whole = None if grad_weight is None else grad_weight.to(weight.dtype)
-        return grad_hidden, whole, grad_bias, None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def _chunks(n: int, vocabulary: int) -> list[slice]:
@@ -86,15 +86,8 @@ def _chunks(n: int, vocabulary: int) -> list[slice]:
     return [slice(at, min(at + size, n)) for at in range(0, n, size)]
 
 
-def _logits(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor | None,
-    barred: Tensor | None,
-    at: slice,
-    dtype: torch.dtype,
-) -> Tensor:
+def _logits(of: tuple[Any, ...], at: slice, dtype: torch.dtype) -> Tensor:
+    hidden, weight, bias, temperature, barred = of
     z = torch.nn.functional.linear(hidden[at], weight, bias).to(dtype)
     if temperature is not None:
         z.div_(temperature[at, None])

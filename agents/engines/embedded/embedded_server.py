@@ -46,18 +46,8 @@ OFF: dict[str, Any] = {
     "repetition_penalty": 1.0,
 }
 """Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
-KNOWN = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "max_tokens",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "logprobs",
-}
-KNOWN |= {*OFF}
+KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"}
+KNOWN |= {"logprobs", *OFF}
 
 
 class BadRequest(TapereelError, ValueError):

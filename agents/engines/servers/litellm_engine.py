@@ -419,10 +419,8 @@ def parameters(request: Request, *, seed: bool = True) -> Json:
         body["top_p"] = sampling.top_p
     if sampling.top_k:
         body["top_k"] = sampling.top_k
-    if sampling.barring:
-        body["min_tokens"] = min(sampling.barring, sampling.max_tokens)
-    if sampling.ignore_eos:
-        body["ignore_eos"] = True
+    body |= {"min_tokens": min(sampling.barring, sampling.max_tokens)} if sampling.barring else {}
+    body |= {"ignore_eos": True} if sampling.ignore_eos else {}
     if seed:
         body["seed"] = request.seed
     if request.tools:
