@@ -44,6 +44,10 @@ def main() -> int:
     install(python, args)
     command = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--tb=short", *args.tests]
     command += ["--without", args.without] if args.without else []
+    if args.versions != "pinned":
+        # Other releases warn of other things, and other packages are installed than constraints.txt names.
+        pins = "tests/front/test_house.py::test_constraints_pin_all_that_the_dev_extra_installs"
+        command += ["-W", "default", "--deselect", pins]
     code, last = stream(command)
     passed, failed, skipped, errors = (count(last, word) for word in ("passed", "failed", "skipped", "error"))
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True).strip()

@@ -138,7 +138,7 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
 
 def test_a_server_that_prints_what_is_no_message_is_told_of_once(caplog: pytest.LogCaptureFixture):
     code = (
-        "import runpy, sys; print('noise\\n' * 500); sys.argv[1:] = ['stdio']; "
+        "import runpy, sys; print('noise\\n' * 500, flush=True); sys.argv[1:] = ['stdio']; "
         f"runpy.run_path({str(SERVER)!r}, run_name='__main__')"
     )
 
