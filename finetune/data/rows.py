@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tapes import Call, NotATape, Tape
-from ...tapes.pictures import pictures_of
 from ...tapes.records import Label, Sampling, Tokens
+from ...tapes.steps import content_parts
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -108,12 +108,6 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
     tokenizes the text of calls that recorded none (a scripted agent, an API); without one such a call is a NotATape
     error that says so. Tokens inherited by a fork are context here: they belong to the parent.
     """
-    shown = next((picture for step in tape for picture in pictures_of(step)), None)
-    if shown is not None:
-        raise NotATape(
-            f"tape {tape.id} shows pictures (the first is {shown}), and no model here can be trained on pictures yet: "
-            "leave the tape out, or record the task with text"
-        )
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
     turn_of = _unread(tape)
@@ -200,13 +194,19 @@ def _tokens_of(
     layer = layers.get(call.call)
     if layer is not None:
         return layer.prompt, layer.completion
+    messages = tape.call_messages(call)
+    if any(part.get("type") == "image" for message in messages for part in content_parts(message)):
+        raise NotATape(
+            f"call {call.call} of tape {tape.id} shows pictures to the model, and no model here can be trained on "
+            "pictures yet: leave the tape out, or record the task with text"
+        )
     if renderer is None:
         raise NotATape(
             f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
             "name the tokenizer of the model that will be trained, by --tokenizer DIR, or in Python by "
             "rows(tape, renderer=Renderer(tokenizer))"
         )
-    return renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
+    return renderer.authored(messages, call.reply, tape.call_tools(call))
 
 
 def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:

@@ -226,5 +226,11 @@ def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
     except ImportError as error:
         raise MissingExtra("datasets", "train", "writing Parquet") from error
     disable_progress_bars()
-    Dataset.from_list([dict(record) for record in made]).to_parquet(str(path))
+    try:
+        Dataset.from_list([dict(record) for record in made]).to_parquet(str(path))
+    except ValueError as error:  # ArrowInvalid, as for contents that are text in one message and parts in another
+        raise UsageError(
+            f"{path.name}: a column of Parquet has one type, and messages with pictures have parts where others have "
+            f"text ({error}): write .jsonl"
+        ) from error
     return len(made)

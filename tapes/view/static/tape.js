@@ -178,10 +178,18 @@ T.Tape = class {
 
   media(name) {
     const made = /\.(png|jpe?g|gif|webp)$/.test(name)
-      ? T.h("img", { src: `media/${name}`, alt: "an image of this step", loading: "lazy", class: "media" })
+      ? this.picture(name)
       : T.h("a", { href: `media/${name}`, download: true }, `media file ${name.slice(0, 12)}…${name.slice(64)}`);
-    made.addEventListener("error", () => made.replaceWith(T.h("p", { class: "hole" }, `media file ${name.slice(0, 12)}… is gone or does not hold what its name says`)));
+    made.addEventListener("error", () => made.replaceWith(T.h("p", { class: "hole" }, `media file ${name.slice(0, 12)}… is gone or does not hold what its name says`)), true); // an image's error doesn't bubble
     return made;
+  }
+
+  // A thumbnail; a click shows the whole file. Its size is that of the file that arrived.
+  picture(name) {
+    const image = T.h("img", { src: `media/${name}`, alt: "an image of this step", loading: "lazy", class: "media" });
+    const says = T.h("figcaption", { class: "note" }, name.slice(0, 12));
+    image.addEventListener("load", () => says.prepend(`${image.naturalWidth}x${image.naturalHeight} `));
+    return T.h("figure", { class: "media" }, T.h("a", { href: `media/${name}`, target: "_blank", rel: "noopener", title: name }, image), says);
   }
 
   clicked(event) {

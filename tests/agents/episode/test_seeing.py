@@ -20,6 +20,7 @@ from tapereel.envs import Environment, Outcome
 from tapereel.envs.checks.reexec import reexec
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, CauseType, NotATape, Picture, Status, Tape, ToolCalls
+from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import Prompt
 from tapereel.tapes.store.store import Store
@@ -63,7 +64,7 @@ def hosted(
 
 
 def played(env: Any, engine: Any, agent: Agent | None = None, **options: Any) -> Tape:
-    return asyncio.run(rollout(agent or Player(), env, 1, engine=engine, **options))
+    return run_async(rollout(agent or Player(), env, 1, engine=engine, **options))
 
 
 @pytest.mark.parametrize("env", [Corners, Gallery])
@@ -275,6 +276,8 @@ def test_a_tape_with_pictures_is_not_trained_on_as_text():
     (tape,) = hosted(Corners, 1)
     with pytest.raises(NotATape, match="no model here can be trained on pictures yet"):
         rows(tape, renderer=RENDERER)
+    with pytest.raises(NotATape, match="no model here can be trained on pictures yet"):
+        rows(tape)
 
 
 def test_a_picture_without_its_bytes_is_refused(tmp_path: Path):
@@ -338,3 +341,43 @@ def test_a_request_that_names_pictures_without_bytes_is_an_error():
     with pytest.raises(EngineError, match=r"Request\.picture"):
         asyncio.run(engine.complete(Request(messages=[message], prompt=None, sampling=Sampling(), seed=1)))
     asyncio.run(engine.close())
+
+
+def test_a_conversation_with_pictures_is_exported_with_the_names_of_the_files(tmp_path: Path):
+    from tapereel.finetune.interchange.formats import write
+    from tapereel.tapes.errors import UsageError
+
+    with Store.create(tmp_path / "run") as store:
+        (tape,) = hosted(Corners, 1, journal=store.writer)
+    with Store.open(tmp_path / "run") as store:
+        assert write(store.tapes(closed=True), tmp_path / "out.jsonl", "sft").records == 1
+        with pytest.raises(UsageError, match=r"messages with pictures have parts.*write \.jsonl"):
+            write(store.tapes(closed=True), tmp_path / "out.parquet", "sft")
+    messages = json.loads((tmp_path / "out.jsonl").read_text())["messages"]
+    shown = [part for message in messages for part in message["content"] if isinstance(part, dict) and "media" in part]
+    assert [part["media"] for part in shown] == [
+        picture.name for step in tape.observations for picture in pictures_of(step)
+    ]
+    assert not (tmp_path / "out.parquet").exists()
+
+
+def test_show_prints_a_picture_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from tapereel.cli import main
+
+    with Store.create(tmp_path / "run") as store:
+        tape = played(Corners, ScriptedEngine(["1", "2", "3"]), journal=store.writer)
+    (picture,) = pictures_of(tape[0])
+    assert main(["show", str(tmp_path / "run"), tape.id]) == 0
+    assert str(picture) in capsys.readouterr().out
+
+
+def test_a_bundle_holds_the_pictures_of_its_tapes_alone(tmp_path: Path):
+    from tapereel.cli import main
+
+    with Store.create(tmp_path / "run") as store:
+        tapes = [
+            run_async(rollout(Player(), Gallery, k, engine=ScriptedEngine(["1"]), journal=store.writer)) for k in (0, 1)
+        ]
+    assert main(["view", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--tape", tapes[0].id]) == 0
+    kept = {path.name for path in (tmp_path / "out" / "media").iterdir()}
+    assert kept == {picture.name for picture in pictures_of(tapes[0][0])}

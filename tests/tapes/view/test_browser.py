@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
+from tapereel.agents import ScriptedEngine
 from tapereel.tapes.audit.verdict import verified
+from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.store.store import Store
 
+from ...agents.episode.test_seeing import played
+from ...agents.picture_worlds import Corners
 from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served
 from .test_checks import other, said_of
@@ -475,3 +479,23 @@ def test_what_checks_said_stands_in_the_table_and_on_the_tape(page, tmp_path: Pa
         said_of(run, verified("rescore", "g0a0"))
         page.locator(".tape-head > .checked .chip.good", has_text="rescore ✓").wait_for()
     assert page.evaluate("window.pwned") is None
+
+
+def test_pictures_stand_in_their_steps(page: Any, tmp_path: Path):
+    """A thumbnail with size and hash under each text; a click shows the file; a file that doesn't arrive is named."""
+    with Store.create(tmp_path / "run") as store:
+        tape = played(Corners, ScriptedEngine(["1", "2", "3"]), journal=store.writer)
+    names = [picture.name for step in tape.observations for picture in pictures_of(step)]
+    page.route(f"**/media/{names[1]}", lambda route: route.abort("connectionfailed"))
+    with served(tmp_path / "run") as server:
+        _open(page, server, f"#/tape/{tape.id}")
+        first = page.locator("article.item.observation").first
+        first.locator("figcaption", has_text=f"40x30 {names[0][:12]}").wait_for()
+        assert "[picture 40x30" in first.inner_text()
+        assert first.locator("img").evaluate("one => [one.naturalWidth, one.naturalHeight]") == [40, 30]
+        page.locator("p.hole", has_text=f"media file {names[1][:12]}").first.wait_for()
+        with page.expect_popup() as opened:
+            first.locator("figure a").click()
+        opened.value.wait_for_load_state()
+        assert opened.value.url.endswith(f"/media/{names[0]}")
+        assert opened.value.locator("img").evaluate("one => one.naturalWidth") == 40
