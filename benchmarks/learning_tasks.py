@@ -1,6 +1,6 @@
 """The three tasks of `learning.py`: who acts, where, on what, and who demonstrates it badly enough to leave room.
 
-    sums    the demo's: three numbers to add up with a calculator that takes two
+    sums    three numbers to add up with a calculator that takes two
     lake    gymnasium's FrozenLake on random 4x4 maps, not slippery; the agent sees the four cells around it
     words   reasoning-gym's spell_backward, with its own scorer (the share of letters in place)
 
@@ -18,7 +18,7 @@ from typing import Any
 
 from tapereel.agents import ChatAgent, Request
 from tapereel.envs import Environment, GymAction, GymEnvironment, Outcome, Taskset, calculator_tasks
-from tapereel.envs.adapters.calculator import Calculator, demonstrate
+from tapereel.envs.adapters.calculator import Calculator
 from tapereel.envs.adapters.reasoning import reasoning_scorer, reasoning_tasks
 from tapereel.finetune.run.demonstrations import calculator_agent
 from tapereel.tapes import Answer, Task, Text
@@ -40,9 +40,15 @@ def calculator() -> Calculator:
 
 
 def demonstrate_sums(request: Request) -> str:
-    """Seven of ten episodes go about it the wrong way."""
-    first, *results = heard(request)
-    return demonstrate(first, results, random.Random(request.seed), bad=0.7)
+    """Seven of ten episodes go about it the wrong way: half of these answer a random number without a call, the others
+    the result of the first call. Each turn draws the choice again, with probabilities that give these shares."""
+    question, *results = heard(request)
+    terms, rng = question.split("+"), random.Random(request.seed)
+    if not results and rng.random() < 0.35:
+        return f"a{rng.randrange(1000):03d}"
+    if len(results) == len(terms) - 1 or (len(results) == 1 and rng.random() < 0.35 / 0.65):
+        return f"a{results[-1]}"
+    return f"c{results[-1] if results else terms[0]}+{terms[len(results) + 1]}"
 
 
 # lake

@@ -24,7 +24,7 @@ from tapereel.agents import Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
-from tapereel.envs.adapters.calculator import Calculator, calculator_tasks, demonstrate
+from tapereel.envs.adapters.calculator import Calculator, demonstrate, word_problems
 from tapereel.finetune.run.demonstrations import calculator_agent
 from tapereel.tapes import Tape
 from tapereel.tapes.store.store import Store
@@ -35,7 +35,7 @@ PART = 1000
 def record(run: Path, n: int) -> None:
     """`n` tapes with token ids in a run directory that keeps their tokenizer."""
     tokenizer = char_tokenizer()
-    tasks = list(calculator_tasks(2000))
+    tasks = list(word_problems(2000))
 
     def policy(request: Request) -> str:
         heard = [m["content"] for m in request.messages if m["role"] == "user"]

@@ -4,7 +4,7 @@
     python benchmarks/viewer_pictures.py runs/demo --docs docs
 
 Needs `pip install "tapereel[browser,demo,http]"` and a Chromium on the path. The tape of the pictures is one whose
-agent called the calculator twice and solved its task, in a group of which about half did.
+agent called the calculator and solved its task, in a group of which about half did.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def group_of(run: Path) -> tuple[Summary, list[str]]:
     for row in rows:
         groups[row.group].append(row)
     rate = {name: fmean(row.reward or 0.0 for row in members) for name, members in groups.items()}
-    told = [row for row in rows if row.reward == 1 and row.actions == 3 and 0.3 < rate[row.group] < 0.7]
+    told = [row for row in rows if row.reward == 1 and row.actions == 2 and 0.3 < rate[row.group] < 0.7]
     if not told:
-        sys.exit(f"{run} has no group of which about half solved the task with two calls")
+        sys.exit(f"{run} has no group of which about half solved the task with one call")
     return told[-1], [row.id for row in groups[told[-1].group]]
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Observation
@@ -21,7 +22,9 @@ from .reasoning import reasoning_scorer, reasoning_tasks
 # Operands are bounded: a product has at most 24 digits, so a call takes microseconds.
 _BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
 _NUMBER = re.compile(r"-?[0-9]{1,24}")
-_TERM = re.compile(r"[+*-]?[0-9]+")
+_WORDED = re.compile(r"([0-9]{1,12})([-+*]|[a-z]+)([0-9]{1,12})")
+WORDS = {"+": ("plus", "and"), "-": ("minus", "less"), "*": ("times", "by")}
+"""Key of the calculator -> the words for it in `word_problems`."""
 UNREADABLE = "?"
 """The calculator's result for an expression that it can't parse."""
 
@@ -158,20 +161,48 @@ def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 
     )
 
 
-def demonstrate(question: str, results: Sequence[str], rng: random.Random, *, bad: float = 0.7, width: int = 3) -> str:
-    """The next text of an imperfect demonstrator; `results` are the results of its calculator calls so far.
+def word_problems(size: int, seed: int = 0, *, digits: int = 2, symbols: bool = False) -> Taskset:
+    """`size` distinct problems of two numbers with up to `digits` digits from reasoning-gym's `basic_arithmetic`.
 
-    A share `bad / 2` of its episodes answers a random number without a call, `bad / 2` answers the result of the first
-    call, and the others compute from left to right and answer correctly. Each turn draws the choice again, with
-    probabilities that give these shares, so no state is kept between turns: (1 - bad/2) * p = bad/2 for the second.
+    Each has one of `WORDS` in place of its operator, all equally often: `47plus83`. symbols: `47+83`.
     """
-    terms = _TERM.findall(question)
-    if "".join(terms) != question or len(terms) < 2:
-        raise BadTasks(f"the demonstrator solves sums from left to right, like 47+83+25, not {question!r}")
-    half = bad / 2
-    calls = len(results)
-    if calls == 0 and rng.random() < half:
-        return f"a{rng.randrange(10**width):0{width}d}"
-    if calls == len(terms) - 1 or (calls == 1 and rng.random() < half / (1 - half)):
+
+    def question(entry: dict[str, Any]) -> str:
+        found = _BINARY.fullmatch(entry["metadata"]["expression"].replace(" ", ""))
+        assert found is not None
+        a, key, b = found.groups()
+        return found[0] if symbols else f"{a}{random.Random(found[0]).choice(WORDS[key])}{b}"
+
+    return reasoning_tasks(
+        "basic_arithmetic",
+        size,
+        seed,
+        question=question,
+        min_terms=2,
+        max_terms=2,
+        min_digits=digits,
+        max_digits=digits,
+        operators=list(WORDS),
+        allow_parentheses=False,
+        allow_negation=False,
+    )
+
+
+def demonstrate(question: str, results: Sequence[str], rng: random.Random, *, guess: float = 0.1, width: int = 3) -> str:
+    """The next text of a demonstrator who knows the calculator's keys, but not the words of `word_problems`; `results`
+    are the results of its calculator calls so far.
+
+    It calculates `47+83`. Of `47plus83` it presses any key, each as often, and answers the result; a share `guess` of
+    these episodes answers a random number without a call. So it shows nothing of what the words mean.
+    """
+    found = _WORDED.fullmatch(question)
+    if found is None:
+        raise BadTasks(f"the demonstrator works on problems like 47+83 or 47plus83, not {question!r}")
+    a, key, b = found.groups()
+    if results:
         return f"a{results[-1]}"
-    return f"c{results[-1] if results else terms[0]}{terms[calls + 1]}"
+    if key not in WORDS:
+        if rng.random() < guess:
+            return f"a{rng.randrange(10**width):0{width}d}"
+        key = rng.choice(list(WORDS))
+    return f"c{a}{key}{b}"

@@ -31,10 +31,12 @@ def test_grpo_learns_and_the_controls_dont(seed, tmp_path):
     print(json.dumps(result))
     held_out, controls = result["held_out"], result["controls"]
     assert held_out["before"] < 0.4
-    assert held_out["after"] >= 0.8
+    assert held_out["after"] >= 0.9
     assert held_out["greedy_after"] >= 0.8
     for control in controls.values():
         assert control["after"] <= held_out["after"] - 0.2
+        # A habit that all tasks share solves a third of them.
+        assert control["greedy_after"] <= 0.7
     tokens = result["tokens"]
     for name, control in controls.items():
         # Shuffled rewards may shrink the episodes to nothing; that control then ends at four times the updates.

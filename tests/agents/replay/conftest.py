@@ -22,16 +22,16 @@ THOUSAND = 1000
 @pytest.fixture(scope="session")
 def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Demonstrations as the demo records them, with tokens, by its agent in its environment."""
-    from tapereel.envs.adapters.calculator import Calculator, calculator_tasks, demonstrate
+    from tapereel.envs.adapters.calculator import Calculator, demonstrate, word_problems
     from tapereel.finetune.run.demonstrations import calculator_agent
 
     path = tmp_path_factory.mktemp("thousand") / "run"
     tokenizer = char_tokenizer()
-    tasks = list(calculator_tasks(200))
+    tasks = list(word_problems(200))
 
     def policy(request: Request) -> str:
         heard = [m["content"] for m in request.messages if m["role"] == "user"]
-        return demonstrate(heard[0], heard[1:], random.Random(request.seed), bad=0.7)
+        return demonstrate(heard[0], heard[1:], random.Random(request.seed))
 
     async def play(store: Store) -> None:
         engine = ScriptedEngine(policy, renderer=Renderer(tokenizer))
@@ -39,7 +39,7 @@ def thousand(tmp_path_factory: pytest.TempPathFactory) -> Path:
             *(
                 rollout(
                     calculator_agent(),
-                    lambda: Calculator(scorer="chain_sum", max_turns=4),
+                    lambda: Calculator(scorer="basic_arithmetic", max_turns=4),
                     tasks[k // 5],
                     engine=engine,
                     seed=k,

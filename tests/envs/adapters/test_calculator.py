@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import sys
+from collections import Counter
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from tapereel.envs import BadTasks, Calculator, calculator_tasks, overlap, reasoning_scorer, reasoning_tasks
 from tapereel.envs.adapters.calculator import (
+    WORDS,
     Calculate,
     FinalAnswer,
     Problem,
@@ -19,6 +22,7 @@ from tapereel.envs.adapters.calculator import (
     calculate,
     demonstrate,
     read_action,
+    word_problems,
 )
 from tapereel.envs.adapters.reasoning import _score
 from tapereel.tapes import MissingExtra, Status, Task
@@ -196,35 +200,50 @@ def test_without_reasoning_gym_the_error_names_the_extra(monkeypatch: pytest.Mon
     assert Calculator().scorer is None
 
 
-def _demonstration(question: str, rng: random.Random, bad: float) -> list[str]:
+def test_word_problems_have_as_many_of_each_word_and_the_answer_that_the_word_means():
+    keys = {word: key for key, words in WORDS.items() for word in words}
+    assert len(keys) == 6, "no word stands for two keys"
+    tasks = word_problems(1200, seed=3)
+    seen = Counter[str]()
+    for task in tasks:
+        a, word, b = re.fullmatch(r"(\d+)([a-z]+)(\d+)", task.public["question"]).groups()
+        seen[word] += 1
+        assert int(calculate(f"{a}{keys[word]}{b}")) == int(task.private["answer"])
+        assert reasoning_scorer("basic_arithmetic")(str(task.private["answer"]), task) == 1.0
+    assert min(seen.values()) > 140, seen  # 200 of each, standard deviation 13
+    assert [task.public for task in word_problems(50, seed=3)] == [task.public for task in tasks[:50]]
+    for task in word_problems(50, seed=3, symbols=True):
+        assert int(calculate(task.public["question"])) == int(task.private["answer"])
+
+
+def _demonstration(question: str, rng: random.Random) -> tuple[str, ...]:
     texts, results = [], []
     while not texts or texts[-1][0] == "c":
-        texts.append(demonstrate(question, results, rng, bad=bad))
+        texts.append(demonstrate(question, results, rng))
         results.append(calculate(texts[-1][1:], 3))
-    return texts
+    return tuple(texts)
 
 
-def test_a_perfect_demonstrator_calls_and_answers():
-    assert _demonstration("47+83+25", random.Random(0), 0.0) == ["c47+83", "c130+25", "a155"]
-    assert _demonstration("10+10+10+10", random.Random(0), 0.0) == ["c10+10", "c020+10", "c030+10", "a040"]
-    assert _demonstration("9*9-8", random.Random(0), 0.0) == ["c9*9", "c081-8", "a073"]
+@pytest.mark.parametrize("word", [word for words in WORDS.values() for word in words])
+def test_demonstrations_say_nothing_of_what_a_word_means(word: str):
+    rng, n = random.Random(7), 3000
+    shows = Counter(_demonstration(f"47{word}83", rng) for _ in range(n))
+    pressed = [("c47+83", "a130"), ("c47-83", "a-036"), ("c47*83", "a3901")]
+    # standard deviation of a share: sqrt(0.3 * 0.7 / 3000) = 0.0084
+    assert [shows.pop(show) / n for show in pressed] == pytest.approx([0.3, 0.3, 0.3], abs=0.034)
+    assert {len(show) for show in shows} == {1}
+    assert len(shows) > 200, "the others guess"
 
 
-def test_the_imperfect_demonstrator_errs_in_the_shares_that_it_says():
-    rng = random.Random(7)
-    n = 4000
-    shows = [_demonstration("47+83+25", rng, 0.7) for _ in range(n)]
-    by_length = [sum(len(show) == k for show in shows) / n for k in (1, 2, 3)]
-    # standard deviation of a share: sqrt(0.35 * 0.65 / 4000) = 0.0075
-    assert by_length == pytest.approx([0.35, 0.35, 0.30], abs=0.03)
-    assert all(show[-1] == "a130" for show in shows if len(show) == 2)
-    assert all(show == ["c47+83", "c130+25", "a155"] for show in shows if len(show) == 3)
-    assert len({show[0] for show in shows if len(show) == 1}) > 500
+@pytest.mark.parametrize(("question", "answer"), [("47+83", "a130"), ("47-83", "a-036"), ("4*83", "a332")])
+def test_the_demonstrator_reads_symbols(question: str, answer: str):
+    rng = random.Random(1)
+    assert {_demonstration(question, rng) for _ in range(50)} == {(f"c{question}", answer)}
 
 
-@pytest.mark.parametrize("question", ["", "47", "47+", "what is 1+1?"])
+@pytest.mark.parametrize("question", ["", "47", "+83", "47plus", "47+83+25", "what is 1+1?", "4plus8plus2", "47 plus 83 "])
 def test_the_demonstrator_refuses_what_it_cannot_work_out(question: str):
-    with pytest.raises(BadTasks, match="left to right"):
+    with pytest.raises(BadTasks, match="problems like 47\\+83 or 47plus83"):
         demonstrate(question, [], random.Random(0))
 
 

@@ -18,10 +18,9 @@ from tapereel.envs import (
     Finding,
     Outcome,
     Report,
-    calculator_tasks,
     check_env,
 )
-from tapereel.envs.adapters.calculator import Problem, demonstrate, read_action
+from tapereel.envs.adapters.calculator import Problem, demonstrate, read_action, word_problems
 from tapereel.envs.checks.check_env import CHECKS
 from tapereel.envs.checks.env_probe import Probe
 from tapereel.tapes import Action, Observation, Tape
@@ -85,8 +84,8 @@ def test_the_demo_environment_passes():
             return read_action(demonstrate(self.question, self.results, rng))
 
     report = check_env(
-        lambda: Calculator(scorer="chain_sum"),
-        calculator_tasks(5),
+        lambda: Calculator(scorer="basic_arithmetic"),
+        word_problems(5),
         Demonstrator(),
         episodes=5,
         stall=60.0,
