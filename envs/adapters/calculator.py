@@ -188,7 +188,9 @@ def word_problems(size: int, seed: int = 0, *, digits: int = 2, symbols: bool = 
     )
 
 
-def demonstrate(question: str, results: Sequence[str], rng: random.Random, *, guess: float = 0.1, width: int = 3) -> str:
+def demonstrate(
+    question: str, results: Sequence[str], rng: random.Random, *, guess: float = 0.1, width: int = 3
+) -> str:
     """The next text of a demonstrator who knows the calculator's keys, but not the words of `word_problems`; `results`
     are the results of its calculator calls so far.
 

@@ -241,7 +241,9 @@ def test_the_demonstrator_reads_symbols(question: str, answer: str):
     assert {_demonstration(question, rng) for _ in range(50)} == {(f"c{question}", answer)}
 
 
-@pytest.mark.parametrize("question", ["", "47", "+83", "47plus", "47+83+25", "what is 1+1?", "4plus8plus2", "47 plus 83 "])
+@pytest.mark.parametrize(
+    "question", ["", "47", "+83", "47plus", "47+83+25", "what is 1+1?", "4plus8plus2", "47 plus 83 "]
+)
 def test_the_demonstrator_refuses_what_it_cannot_work_out(question: str):
     with pytest.raises(BadTasks, match="problems like 47\\+83 or 47plus83"):
         demonstrate(question, [], random.Random(0))
