@@ -121,6 +121,9 @@ def to_dataset(
         made = records(items, agents=agents, renderer=renderer)  # type: ignore[arg-type]
     else:
         of = {episode.tape: episode for episode in episodes}
+        unknown = next((row.tape for row in items if row.taught_by not in of), None)  # type: ignore[union-attr]
+        if unknown is not None:
+            raise BadBatch(f"tape {unknown!r} of a row has no Episode: give the Episode of each row's tape")
         made = (_record(row, of[row.taught_by], renderer) for row in items)  # type: ignore[union-attr]
     return Dataset(pa.concat_tables(tables(made, text=renderer is not None)))
 

@@ -245,13 +245,11 @@ class _Columns:
 
     def check_some(self, stream: Stream) -> None:
         """BadBatch if nothing may train because one column is unknown everywhere."""
-        episodes = stream.episodes
-        scored = episodes.trains & ~episodes.reward.isnan()
-        if self.recipe.surrogate.advantages and bool(episodes.trains.any()):
-            if not bool(scored.any()):
-                raise BadBatch(f"column 'rewards' is NaN in every row whose status may train: {REMEDY['rewards']}")
-            if bool(scored[stream.episode].any()) and not bool((scored[stream.episode] & stream.old.isfinite()).any()):
-                raise BadBatch(f"column 'old_logprobs' is NaN for every own token: {REMEDY['old_logprobs']}")
+        scored = stream.episodes.trains & ~stream.episodes.reward.isnan()
+        known = stream.old.isfinite()
+        empty = "rewards" if not bool(scored.any()) else "old_logprobs" if not bool(known.any()) else None
+        if self.recipe.surrogate.advantages and bool(stream.episodes.trains.any()) and empty:
+            raise BadBatch(f"column {empty!r} is NaN in every row whose status may train: {REMEDY[empty]}")
 
     def refuse(self, name: str, bad: Tensor) -> None:
         """BadBatch for the first own token where `bad` (own tokens,) is True."""
@@ -343,16 +341,16 @@ class _Columns:
         names = self.table.column_names
         if "status" not in names:
             return np.ones(len(self.lengths), dtype=bool)
-        known: dict[tuple[str, str | None], bool] = {}
         statuses = self.table.column("status").to_pylist()
         causes = self.table.column("cause").to_pylist() if "cause" in names else [None] * len(statuses)
-        for row, end in enumerate(zip(statuses, causes, strict=True)):
-            if end not in known:
-                try:
-                    known[end] = trains(Status(end[0]), CauseType(end[1]) if end[1] else None)
-                except ValueError as error:
-                    raise BadBatch(f"columns 'status' and 'cause' of row {row}: {error}") from None
-        return np.fromiter((known[end] for end in zip(statuses, causes, strict=True)), bool, len(statuses))
+        ends = list(zip(statuses, causes, strict=True))
+        known = {}
+        for end in set(ends):
+            try:
+                known[end] = trains(Status(end[0]), CauseType(end[1]) if end[1] else None)
+            except ValueError as error:
+                raise BadBatch(f"columns 'status' and 'cause' of row {ends.index(end)}: {error}") from None
+        return np.fromiter(map(known.__getitem__, ends), bool, len(ends))
 
     def _turns(self, reward: NDArray[np.float64], episode: Tensor) -> tuple[Tensor, Turns]:
         """((own tokens,) the turn of each, the table of turns). Without columns of turns an episode is one turn."""

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ...tapes import Tape
@@ -52,10 +51,14 @@ def export(
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
-    columns = _columns("exporting rows")
-    import pyarrow as pa
-    from datasets import Dataset, disable_progress_bars
-    from pyarrow.parquet import ParquetWriter
+    try:
+        import pyarrow as pa
+        from datasets import Dataset, disable_progress_bars
+        from pyarrow.parquet import ParquetWriter
+
+        from . import rl_columns as columns
+    except ImportError as error:
+        raise MissingExtra(error.name or "torch", "train", "exporting rows") from error
 
     disable_progress_bars()
     counts = Counter(dict.fromkeys(Exported.model_fields.keys() - {"path"}, 0))
@@ -78,9 +81,13 @@ def run_dataset(
     run: Path, where: Where, *, agents: Sequence[str] | None, tokenizer: str | Path | None, streaming: bool
 ) -> Dataset | IterableDataset:
     """The rows of a run's closed tapes that fit, as `Run.dataset` says."""
-    columns = _columns("a dataset")
-    import pyarrow as pa
-    from datasets import Dataset, IterableDataset
+    try:
+        import pyarrow as pa
+        from datasets import Dataset, IterableDataset
+
+        from . import rl_columns as columns
+    except ImportError as error:
+        raise MissingExtra(error.name or "torch", "train", "a dataset of a run") from error
 
     with Store.open(run) as store:
         check_split(store, where.get("split"))
@@ -95,10 +102,12 @@ def _run_records(
     run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None
 ) -> Iterator[Mapping[str, object]]:
     """A module's function with plain arguments, so that a worker of a data loader can be sent it."""
+    from .rl_columns import records
+
     renderer = renderer_of(tokenizer)
     with Store.open(run) as store:
         tapes = store.tapes(**{**where, "closed": True})
-        yield from _some(_columns("a dataset").records(tapes, agents=agents, renderer=renderer), Counter(), run)
+        yield from _some(records(tapes, agents=agents, renderer=renderer), Counter(), run)
 
 
 def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
@@ -119,12 +128,3 @@ def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path
         why = {"text without token ids (give the tokenizer)": untokenized, "without a token of the agent's own": empty}
         raise nothing(path, untokenized + empty, why)
     return chain([first], made)
-
-
-def _columns(what: str) -> ModuleType:
-    # Imported at the first use: it needs torch and datasets, and `tapereel --help` must not.
-    try:
-        from . import rl_columns
-    except ImportError as error:
-        raise MissingExtra(error.name or "torch", "train", what) from error
-    return rl_columns

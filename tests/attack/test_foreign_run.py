@@ -172,6 +172,7 @@ for path in ("{rolled}", "{trained}"):
     run.verify(), run.audit(), run.tapes(), run.scores(), run.reward
     assert run.replay(agent).exit_code == 0, run.replay(agent)
     assert run.replay("{mine}:player").exit_code == 0
+assert len(run.dataset()) > 0
 """
     (found,) = foreign.ask(["python:" + code])
     assert (found["code"], found["executed"]) == (0, False), found["said"]

@@ -490,7 +490,7 @@ def test_a_loss_that_is_not_finite_is_an_error_and_nothing_has_a_gradient():
 def test_a_pass_that_could_train_on_nothing_says_which_column_is_empty():
     with pytest.raises(BadBatch, match="'rewards' is NaN in every row"):
         populate_rl_data(made([None, None]), RLConfig())
-    with pytest.raises(BadBatch, match="'old_logprobs' is NaN for every own token"):
+    with pytest.raises(BadBatch, match="'old_logprobs' is NaN in every row"):
         populate_rl_data(made([1, 0], old=[math.nan] * 2), RLConfig())
     assert populate_rl_data(made([None, None], old=[math.nan] * 2), RLConfig(algo="sft"))["weights"][0][1:] == [1, 1]
     cancelled = made([1, 0]).add_column("status", ["cancelled"] * 2)
