@@ -214,7 +214,7 @@ def main() -> int:
         file = ROOT / "finetune" / name
         source = file.read_text(encoding="utf-8")
         lines = source.splitlines()
-        tests = [str(TESTS / f"test_{t}.py") for t in FILES[name].split()]
+        tests = [str(next(TESTS.rglob(f"test_{t}.py"))) for t in FILES[name].split()]
         if not survives(file, ast.parse(source), tests):
             sys.exit(f"{name}: its tests fail as it stands, so they can't tell a mutant from it")
         start, total, same, alive = time.monotonic(), 0, 0, []
