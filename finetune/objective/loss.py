@@ -20,7 +20,6 @@ from ..data.stream import BadBatch, Episode, Stream
 from . import KL, Context, RewardKL, TokenKL
 from .kl import estimate
 from .recipe import Recipe
-from .regulariser import Regulariser
 
 _COLUMNS = ("ref", "teacher", "anchor", "entropy", "value", "after")
 
@@ -93,7 +92,8 @@ class Part:
         parts = [("policy", per_token)]
         for term, beta in zip(recipe.regulariser, betas, strict=False):
             if term.active and term.per_token:
-                parts.append((_name_of(term), term(lp, entropy, index, stream, beta, context)))
+                name = term.measure if isinstance(term, KL) else str(getattr(term, "kind", type(term).__name__))
+                parts.append((name, term(lp, entropy, index, stream, beta, context)))
                 per_token = per_token + parts[-1][1]
         w = self.weight[index].to(lp.dtype)
         keep = recipe.select.tokens(lp, a, index, stream, context)
@@ -102,11 +102,6 @@ class Part:
         for name, part in parts:
             context.add_part(name, float((w * part.detach()).sum()))
         return (w * per_token).sum()
-
-
-def _name_of(term: Regulariser) -> str:
-    """`kl/reference`, `kl/sampler`, `entropy`, or the name of a user's class."""
-    return f"kl/{term.to}" if isinstance(term, KL) else str(getattr(term, "kind", type(term).__name__))
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:

@@ -204,8 +204,7 @@ class Training:
                 history.scores[self.warm.updates + int(update)] = mean
 
     def _line(self, stats: UpdateStats, uses: Sequence[Use]) -> dict[str, Any]:
-        plan = Plan.of(uses[0])
-        if plan.phase.startswith("sft"):
+        if Plan.of(uses[0]).phase.startswith("sft"):
             return imitation_line(stats, uses)
         return rollout_line(stats, uses, self._tapes_of(uses), None)
 
