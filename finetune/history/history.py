@@ -40,7 +40,6 @@ from ..trainer.checkpoint import (
     save_checkpoint,
     weights_digest,
 )
-from ..trainer.reference import OtherModel
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
@@ -153,7 +152,7 @@ class History:
 
         batch = self.batch(plan, noting)
         trainer = self.enter(plan.phase)
-        on = computed_on(trainer)  # the reference may move at the end of the update
+        compared = {name: str(other) for name, other in trainer.others.items()}  # as they are before the update
         steps = list(
             trainer.updates(
                 batch.rows,
@@ -172,7 +171,8 @@ class History:
         self.updates += 1
         self.trained_tokens += sum(end - start for use in uses for _, _, start, end, _ in use.items)
         stats = together(steps)
-        uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=on)
+        uses[0].info.update(pins={tape: list(pin) for tape, pin in pins.items()}, on=computed_on(trainer))
+        uses[0].info.update(compared)
         if self.delivery.found:
             uses[0].info["delivery"] = self.delivery.found
         if stats.mismatch is not None:
@@ -287,8 +287,6 @@ class History:
             if on_update is not None:
                 on_update(k + 1, len(redo))
         self._check_published()
-        if self.trainer is not None and (made := [use for use in uses if Plan.of(use).phase == self.phase]):
-            _check_compared(by_update(made)[-1][0], self.trainer, fixed=True)
         checked = [found for use in uses if (found := UpdateInfo.of(use).delivery)]
         if checked:
             self.delivery.recall(checked[-1], lambda tape: self.from_store(tape)[0])
@@ -361,7 +359,6 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
         )
     try:
         info = UpdateInfo.of(use)
-        _check_compared(use, history.enter(info.phase))
         with with_threads((info.on or ComputedOn()).threads):
             stats, again = history.update(info, as_read(history, info))
     except ChangedTape as error:
@@ -427,7 +424,7 @@ def _compare(use: Use, again: Use) -> None:
                 recorded=then,
                 found=now,
             )
-    for field in ("stale", "filtered", "context", "skipped", "lr", "loss", "grad_norm"):
+    for field in ("reference", "teacher", "stale", "filtered", "context", "skipped", "lr", "loss", "grad_norm"):
         then, now = use.info.get(field), again.info.get(field)
         if field in use.info and then != now:
             name = field.replace("_", " ")
@@ -458,7 +455,7 @@ def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in (then or {}).items()
-        if name not in ("recipe", "reference", "teacher") and now.get(name) != value
+        if name != "recipe" and now.get(name) != value
     ]
     return ", ".join(names)
 
@@ -484,30 +481,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
         "device": device.type,
         "chip": chip,
         "ranks": trainer.ranks.size,
-        **{name: str(other) for name, other in compared_with(trainer).items()},
     }
-
-
-def compared_with(trainer: PolicyTrainer) -> dict[str, OtherModel]:
-    """The models that the trainer compares the policy with: `reference` and `teacher`, as far as it has them."""
-    every = {"reference": trainer.reference, "teacher": trainer.teacher}
-    return {name: other for name, other in every.items() if other is not None}
-
-
-def _check_compared(use: Use, trainer: PolicyTrainer, *, fixed: bool = False) -> None:
-    """Differs where the update was compared with other models than the trainer has. fixed: only those that don't
-    follow the policy; the others have moved since."""
-    on = UpdateInfo.of(use).on or ComputedOn()
-    for name, other in compared_with(trainer).items():
-        then = getattr(on, name)
-        if then not in (None, str(other)) and (other.fixed or not fixed):
-            raise Differs(
-                use,
-                name,
-                f"compared the policy with the {name} {then}, and here it is {other}: put the recorded model back",
-                recorded=then,
-                found=str(other),
-            )
 
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:

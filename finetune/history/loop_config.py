@@ -127,13 +127,11 @@ class ReferenceConfig(Config):
 
     @model_validator(mode="after")
     def _refreshes_what_it_can(self) -> ReferenceConfig:
-        if self.every is not None and self.model not in OWN:
+        if (self.every is not None and self.model not in OWN) or (self.decay and self.every is None):
             raise ValueError(
-                f"every={self.every} refreshes a reference from the policy, and {self.model!r} isn't the policy at "
-                f"another moment: remove `every`, or set model to {' or '.join(OWN)}"
+                f"every={self.every} with decay={self.decay:g} can't refresh {self.model!r}: only base and warm are "
+                "refreshed, after each `every` updates; set both or neither"
             )
-        if self.decay and self.every is None:
-            raise ValueError(f"decay={self.decay:g} is of each refresh, and there is none: set `every`")
         return self
 
 
@@ -287,13 +285,6 @@ class LoopConfig(RecipeConfig):
                 "agents is empty, so that no agent would be trained: name at least one path, or remove it to train all"
             )
         return self
-
-    @property
-    def others(self) -> dict[str, str]:
-        """Setting -> folder or name of the hub, of each model that is loaded beside the policy."""
-        reference = self.reference.model if self.reference is not None else "none"
-        named = {"reference": None if reference in (*OWN, "none") else reference, "teacher": self.teacher}
-        return {setting: name for setting, name in named.items() if name is not None}
 
     @property
     def episodes_per_group(self) -> int:

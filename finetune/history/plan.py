@@ -57,10 +57,6 @@ class ComputedOn(Value):
     chip: str | None = None
     ranks: int = 1
     """Processes that trained together."""
-    reference: str | None = None
-    """Name and digest of the model that the policy was compared with; None: the recipe reads none."""
-    teacher: str | None = None
-    """The same of the teacher."""
 
 
 class Plan(Value):
@@ -177,7 +173,11 @@ class UpdateInfo(Plan):
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
-    """Tape -> its digests as the update read it. Only the first epoch of an update has `pins`, `on` and `mismatch`."""
+    """Tape -> its digests as the update read it. Only the first epoch of an update has the fields from here on."""
+    reference: str | None = None
+    """Name and digest of the model that the policy was compared with; None: the recipe reads none."""
+    teacher: str | None = None
+    """The same of the teacher."""
     on: ComputedOn | None = None
     mismatch: float | None = None
     """Largest |log-prob in training - at sampling| of a token."""

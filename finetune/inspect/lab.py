@@ -247,16 +247,15 @@ class _Bench:
     def _trial(self, name: str, recipe: Recipe | None, own: Trainer, batch: Batch, plan: UpdateInfo) -> _Trial:
         mine = recipe is None or recipe == own.recipe
         recipe = own.recipe if recipe is None else recipe
-        if recipe.needs_value and own.critic is None:
-            raise UsageError(
-                f"recipe {recipe.name!r} needs a critic, and update {self.history.updates} of the run was "
-                f"made without one (by {own.recipe.name!r}): compare recipes without values"
-            )
-        if recipe.needs_teacher and own.teacher is None:
-            raise UsageError(
-                f"recipe {recipe.name!r} needs a teacher, and update {self.history.updates} of the run was "
-                f"made without one (by {own.recipe.name!r}): compare recipes without a KL to a teacher"
-            )
+        for lacks, what in (
+            (recipe.needs_value and own.critic is None, "critic"),
+            (recipe.needs_teacher and "teacher" not in own.others, "teacher"),
+        ):
+            if lacks:
+                raise UsageError(
+                    f"recipe {recipe.name!r} needs a {what}, and update {self.history.updates} of the run was "
+                    f"made without one (by {own.recipe.name!r}): compare recipes that need none"
+                )
         trainer = Trainer(
             self.history.model,
             recipe,
@@ -266,8 +265,8 @@ class _Bench:
             micro_tokens=own.micro_tokens,
             autocast=own.autocast,
             gradient_checkpointing=own.gradient_checkpointing,
-            reference=(own.reference or self.reference) if recipe.needs_reference else None,
-            teacher=own.teacher if recipe.needs_teacher else None,
+            reference=own.others.get("reference", self.reference) if recipe.needs_reference else None,
+            teacher=own.others.get("teacher") if recipe.needs_teacher else None,
         )
         if mine:
             trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)

@@ -42,8 +42,6 @@ from ..trainer.checkpoint import (
 from .rebuild import RebuiltRun, Unknown
 
 Outcome = Literal["verified", "diverged", "unverifiable"]
-FLOATING = ("recipe", "loss", "grad_norm", "weights", "checkpoint", "trainer", "reference")
-"""Fields that depend on the last bits of sums."""
 
 
 class Difference(Value):
@@ -339,7 +337,8 @@ class _Walk:
         self.counts["trainers"] += 1
 
     def _differs(self, difference: Difference) -> Reproduction:
-        if self.other and difference.field in FLOATING:
+        bits = ("recipe", "reference", "loss", "grad_norm", "weights", "checkpoint", "trainer")
+        if self.other and difference.field in bits:
             return self._made(
                 "unverifiable",
                 reason=f"update {difference.update} differs, but here is "

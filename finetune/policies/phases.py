@@ -46,25 +46,24 @@ class Phases:
                 "a recipe with credit 'gae', as `ppo`"
             )
         self._recipes = recipes_by_phase(recipe)
-        begin = "warm" if self.warm.updates else "base"
-        self._compared = loop.reference or ReferenceConfig(model=begin)
-        check_compared(loop, recipe, warm=begin == "warm")
-        self.teacher = _beside(self.policy, loop.teacher, "loop.teacher") if loop.teacher is not None else None
-        """None where the recipe reads none."""
-        self._reference: OtherModel | None = None
-        if recipe.needs_reference and self._compared.model not in OWN:
-            self._reference = _beside(self.policy, self._compared.model, "loop.reference")
-        others = {"teacher": self.teacher, "reference": recipe.stands_still(own_reference=True) and self._reference}
-        begun = _plain_digest(self.policy.model) if any(others.values()) and begin == "base" else None
-        for setting, other in others.items():
-            if other and other.digest == begun:
+        start = "warm" if self.warm.updates else "base"
+        self._how = how = loop.reference or ReferenceConfig(model=start)
+        _check_compared(loop, recipe, how, start)
+        named = {"reference": how.model if recipe.needs_reference else None, "teacher": loop.teacher}
+        self._others = {
+            setting: _beside(self.policy, name, f"loop.{setting}")
+            for setting, name in named.items()
+            if name is not None and (setting == "teacher" or name not in OWN)
+        }
+        for setting, other in self._others.items() if start == "base" else ():
+            alone = setting == "teacher" or recipe.stands_still(own_reference=True)
+            if alone and other.digest == _plain_digest(self.policy.model):
                 raise UsageError(
                     f"loop.{setting}={other.name} has the same weights as the model that is trained, so nothing would "
                     "be learned from it: name another model"
                 )
-        self._base = None
-        if recipe.needs_reference and self._compared.model == "base":
-            self._base = {name: p.detach().clone() for name, p in trainable(self.policy.model).items()}
+        held = trainable(self.policy.model) if named["reference"] == "base" else {}
+        self._base = {name: p.detach().clone() for name, p in held.items()} or None
 
     def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
         """A fresh trainer of `phase` on the model as it is now. work: a model with the same weights that is trained in
@@ -78,19 +77,19 @@ class Phases:
             **_settings(optimiser),
             ema=optimiser.ema,
             pack=optimiser.pack,
-            reference=self._reference_of(work, ranks) if recipe.needs_reference else None,
-            teacher=self.teacher if recipe.needs_teacher else None,
+            reference=self._reference(work, ranks) if recipe.needs_reference else None,
+            teacher=self._others["teacher"] if recipe.needs_teacher else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             critic_first=self._critic_config.first if recipe.needs_value else 0,
             ranks=ranks,
         )
 
-    def _reference_of(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
+    def _reference(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
         """The reference of a phase that begins. A resumed run makes it too, then loads the weights that it had."""
-        if self._reference is not None:
-            return self._reference
-        how = self._compared
-        return EarlierWeights(work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks)
+        how = self._how
+        return self._others.get("reference") or EarlierWeights(
+            work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks
+        )
 
     @property
     def _critic_config(self) -> CriticConfig:
@@ -114,41 +113,33 @@ class Phases:
         )
 
 
-def check_compared(loop: LoopConfig, recipe: Recipe, *, warm: bool) -> None:
-    """UsageError where the recipe reads a reference or a teacher that the settings don't name, or the settings name one
-    that it doesn't read, or it would do nothing but compare the policy with itself. warm: there is a warm start."""
-    name, reference = recipe.name, loop.reference
-    if recipe.needs_teacher and loop.teacher is None:
+def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
+    """UsageError where the recipe reads a reference or a teacher that no setting names, or a setting names one that it
+    doesn't read, or it would compare the policy with itself alone. start: the moment at which the loop begins."""
+    reference = None if how.model == "none" else how.model
+    # `base` stands in the configurations of earlier runs, whether their recipe reads it or not.
+    unread = loop.reference is not None and (reference not in (None, "base") or how.every is not None)
+    for setting, needs, name, chosen in (
+        ("reference", recipe.needs_reference, reference, unread),
+        ("teacher", recipe.needs_teacher, loop.teacher, loop.teacher is not None),
+    ):
+        if needs and name is None:
+            raise UsageError(
+                f"recipe {recipe.name!r} compares the policy with a {setting}, and loop.{setting} names none: name a "
+                "model with the same tokenizer, or set the KL coefficient (beta) to 0"
+            )
+        if chosen and not needs:
+            raise UsageError(
+                f"recipe {recipe.name!r} reads no {setting}, so loop.{setting}={name} would do nothing: remove it, or "
+                f"add a regulariser {{kind: kl, to: {setting}, beta: ...}}"
+            )
+    if how.model == "warm" != start:
+        raise UsageError("loop.reference=warm is the model after the warm start, and there is none: set it to base")
+    if recipe.stands_still(own_reference=how.model == start):
         raise UsageError(
-            f"recipe {name!r} draws the policy to a teacher, and there is none: set loop.teacher to the folder or the "
-            "hub's name of another model with the same tokenizer"
+            f"recipe {recipe.name!r} compares the policy with itself alone, so its gradient is always 0: set "
+            "loop.reference to another model, or the KL's `to` to teacher, with loop.teacher"
         )
-    if loop.teacher is not None and not recipe.needs_teacher:
-        raise UsageError(
-            f"recipe {name!r} reads no teacher, so loop.teacher={loop.teacher} would do nothing: remove it, choose "
-            "loop.recipe=distill, or add a regulariser {kind: kl, to: teacher, beta: ...}"
-        )
-    if recipe.needs_reference and reference is not None and reference.model == "none":
-        raise UsageError(
-            f"recipe {name!r} reads a reference, which loop.reference=none leaves out: set it to base, warm or a "
-            "model, or set the KL coefficient (beta) to 0"
-        )
-    if reference is not None and not recipe.needs_reference and (reference.every or reference.model not in UNREAD):
-        raise UsageError(
-            f"recipe {name!r} reads no reference, so loop.reference={reference.model} would do nothing: remove it, or "
-            "add a regulariser {kind: kl, beta: ...}"
-        )
-    # With nothing but KLs to its own beginning or to its sampler, the gradient is 0 at the first update and stays 0.
-    own = reference is None or reference.model == ("warm" if warm else "base")
-    if recipe.stands_still(own_reference=own):
-        raise UsageError(
-            f"recipe {name!r} compares the policy with itself alone, so its gradient is always 0: set loop.reference "
-            "to another model, or the KL's `to` to teacher, with loop.teacher"
-        )
-
-
-UNREAD = ("none", "base")
-"""References that a recipe without one may have: `base` stands in the configurations of earlier runs."""
 
 
 def _beside(policy: Policy, name: str, setting: str) -> OtherModel:

@@ -22,7 +22,7 @@ from ...agents.setup.engine_config import (
     refuse_old_kind,
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
-from ..history.loop_config import SECOND, LoopConfig, OptimiserConfig, WarmStartConfig
+from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 
@@ -107,12 +107,11 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
                 f"{both[0]!r} stands in loop.agents, so that `engine` speaks for it, and in players.{name}: an "
                 "agent has one model, so remove it from one of them"
             )
-    learns = next((name for name, player in players.items() if not player.frozen), None)
-    if learns is not None and loop.others:
-        setting, other = next(iter(loop.others.items()))
+    other = loop.teacher or (loop.reference and loop.reference.model)
+    if other not in (None, "none", "base") and not all(player.frozen for player in players.values()):
         raise ValueError(
-            f"loop.{setting}={other} is compared with the model of `engine` alone, and the player {learns} learns too: "
-            f"set players.{learns}.frozen, or remove loop.{setting}"
+            f"loop.teacher and loop.reference compare {other} with the model of `engine` alone, and a player learns "
+            "too: freeze the players, or remove the setting"
         )
     if warm and not all(player.frozen for player in players.values()):
         raise ValueError(
@@ -120,17 +119,6 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
             "imitate first, in a run for each model (loop.agents: its agents, loop.updates: 0, the others frozen), "
             "and name the resulting models as engine.model and players.NAME.engine.model"
         )
-
-
-def check_reference(loop: LoopConfig, *, warm: WarmStartConfig | None) -> None:
-    """ValueError where the recipe's second model is missing, or `loop.reference` names a moment that doesn't come."""
-    if "teacher" in SECOND.get(loop.recipe, ()) and loop.teacher is None and "regulariser" not in loop.changes:
-        raise ValueError(
-            f"recipe {loop.recipe!r} draws the policy to a teacher, and there is none: set loop.teacher to the folder "
-            "or the hub's name of another model with the same tokenizer"
-        )
-    if loop.reference is not None and loop.reference.model == "warm" and (warm is None or not warm.updates):
-        raise ValueError("loop.reference=warm is the model after the warm start, and there is none: set it to base")
 
 
 def check_engine(

@@ -15,17 +15,15 @@ from ...agents.setup.team_config import threads_of
 from ...envs.curriculum import EASY, HARD
 from ...envs.taskset import TASK_FILES
 from ...tapes import Sampling
-from ...tapes.common.hub import model_folder
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
-from ..history.loop_config import LoopConfig, ProcessesConfig, WarmStartConfig
+from ..history.loop_config import SECOND, LoopConfig, ProcessesConfig, WarmStartConfig
 from ..policies.player_config import (
     Players,
     TrainedEngine,
     TrainerConfig,
     check_engine,
     check_players_of,
-    check_reference,
 )
 from ..report.trackers import TrackedConfig
 
@@ -100,7 +98,11 @@ class TrainConfig(Setup, TrackedConfig):
     def _agree(self) -> TrainConfig:
         check_engine(self.engine, self.trainer, self.loop, warm=self.warm)
         check_players_of(self.players, self.loop, warm=self.warm is not None)
-        check_reference(self.loop, warm=self.warm)
+        loop = self.loop
+        if "teacher" in SECOND.get(loop.recipe, ()) and loop.teacher is None and "regulariser" not in loop.changes:
+            raise ValueError(
+                f"recipe {loop.recipe!r} learns from a teacher: set loop.teacher to another model's folder"
+            )
         for name, player in self.players.items():
             if not player.frozen:
                 check_engine(player.engine, player.trainer, self.loop, name)
@@ -112,13 +114,6 @@ class TrainConfig(Setup, TrackedConfig):
         So a wrong setting is answered at once. resume: the runs of `warm` and `curriculum` need not be there any more.
         Raises UsageError, and NoRun where one of these is missing."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
-        others = {setting: model_folder(name) for setting, name in self.loop.others.items()}
-        begun = self.warm is None or not self.warm.updates
-        if begun and "teacher" in others and others["teacher"].samefile(model_folder(str(self.engine.model))):
-            raise UsageError(
-                f"loop.teacher={self.loop.teacher} is the model that is trained, so nothing would be learned from it: "
-                "name another model"
-            )
         files = {"evaluation.tasks": str(self.evaluation.tasks)}
         if self.loop.corpus is not None and not resume:
             files["loop.corpus.path"] = self.loop.corpus.path

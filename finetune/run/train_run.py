@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import JsonValue
+from pydantic import Field, JsonValue
 
 from ...agents.engines.engine import EngineStopped
 from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks
@@ -35,7 +35,7 @@ try:
     import torch
 
     from ...agents.engines.embedded.pretrained import weights_digest
-    from ..history.history import History, Source, compared_with
+    from ..history.history import History, Source
     from ..interchange.corpus import bring_in_corpus, read_corpus
     from ..interchange.story import Story
     from ..loop.loop import check_recipe
@@ -93,10 +93,8 @@ class TrainSummary(Value):
     """The folder with the trained model, in Hugging Face format."""
     report: str
     """A page with all of this, for a browser."""
-    reference: str | None = None
-    """Name and digest of the model that the last update compared the policy with; None: the recipe reads none."""
-    teacher: str | None = None
-    """The same of the teacher."""
+    compared: dict[str, str] = Field(default={})
+    """`reference` and `teacher` -> name and digest of the model, as far as the recipe reads them."""
     advice: tuple[str, ...] = ()
     """What to look at, a sentence each, where training doesn't work."""
 
@@ -339,7 +337,7 @@ class TrainingRun:
             model=_model(history),
             report=str(self.out / REPORT),
             advice=self.advice,
-            **({name: str(other) for name, other in compared_with(history.trainer).items()} if history.trainer else {}),
+            compared={name: str(other) for name, other in (history.trainer.others if history.trainer else {}).items()},
         )
 
     def _player(self, name: str) -> PlayerSummary:

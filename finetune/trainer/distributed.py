@@ -214,8 +214,7 @@ class DistributedTrainer(PolicyTrainer):
         self._member = own = processes.member
         self._number = 0
         self.model, self.recipe, self.ranks = own.model, own.recipe, own.ranks
-        self.reference, self.teacher = own.reference, own.teacher
-        self.lr, self.schedule, self.steps = own.lr, own.schedule, own.steps
+        self.lr, self.schedule, self.steps, self.others = own.lr, own.schedule, own.steps, own.others
 
     def prepare(
         self,
@@ -284,8 +283,7 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def end_update(self) -> None:
-        if self.reference is not None:
-            self._processes.on_all("end_update")
+        self._processes.on_all("end_update")
 
     def state_dict(self) -> TrainerState:
         return cast(TrainerState, self._processes.on_all("state"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +16,6 @@ from torch import Tensor, nn
 from ...agents.engines.embedded.pretrained import weights_digest
 from ..data.stream import BadBatch
 from .ranks import Ranks
-
-
-class ReferenceState(TypedDict):
-    """What a checkpoint holds of a reference."""
-
-    weights: dict[str, Tensor]
-    """Whole, also where they are sharded."""
-    updates: int
-    """Updates of the policy since the reference was made."""
 
 
 class OtherModel:
@@ -37,11 +28,6 @@ class OtherModel:
     def __str__(self) -> str:
         return f"{self.name} sha256:{self.digest}"
 
-    @property
-    def fixed(self) -> bool:
-        """True if it has the same weights in all updates."""
-        return True
-
     def scoring(self) -> AbstractContextManager[nn.Module]:
         """The model to score with, inside."""
         return nullcontext(self.model)
@@ -49,12 +35,17 @@ class OtherModel:
     def end_update(self) -> None:
         """Called after each update of the policy, which doesn't change this model."""
 
-    def state_dict(self) -> ReferenceState | None:
-        """What a checkpoint needs; None where the configuration alone gives the model again."""
-        return None
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"digest": self.digest}
 
-    def load_state_dict(self, state: ReferenceState | None) -> None:
-        """Continues from `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from `state_dict`. BadBatch where it is of another model."""
+        if state["digest"] != self.digest:
+            raise BadBatch(
+                f"the checkpoint was compared with weights of digest {state['digest']}, and here it is {self}: put the "
+                "recorded model back"
+            )
 
 
 class EarlierWeights(OtherModel):
@@ -75,16 +66,9 @@ class EarlierWeights(OtherModel):
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)  # it replaces the parameters, so they are read after it
         self.model, self.name, self.every, self.decay = model, name, every, decay
-        self.updates = 0
-        self._saved = weights is None or every is not None
         self._policy = trainable(model)
-        now = self._policy if weights is None else self.ranks.part(dict(weights), self._policy)
-        self._weights = {key: now[key].detach().clone() for key in self._policy}
-        self._measure()
-
-    @property
-    def fixed(self) -> bool:
-        return self.every is None
+        self._weights = {key: p.detach().clone() for key, p in self._policy.items()}
+        self.load_state_dict({"weights": self._weights if weights is None else weights, "updates": 0})
 
     @contextmanager
     def scoring(self) -> Iterator[nn.Module]:
@@ -103,32 +87,22 @@ class EarlierWeights(OtherModel):
             p.copy_(self._weights[key])
             self._weights[key].copy_(held)
 
-    def _measure(self) -> None:
-        self.digest = weights_digest(self.ranks.whole(self._weights))
-
     @torch.no_grad()
     def end_update(self) -> None:
         self.updates += 1
         if self.every is not None and self.updates % self.every == 0:
             for key, p in self._policy.items():
                 self._weights[key].lerp_(p, 1 - self.decay)
-            self._measure()
+            self.digest = weights_digest(self.ranks.whole(self._weights))
 
-    def state_dict(self) -> ReferenceState | None:
-        return ReferenceState(weights=self.ranks.whole(self._weights), updates=self.updates) if self._saved else None
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.ranks.whole(self._weights), "updates": self.updates}
 
-    def load_state_dict(self, state: ReferenceState | None) -> None:
-        if not self._saved:
-            return
-        if state is None or set(state["weights"]) != set(self._weights):
-            raise BadBatch(
-                f"the checkpoint doesn't have the weights of the reference {self.name!r}: use the same "
-                "`loop.reference` and the same adapters as the run that wrote it"
-            )
-        for key, tensor in self.ranks.part(state["weights"], self._weights).items():
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, tensor in self.ranks.part(dict(state["weights"]), self._weights).items():
             self._weights[key].copy_(tensor)
-        self.updates = state["updates"]
-        self._measure()
+        self.updates: int = state["updates"]
+        self.digest = weights_digest(self.ranks.whole(self._weights))
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

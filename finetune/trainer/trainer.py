@@ -88,14 +88,18 @@ class Trainer(PolicyTrainer):
         self.lr = lr
         self.grad_clip = grad_clip
         self.schedule = schedule or Schedule()
-        self.reference = OtherModel(reference) if isinstance(reference, nn.Module) else reference
-        self.teacher = OtherModel(teacher) if isinstance(teacher, nn.Module) else teacher
+        others = {"reference": reference, "teacher": teacher}
+        self.others = {
+            name: OtherModel(one) if isinstance(one, nn.Module) else one
+            for name, one in others.items()
+            if one is not None
+        }
         self.critic = critic
         self.critic_first = critic_first
         self.ema = ema
         self.autocast = autocast
         self.ranks = ranks or Ranks()
-        for one in (model, *(other.model for other in (self.reference, self.teacher) if other is not None)):
+        for one in (model, *(other.model for other in self.others.values())):
             self.ranks.shard(one)
         self.micro_tokens = micro_tokens
         self.pack = packs(model) if pack is None else pack
@@ -134,10 +138,10 @@ class Trainer(PolicyTrainer):
     ) -> Prepared:
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
-        if recipe.needs_reference and self.reference is not None:
-            stream = stream.having(ref=self._scored_by(self.reference, rows))
-        if recipe.needs_teacher and self.teacher is not None:
-            stream = stream.having(teacher=self._scored_by(self.teacher, rows))
+        if recipe.needs_reference:
+            stream = stream.having(ref=self._scored_by("reference", rows))
+        if recipe.needs_teacher:
+            stream = stream.having(teacher=self._scored_by("teacher", rows))
         if self.critic is not None:
             stream = self.critic.valued(rows, stream, ends=recipe.bootstraps)
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
@@ -166,8 +170,8 @@ class Trainer(PolicyTrainer):
         batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
         return rows, batch.part(add_up=self.ranks.add_up)
 
-    def _scored_by(self, other: OtherModel, rows: Sequence[Row]) -> Tensor:
-        with other.scoring() as model:
+    def _scored_by(self, other: str, rows: Sequence[Row]) -> Tensor:
+        with self.others[other].scoring() as model:
             return self._score(model, rows).logprob
 
     def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
@@ -436,8 +440,8 @@ class Trainer(PolicyTrainer):
                     self.betas[i] = term.adaptive.next(self.betas[i], kl / n, int(episodes))
 
     def end_update(self) -> None:
-        if self.reference is not None:
-            self.reference.end_update()
+        for other in self.others.values():
+            other.end_update()
 
     def state_dict(self) -> TrainerState:
         moments = self.moments
@@ -449,7 +453,7 @@ class Trainer(PolicyTrainer):
             moments=[moments.n, moments.mean, moments.m2],
             averaged=dict(self.averaged),
             critic=self.critic.state_dict() if self.critic else None,
-            reference=self.reference.state_dict() if self.reference else None,
+            others={name: other.state_dict() for name, other in self.others.items()},
         )
         return self.ranks.whole(state)
 
@@ -468,5 +472,5 @@ class Trainer(PolicyTrainer):
         if self.critic is not None:
             assert state["critic"] is not None
             self.critic.load_state_dict(state["critic"])
-        if self.reference is not None:
-            self.reference.load_state_dict(state.get("reference"))
+        for name, its in state.get("others", {}).items():
+            self.others[name].load_state_dict(its)

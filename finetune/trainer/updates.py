@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -17,7 +17,7 @@ from ..objective.loss import Batch, Part
 from ..objective.recipe import Recipe
 from .critic import CriticState
 from .ranks import Ranks
-from .reference import OtherModel, ReferenceState
+from .reference import OtherModel
 from .schedule import Schedule
 
 
@@ -31,8 +31,8 @@ class TrainerState(TypedDict):
     moments: list[float]
     averaged: dict[str, Tensor]
     critic: CriticState | None
-    reference: NotRequired[ReferenceState | None]
-    """Absent in a checkpoint of an earlier version."""
+    others: NotRequired[dict[str, dict[str, Any]]]
+    """Of the reference and the teacher. Absent in a checkpoint of an earlier version."""
 
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
@@ -157,8 +157,8 @@ class PolicyTrainer(ABC):
     model: nn.Module
     recipe: Recipe
     ranks: Ranks
-    reference: OtherModel | None
-    teacher: OtherModel | None
+    others: Mapping[str, OtherModel]
+    """`reference` and `teacher`, as far as there are any."""
     lr: float
     schedule: Schedule
     steps: int

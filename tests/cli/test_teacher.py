@@ -67,8 +67,8 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
     out = tmp_path / "run"
     more = ("loop.recipe=distill", f"loop.teacher={teacher}", "loop.updates=24", "loop.groups=4")
     summary = answer_of(capsys, *words(model, out, *more))
-    assert summary["teacher"].startswith(f"{teacher} sha256:")
-    assert summary["reference"] is None
+    assert list(summary["compared"]) == ["teacher"]
+    assert summary["compared"]["teacher"].startswith(f"{teacher} sha256:")
     prompts = {tuple(tape.calls[0].prompt or ()) for tape in tapes_of(out)}
 
     def distance(student: str) -> float:
@@ -89,8 +89,8 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("loop.recipe=distill",), "there is none: set loop.teacher"),
-        (("loop.recipe=distill", "loop.teacher={model}"), "is the model that is trained"),
+        (("loop.recipe=distill",), "set loop.teacher to another model's folder"),
+        (("loop.recipe=distill", "loop.teacher={model}"), "has the same weights as the model that is trained"),
         (("loop.recipe=distill", "loop.teacher={copy}"), "has the same weights as the model that is trained"),
         (("loop.recipe=distill", "loop.teacher={copy}", "trainer.lora.rank=2"), "has the same weights"),
         (("loop.recipe=distill", "loop.teacher={other}"), "token 'x' is"),
@@ -98,7 +98,7 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
         (("loop.teacher={teacher}",), "reads no teacher, so loop.teacher"),
         (("loop.reference={teacher}",), "reads no reference, so loop.reference"),
         (("loop.reference=warm", KL), "the model after the warm start, and there is none"),
-        (("loop.reference=none", KL), "reads a reference, which loop.reference=none leaves out"),
+        (("loop.reference=none", KL), "with a reference, and loop.reference names none"),
         (("loop.reference={other}", KL), "token 'x' is"),
         (
             ("loop.recipe=distill", 'loop.changes={"regulariser": [{"kind": "kl", "beta": 1.0}]}'),
@@ -112,8 +112,8 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
             ),
             "loop.reference={copy} has the same weights",
         ),
-        (('loop.reference={{"model": "{teacher}", "every": 2}}', KL), "isn't the policy at another moment"),
-        (('loop.reference={{"model": "base", "decay": 0.5}}', KL), "set `every`"),
+        (('loop.reference={{"model": "{teacher}", "every": 2}}', KL), "only base and warm are refreshed"),
+        (('loop.reference={{"model": "base", "decay": 0.5}}', KL), "set both or neither"),
     ],
 )
 def test_a_comparison_that_can_t_teach_is_refused_before_anything_is_written(
@@ -149,7 +149,7 @@ def test_a_killed_run_compares_with_the_same_model_as_one_that_was_never_stopped
     two = answer_of(capsys, *line, "--resume")
     assert digests(cut) == digests(whole)
     assert len(set(digests(whole))) == 5
-    assert (one["reference"], one["teacher"]) == (two["reference"], two["teacher"])
+    assert one["compared"] == two["compared"]
     assert answer_of(capsys, "reproduce", str(cut))["outcome"] == "verified"
 
 
