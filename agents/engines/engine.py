@@ -194,6 +194,20 @@ class ChangingEngine(Protocol):
 
 
 @runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that computes log-probs of given tokens, so that its model can be a teacher (`loop.teacher`)."""
+
+    async def score(self, ids: Sequence[int]) -> array[float]:
+        """log softmax(logits) of each of `ids[1:]` after all ids before it: len(ids) - 1 values (float32, nats), at
+        temperature 1. Called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
+        ...
+
+    async def close(self) -> None:
+        """As `Engine.close`."""
+        ...
+
+
+@runtime_checkable
 class TrainableEngine(MeasuredEngine, ChangingEngine, Protocol):
     """An engine whose weights can be replaced while it samples: all that the training loop needs.
 
@@ -302,9 +316,10 @@ MEMBERS: dict[type, tuple[str, ...]] = {
     Engine: ("name", "renderer", "context", "complete", "forget", "close"),
     TrainableEngine: ("stats", "version", "changing", "sync_weights"),
     SleepingEngine: ("sleep", "wake"),
+    ScoringEngine: ("score", "close"),
 }
 """Protocol -> the members that it adds to the protocols above it."""
-METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake")
+METHODS = ("complete", "forget", "close", "score", "sync_weights", "sleep", "wake")
 
 
 def missing_members(engine: object, protocol: type = Engine) -> list[str]:

@@ -57,6 +57,8 @@ class Row:
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(tokens, ids) of each call: the distribution of its first so many tokens lacks these ids. Empty: of none."""
+    teacher: NDArray[np.float32] | None = None
+    """(n,) log-prob under a teacher behind an engine; None: not asked."""
     episode: str = ""
     """Name of the `Episode` whose reward trains the tokens; empty: the tape's own episode."""
 

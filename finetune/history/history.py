@@ -40,6 +40,7 @@ from ..trainer.checkpoint import (
     save_checkpoint,
     weights_digest,
 )
+from ..trainer.reference import ServedTeacher
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
@@ -152,10 +153,11 @@ class History:
 
         batch = self.batch(plan, noting)
         trainer = self.enter(plan.phase)
+        given = self.taught_rows(plan, batch)
         compared = {name: str(other) for name, other in trainer.others.items()}  # as they are before the update
         steps = list(
             trainer.updates(
-                batch.rows,
+                given,
                 batch.episodes,
                 epochs=plan.epochs,
                 minibatches=plan.minibatches,
@@ -179,6 +181,21 @@ class History:
             uses[0].info["mismatch"] = known(stats.mismatch)
         self.taught.update(taught_by(uses))
         return stats, uses
+
+    def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
+        """The rows of the plan's update, with what a teacher behind an engine says of them. A recorded update has it in
+        the run: BrokenHistory where it is gone."""
+        teacher = self.enter(plan.phase).others.get("teacher")
+        if not isinstance(teacher, ServedTeacher) or not batch.rows:
+            return batch.rows
+        recorded = isinstance(plan, UpdateInfo)
+        try:
+            given, path = teacher.said(batch.rows, self.store.path / "teacher", ask=not recorded)
+        except FileNotFoundError as error:
+            raise BrokenHistory(f"update {self.updates} lacks what its teacher said: {error}") from error
+        if not recorded:
+            self.store.record_files(path)
+        return given
 
     def _use(self, plan: Plan, batch: Batch, epoch: int, steps: list[UpdateStats]) -> Use:
         stats = together(steps)

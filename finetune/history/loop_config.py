@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ...agents.episode.limits import Limits
+from ...agents.setup.engine_config import CustomConfig, ServerConfig
 from ...agents.setup.setup import DatasetConfig
 from ...tapes.common.config import Config
 from ...tapes.records import Sampling
@@ -210,8 +211,9 @@ class LoopConfig(RecipeConfig):
     reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
     """The model that a KL to the reference compares the policy with: `base`, `warm`, `none`, or a folder or name of the
     hub; {model: warm, every: 10} refreshes it. None: `warm` where there is a warm start, else `base`."""
-    teacher: str | None = None
-    """The model that a KL to the teacher draws the policy to: a folder, or a name of the hub."""
+    teacher: str | ServerConfig | CustomConfig | None = None
+    """The model that a KL to the teacher draws the policy to: a folder, or a name of the hub; or an engine that scores
+    tokens, as {model: DIR, urls: [http://...]} of vLLM servers, or of kind `module:name`."""
     critic: CriticConfig | None = None
     """None: a critic with the defaults if the recipe takes values, otherwise no critic."""
     sampling: Sampling = Sampling()

@@ -19,7 +19,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -231,6 +231,7 @@ class _Bench:
             own = history.enter(plan.phase)
             assert isinstance(own, Trainer), "a rebuilt history trains in this process alone"
             batch = history.batch(plan, as_read(history, plan))
+            batch = replace(batch, rows=list(history.taught_rows(plan, batch)))
             trials = [self._trial(name, recipe, own, batch, plan) for name, recipe in self.recipes]
         single = len(epochs) == 1 and plan.minibatches == 1
         first = trials[0]

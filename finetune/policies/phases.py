@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
-from ...agents.engines.embedded.pretrained import load_pretrained, placed, weights_digest
+from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer, placed, weights_digest
+from ...agents.engines.engine import EngineError, ScoringEngine
+from ...agents.setup.engine_config import CustomConfig, ServerConfig, connect_to
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
+from ..data.rows import Row
 from ..history.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig, ReferenceConfig, WarmStartConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
 from ..trainer.ranks import Ranks
-from ..trainer.reference import EarlierWeights, OtherModel, trainable
+from ..trainer.reference import EarlierWeights, OtherModel, ServedTeacher, trainable
 from ..trainer.trainer import Trainer
 from .policy import Policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
@@ -50,11 +62,21 @@ class Phases:
         self._how = how = loop.reference or ReferenceConfig(model=start)
         _check_compared(loop, recipe, how, start)
         named = {"reference": how.model if recipe.needs_reference else None, "teacher": loop.teacher}
-        self._others = {
-            setting: _beside(self.policy, name, f"loop.{setting}")
-            for setting, name in named.items()
-            if name is not None and (setting == "teacher" or name not in OWN)
-        }
+        self._others: dict[str, OtherModel] = {}
+        for setting, name in named.items():
+            if isinstance(name, str) and (setting == "teacher" or name not in OWN):
+                self._others[setting] = _beside(self.policy, name, f"loop.{setting}")
+            elif name is not None and not isinstance(name, str):
+                self._others[setting] = _served(self.policy, name)
+                sampling = loop.sampling
+                if recipe.score.temperature == "recorded" and {sampling.temperature, sampling.first_temperature} - {
+                    1.0,
+                    None,
+                }:
+                    raise UsageError(
+                        f"a teacher behind an engine scores at temperature 1, and recipe {recipe.name!r} at that of "
+                        "loop.sampling: set loop.sampling.temperature=1, or loop.teacher to a model's folder"
+                    )
         for setting, other in self._others.items() if start == "base" else ():
             alone = setting == "teacher" or recipe.stands_still(own_reference=True)
             if alone and other.digest == _plain_digest(self.policy.model):
@@ -148,15 +170,49 @@ def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
     base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
     dtype: Any = str(base.dtype).removeprefix("torch.")
     found = load_pretrained(name, dtype=dtype, attention=base.config._attn_implementation)
-    ours, theirs = policy.tokenizer.get_vocab(), found.tokenizer.get_vocab()
+    _check_tokens(policy, found.tokenizer, f"{setting}={name}")
+    return OtherModel(placed(found.model, weights.device), name)
+
+
+def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:
+    """The teacher behind that engine, which is made and closed for each batch. UsageError where its tokens differ."""
+    if isinstance(config, ServerConfig) and not config.urls:
+        raise UsageError("loop.teacher.urls is empty: start the teacher's server (`tapereel serve model`) and name it")
+    if config.model is not None:
+        _check_tokens(policy, load_tokenizer(config.model), f"loop.teacher.model={config.model}")
+
+    async def score(rows: Sequence[Row]) -> list[array[float]]:
+        made = await connect_to(config) if isinstance(config, ServerConfig) else config.make(ScoringEngine, "A teacher")
+        engine = cast(ScoringEngine, made)
+        try:
+            found = await asyncio.gather(*(engine.score(row.input_ids.tolist()) for row in rows))
+        finally:
+            await engine.close()
+        for row, values in zip(rows, found, strict=True):
+            if len(values) != len(row) - 1 or not np.isfinite(values).all():
+                raise EngineError(
+                    f"{config.kind} scored {len(row)} tokens of tape {row.tape} with {len(values)} log-probs, or one "
+                    "isn't finite: `score` gives one for each token but the first"
+                )
+        return found
+
+    def ask(rows: Sequence[Row]) -> NDArray[np.float32]:
+        found = zip(rows, run_async(score(rows)), strict=True)
+        return np.concatenate([np.asarray(values, np.float32)[row.own - 1] for row, values in found])
+
+    return ServedTeacher(f"{config.kind}:{config.model}", ask)
+
+
+def _check_tokens(policy: Policy, tokenizer: PreTrainedTokenizerFast, named: str) -> None:
+    """UsageError where a token has another id than for the policy."""
+    ours, theirs = policy.tokenizer.get_vocab(), tokenizer.get_vocab()
     if ours != theirs:
         token = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")
         raise UsageError(
-            f"{setting}={name} has another tokenizer than the model that is trained ({policy.tokenizer.name_or_path}): "
+            f"{named} has another tokenizer than the model that is trained ({policy.tokenizer.name_or_path}): "
             f"token {token!r} is {theirs.get(token)} there and {ours.get(token)} here, so its log-probs would be of "
             "other text. Name a model with the same tokenizer"
         )
-    return OtherModel(placed(found.model, weights.device), name)
 
 
 def _plain_digest(model: nn.Module) -> str:

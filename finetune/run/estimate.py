@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.profiles import shape_of
-from ..history.loop_config import SECOND
+from ..history.loop_config import OWN, SECOND
 from .train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
@@ -45,10 +45,15 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     embedded, measures = isinstance(settings, EmbeddedConfig), evaluation.tasks is not None or evaluation.fraction > 0
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
+    kls = [one for name in ("regulariser", "shape") for one in loop.changes.get(name, ())]
+    reads = "reference" in second or any("kl" in one["kind"] and one.get("to") in (None, "reference") for one in kls)
+    apart_from = loop.reference.model if loop.reference is not None and loop.reference.model not in OWN else None
+    reference, teacher = (shape_of(name) if isinstance(name, str) else None for name in (apart_from, loop.teacher))
     fixed = {
         "weights": model,
         "optimiser": trained * WIDE * (3 if loop.optimiser.ema else 2),
-        "reference": model if "reference" in second and lora is None else 0,
+        "reference": (reference.parameters * own if reference is not None else trained * WIDE) if reads else 0,
+        "teacher": teacher.parameters * own if teacher is not None else 0,
         "critic": (shape.body + output) * 4 * WIDE if "critic" in second and body else 0,
         **(engine if embedded else {}),
         "engine of the evaluation": sum(engine.values()) if apart else 0,

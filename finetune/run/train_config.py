@@ -103,6 +103,8 @@ class TrainConfig(Setup, TrackedConfig):
             raise ValueError(
                 f"recipe {loop.recipe!r} learns from a teacher: set loop.teacher to another model's folder"
             )
+        if getattr(loop.teacher, "model", loop.teacher) == self.engine.model and not (self.warm and self.warm.updates):
+            raise ValueError(f"loop.teacher={self.engine.model} is the model that is trained: name another model")
         for name, player in self.players.items():
             if not player.frozen:
                 check_engine(player.engine, player.trainer, self.loop, name)

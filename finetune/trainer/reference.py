@@ -6,14 +6,20 @@ the policy's while it scores, so full weights, adapters and shards are one case.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from ...agents.engines.embedded.pretrained import weights_digest
+from ...tapes.store.disk import REAL, put_file, read_file
+from ..data.rows import Row
 from ..data.stream import BadBatch
 from .ranks import Ranks
 
@@ -28,9 +34,9 @@ class OtherModel:
     def __str__(self) -> str:
         return f"{self.name} sha256:{self.digest}"
 
-    def scoring(self) -> AbstractContextManager[nn.Module]:
-        """The model to score with, inside."""
-        return nullcontext(self.model)
+    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
+        """(T,) log-probs of the own tokens of `rows`; `score` gives those of a model."""
+        return score(self.model)
 
     def end_update(self) -> None:
         """Called after each update of the policy, which doesn't change this model."""
@@ -46,6 +52,40 @@ class OtherModel:
                 f"the checkpoint was compared with weights of digest {state['digest']}, and here it is {self}: put the "
                 "recorded model back"
             )
+
+
+class ServedTeacher(OtherModel):
+    """A teacher behind an engine. The run records what it says, so that no update asks it twice."""
+
+    def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
+        """ask: from rows to the log-probs of their own tokens, at temperature 1; it may block."""
+        self.model, self.name, self.ask = nn.Module(), name, ask
+        self.digest = ""
+        """Of what it said last."""
+
+    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(_known(row.teacher) for row in rows)]))
+
+    def said(self, rows: Sequence[Row], folder: Path, *, ask: bool) -> tuple[list[Row], Path]:
+        """(the rows with its log-probs, their file in `folder`, which is named by the rows' tokens). Where there is no
+        file, it is asked and the file written. ask: False, where it must be there: OSError without it."""
+        tokens = hashlib.sha256(b"".join(part.tobytes() for row in rows for part in (row.input_ids, row.own)))
+        path = folder / f"{tokens.hexdigest()[:32]}.f32"
+        if ask and not path.exists():
+            folder.mkdir(exist_ok=True)
+            put_file(REAL, path, self.ask(rows).tobytes())
+        data = read_file(path)
+        self.digest = hashlib.sha256(data).hexdigest()
+        cuts = np.cumsum([0, *(len(row.own) for row in rows)])
+        values = np.frombuffer(data, np.float32)
+        given = [replace(row, teacher=values[cuts[k] : cuts[k + 1]]) for k, row in enumerate(rows)]
+        return given, path
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """It has no state: its numbers are in the run."""
 
 
 class EarlierWeights(OtherModel):
@@ -70,11 +110,10 @@ class EarlierWeights(OtherModel):
         self._weights = {key: p.detach().clone() for key, p in self._policy.items()}
         self.load_state_dict({"weights": self._weights if weights is None else weights, "updates": 0})
 
-    @contextmanager
-    def scoring(self) -> Iterator[nn.Module]:
+    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         self._exchange()
         try:
-            yield self.model
+            return score(self.model)
         finally:
             self._exchange()
 
@@ -103,6 +142,12 @@ class EarlierWeights(OtherModel):
             self._weights[key].copy_(tensor)
         self.updates: int = state["updates"]
         self.digest = weights_digest(self.ranks.whole(self._weights))
+
+
+def _known(column: NDArray[np.float32] | None) -> NDArray[np.float32]:
+    if column is None:
+        raise BadBatch("a row lacks what the teacher behind an engine said of it: `History.taught_rows` brings it")
+    return column
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

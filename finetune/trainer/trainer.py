@@ -100,7 +100,8 @@ class Trainer(PolicyTrainer):
         self.autocast = autocast
         self.ranks = ranks or Ranks()
         for one in (model, *(other.model for other in self.others.values())):
-            self.ranks.shard(one)
+            if next(one.parameters(), None) is not None:  # a teacher behind an engine has none
+                self.ranks.shard(one)
         self.micro_tokens = micro_tokens
         self.pack = packs(model) if pack is None else pack
         self.moments = Moments()
@@ -171,8 +172,7 @@ class Trainer(PolicyTrainer):
         return rows, batch.part(add_up=self.ranks.add_up)
 
     def _scored_by(self, other: str, rows: Sequence[Row]) -> Tensor:
-        with self.others[other].scoring() as model:
-            return self._score(model, rows).logprob
+        return self.others[other].logprobs(rows, lambda model: self._score(model, rows).logprob)
 
     def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
         with casting(self.model, self.autocast):

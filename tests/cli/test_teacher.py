@@ -4,18 +4,21 @@ kill and in `reproduce`."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tapereel.agents.engines.embedded.embedded_server import EngineServer
 from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.cli import main
 from tapereel.tapes.store.run_directory import read_metrics
 from tapereel.tapes.store.store import Store
 
+from ..finetune.loop.hosting import in_thread
 from .lab import DEADLY, SCENE, answer_of, killed, refusal_of, settings, tapes_of
 
 FEW = (
@@ -90,7 +93,7 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
     ("more", "says"),
     [
         (("loop.recipe=distill",), "set loop.teacher to another model's folder"),
-        (("loop.recipe=distill", "loop.teacher={model}"), "has the same weights as the model that is trained"),
+        (("loop.recipe=distill", "loop.teacher={model}"), "is the model that is trained: name another model"),
         (("loop.recipe=distill", "loop.teacher={copy}"), "has the same weights as the model that is trained"),
         (("loop.recipe=distill", "loop.teacher={copy}", "trainer.lora.rank=2"), "has the same weights"),
         (("loop.recipe=distill", "loop.teacher={other}"), "token 'x' is"),
@@ -166,3 +169,52 @@ def test_resume_refuses_another_teacher(model: str, teacher: str, tmp_path: Path
     assert (found["outcome"], found["difference"]["field"]) == ("diverged", "teacher")
     shutil.rmtree(folder)
     assert answer_of(capsys, "reproduce", str(out), code=2)["outcome"] == "unverifiable"
+
+
+@pytest.fixture
+def server(teacher: str) -> Iterator[str]:
+    """The address of a server of the teacher."""
+    with in_thread(EngineServer(load_pretrained(teacher).model, "micro").serving) as served:
+        yield served.url
+
+
+def test_a_teacher_behind_a_server_teaches_as_in_this_process_and_is_asked_once(
+    model: str, teacher: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    kl = 'loop.changes={"regulariser": [{"kind": "kl", "to": "teacher", "beta": 1.0}, {"kind": "kl", "beta": 0.1}]}'
+    served = f'loop.teacher={{"urls": ["{server}"], "model": "{teacher}"}}'
+    near, far = tmp_path / "near", tmp_path / "far"
+    answer_of(capsys, *words(model, near, kl, f"loop.teacher={teacher}"))
+    killed(3 * 2 * 8 + 5, *words(model, far, kl, served, scene=DEADLY))
+    summary = answer_of(capsys, *words(model, far, kl, served, scene=DEADLY), "--resume")
+    assert summary["compared"]["teacher"].startswith(f"vllm:{teacher} sha256:")
+    said = sorted((far / "teacher").iterdir())
+    assert len(said) == 4
+    here, there = (read_metrics(run / "metrics.jsonl") for run in (near, far))
+    for one, two in zip(here, there, strict=True):
+        assert two["kl/teacher/k3"] == pytest.approx(one["kl/teacher/k3"], rel=1e-3, abs=1e-6)
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-3, abs=1e-6)
+        assert two["kl/reference/k3"] == pytest.approx(one["kl/reference/k3"], rel=1e-2, abs=1e-6)
+
+
+def test_what_a_served_teacher_said_is_all_that_reproduce_needs(
+    model: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "run"
+    with in_thread(EngineServer(load_pretrained(teacher).model, "micro").serving) as served:
+        more = f'loop.teacher={{"urls": ["{served.url}"], "model": "{teacher}"}}'
+        assert main([*words(model, out, "loop.recipe=distill", more)]) == 0
+    capsys.readouterr()
+    assert answer_of(capsys, "reproduce", str(out))["outcome"] == "verified"
+    assert main(["verify", str(out)]) == 0
+    (first, *_) = sorted((out / "teacher").iterdir())
+    kept = first.read_bytes()
+    first.write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
+    capsys.readouterr()
+    assert main(["verify", str(out)]) != 0
+    assert first.name in "".join(capsys.readouterr())
+    found = answer_of(capsys, "reproduce", str(out), code=1)
+    assert (found["outcome"], found["difference"]["field"]) == ("diverged", "teacher")
+    first.unlink()
+    found = answer_of(capsys, "reproduce", str(out), code=2)
+    assert (found["outcome"], "lacks what its teacher said" in found["reason"]) == ("unverifiable", True)

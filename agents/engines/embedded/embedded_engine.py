@@ -15,15 +15,16 @@ from __future__ import annotations
 import asyncio
 import copy as copying
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ....tapes.arrays import ints
 from ....tapes.errors import MissingExtra
-from ....tapes.records import Usage
+from ....tapes.records import Sampling, Usage
 from ..engine import Completion, EngineError, Finish, Listener, PromptTooLong, PublishMode, Request, one_temperature
 
 try:
@@ -161,6 +162,12 @@ class EmbeddedEngine:
             raise
         finally:
             self._heard.discard(flight)
+
+    async def score(self, ids: Sequence[int]) -> array[float]:
+        """As `ScoringEngine.score`: one plain forward of the weights that sample."""
+        self._check_loop()
+        self._generation(Request(messages=(), prompt=array("i", ids), sampling=Sampling(), seed=0))  # checks the length
+        return array("f", self._decoder.score(ids).tolist())
 
     def forget(self, cache_key: str) -> None:
         """Drop the KV parked under `cache_key`. A request in flight with that key doesn't park its KV either."""

@@ -103,6 +103,7 @@ class EngineServer(HttpService):
         does: dict[str, Callable[[web.Request], Any]] = {
             "/inference/v1/generate": self._generate,
             "/inference/v1/abort_requests": self._abort,
+            "/v1/completions": self._score,
             "/pause": self._pause,
             "/collective_rpc": self._reload,
             "/reset_prefix_cache": self._reset,
@@ -209,6 +210,13 @@ class EngineServer(HttpService):
             logits = self._model(input_ids=whole, use_cache=False).logits[0, len(asked.prompt) - 1 : -1].float()
             values, ids = (logits / (asked.sampling.temperature or 1.0)).log_softmax(-1).topk(min(n, logits.shape[-1]))
         return [list(zip(at, value, strict=True)) for at, value in zip(ids.tolist(), values.tolist(), strict=True)]
+
+    async def _score(self, request: web.Request) -> Any:
+        """The log-probs of a prompt; nothing is sampled."""
+        ids = request[BODY].get("prompt")
+        self._request({**request[BODY], "token_ids": ids, "sampling_params": {}}, lambda _: None)
+        values = zip(ids[1:], await self.engine.score(ids), strict=True)
+        return {"choices": [{"prompt_logprobs": [None, *({str(id): {"logprob": value}} for id, value in values)]}]}
 
     async def _abort(self, request: web.Request) -> Any:
         for name in request[BODY].get("request_ids") or list(self._under_way):

@@ -11,7 +11,7 @@ The cache supports full-attention decoders whose cached forward equals their pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,6 +173,13 @@ class SlotDecoder:
             logits_to_keep=1,
         )
         return out.logits[:, -1].float()
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int]) -> Tensor:
+        """(n - 1,) float32 log-probs of `ids[1:]`, by a plain forward without cached KV."""
+        at = torch.tensor(list(ids), device=self.device)
+        logits = self.model(input_ids=at[None], use_cache=False).logits[0, :-1].float()
+        return logits.gather(1, at[1:, None])[:, 0] - logits.logsumexp(-1)
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the KV of the first `length` tokens from one slot to another."""

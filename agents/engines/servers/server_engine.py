@@ -16,6 +16,7 @@ import shutil
 import tempfile
 import time
 import uuid
+from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ....tapes.common.text import logger
+from ....tapes.records import Sampling
 from ..engine import (
     Completion,
     EngineError,
@@ -45,6 +47,7 @@ from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness
 from .server_config import ServerSettings
+from .vllm import SCORING_ROUTE, scored, scoring
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -206,6 +209,13 @@ class RemoteEngine:
                 self.stats.failed += 1
                 self._note(error, flight.server, request)
                 raise
+
+    async def score(self, ids: Sequence[int]) -> array[float]:
+        """As `ScoringEngine.score`, by vLLM's log-probs of a prompt."""
+        tokens = [int(id) for id in ids]
+        self._check(Request(messages=(), prompt=array("i", tokens), sampling=Sampling(max_tokens=1), seed=0))
+        server = self._wellness.best(self._servers)
+        return scored(await server.post(SCORING_ROUTE, scoring(self.capabilities.model, tokens)), tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
         """Record a failed request. Raises PromptTooLong for an error that reports a prompt too long for the model.

@@ -10,11 +10,12 @@ generation_config.json would otherwise set the missing ones.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from ..engine import Request
-from ..transport.wire import Json, Sampled, field, openai_messages, reader, sampled
+from ..transport.wire import Json, Sampled, checked_logprob, field, openai_messages, reader, sampled
 
 _Said = dict[str, Any]
 
@@ -38,6 +39,22 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
         **({"ignore_eos": True} if sampling.ignore_eos else {}),
         **sampling.extra,
     }
+
+
+SCORING_ROUTE = "/v1/completions"
+"""The route that gives log-probs of a prompt: every vLLM has it."""
+
+
+def scoring(model: str, ids: Sequence[int]) -> Json:
+    """The body of a request for the log-probs of `ids`, at temperature 1. vLLM samples a token too, at the least."""
+    return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+
+
+@reader
+def scored(answer: object, ids: Sequence[int]) -> array[float]:
+    """The log-probs of `ids[1:]` in the answer. BadAnswer where they are missing, or of other ids."""
+    found = field(answer, "choices", 0, "prompt_logprobs")
+    return array("f", [checked_logprob(field(found, k, str(ids[k]), "logprob"), k) for k in range(1, len(ids))])
 
 
 class _VLLM:

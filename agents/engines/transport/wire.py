@@ -146,7 +146,7 @@ def sampled(
         )
     return Sampled(
         ids=checked_ids(ids, "answer"),
-        logprobs=array("f", [_logprob(value, k) for k, value in enumerate(logprobs)]),
+        logprobs=array("f", [checked_logprob(value, k) for k, value in enumerate(logprobs)]),
         spans=_spans(versions, len(ids)),
         finish=_finish(finish),
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
@@ -179,7 +179,7 @@ def checked_ids(values: Sequence[object], where: str) -> array[int]:
     return array("i", cast("Sequence[int]", values))
 
 
-def _logprob(value: Any, k: int) -> float:
+def checked_logprob(value: Any, k: int) -> float:
     """Return the log-prob at position `k` in nats, at most 0. Raises BadAnswer for NaN and out-of-range values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
