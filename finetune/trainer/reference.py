@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 import torch
@@ -41,11 +41,11 @@ class OtherModel:
     def end_update(self) -> None:
         """Called after each update of the policy, which doesn't change this model."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """What a checkpoint holds of it."""
         return {"digest": self.digest}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continues from `state_dict`. BadBatch where it is of another model."""
         if state["digest"] != self.digest:
             raise BadBatch(
@@ -81,10 +81,10 @@ class ServedTeacher(OtherModel):
         given = [replace(row, teacher=values[cuts[k] : cuts[k + 1]]) for k, row in enumerate(rows)]
         return given, path
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """It has no state: its numbers are in the run."""
 
 
@@ -134,13 +134,14 @@ class EarlierWeights(OtherModel):
                 self._weights[key].lerp_(p, 1 - self.decay)
             self.digest = weights_digest(self.ranks.whole(self._weights))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"weights": self.ranks.whole(self._weights), "updates": self.updates}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for key, tensor in self.ranks.part(dict(state["weights"]), self._weights).items():
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        weights = dict(cast("Mapping[str, Tensor]", state["weights"]))
+        for key, tensor in self.ranks.part(weights, self._weights).items():
             self._weights[key].copy_(tensor)
-        self.updates: int = state["updates"]
+        self.updates = cast(int, state["updates"])
         self.digest = weights_digest(self.ranks.whole(self._weights))
 
 

@@ -31,7 +31,7 @@ class TrainerState(TypedDict):
     moments: list[float]
     averaged: dict[str, Tensor]
     critic: CriticState | None
-    others: NotRequired[dict[str, dict[str, Any]]]
+    others: NotRequired[dict[str, dict[str, object]]]
     """Of the reference and the teacher. Absent in a checkpoint of an earlier version."""
 
 

@@ -179,7 +179,7 @@ def checked_ids(values: Sequence[object], where: str) -> array[int]:
     return array("i", cast("Sequence[int]", values))
 
 
-def checked_logprob(value: Any, k: int) -> float:
+def checked_logprob(value: object, k: int) -> float:
     """Return the log-prob at position `k` in nats, at most 0. Raises BadAnswer for NaN and out-of-range values."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
