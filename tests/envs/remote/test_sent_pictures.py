@@ -101,7 +101,7 @@ CONTENT: dict[str, Any] = SENT.content
 PNG = base64.b64decode(DATA)
 BAD: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "no file": (CONTENT, {}),
-    "bytes of another picture": (CONTENT, {NAME: base64.b64encode(b"x" + PNG).decode()}),
+    "bytes of another picture": (CONTENT, {NAME: base64.b64encode(Picture.of(square(2)).data or b"").decode()}),
     "no base64": (CONTENT, {NAME: "###"}),
     "another size": ({**CONTENT, "picture": {**CONTENT["picture"], "width": 41}}, {NAME: DATA}),
     "an unknown file": ({**CONTENT, "picture": {**CONTENT["picture"], "media": f"media:{'0' * 64}.png"}}, {NAME: DATA}),
