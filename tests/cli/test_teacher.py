@@ -19,7 +19,7 @@ from tapereel.tapes.store.run_directory import read_metrics
 from tapereel.tapes.store.store import Store
 
 from ..finetune.loop.hosting import in_thread
-from .lab import DEADLY, SCENE, answer_of, killed, refusal_of, settings, tapes_of
+from .lab import DEADLY, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of
 
 FEW = (
     "loop.groups=2",
@@ -130,6 +130,7 @@ def test_a_comparison_that_can_t_teach_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize(
     "more",
     [
@@ -156,6 +157,25 @@ def test_a_killed_run_compares_with_the_same_model_as_one_that_was_never_stopped
     assert answer_of(capsys, "reproduce", str(cut))["outcome"] == "verified"
 
 
+@pytest.mark.parametrize(
+    ("reference", "name", "near"), [((), "warm", True), (("loop.reference=base",), "base", False)], ids=["warm", "base"]
+)
+def test_the_reference_is_the_model_after_the_warm_start_unless_the_base_is_named(
+    model: str, tmp_path: Path, reference: Any, name: str, near: bool, capsys: pytest.CaptureFixture[str]
+):
+    demos, out = tmp_path / "demos", tmp_path / "run"
+    shown = ("--set", f"engine.policy={WORLD}:half_right", "--set", "split=demo", "--out", str(demos))
+    assert main(["run", *SCENE, *shown]) == 0
+    capsys.readouterr()
+    warm = (f"warm.tapes={demos}", "warm.updates=4", "warm.batch=8", "warm.optimiser.lr=1e-2", "loop.updates=1")
+    found = answer_of(capsys, *words(model, out, KL, *warm, *reference))
+    assert found["compared"]["reference"].startswith(f"{name} sha256:")
+    (line,) = (line for line in read_metrics(out / "metrics.jsonl") if line["phase"] == "rl")
+    # The first update begins with the weights after the warm start.
+    assert (abs(line["kl/reference/k3"]) < 1e-6) is near
+    assert answer_of(capsys, "reproduce", str(out))["outcome"] == "verified"
+
+
 def test_resume_refuses_another_teacher(model: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder, out = str(tmp_path / "teacher"), tmp_path / "run"
     shutil.copytree(teacher, folder)
@@ -178,6 +198,7 @@ def server(teacher: str) -> Iterator[str]:
         yield served.url
 
 
+@pytest.mark.kill
 def test_a_teacher_behind_a_server_teaches_as_in_this_process_and_is_asked_once(
     model: str, teacher: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -302,6 +302,7 @@ here.train(sys.argv[1], Path(sys.argv[2]), **here.corpus(Path(sys.argv[6])))
 """
 
 
+@pytest.mark.kill
 @pytest.mark.parametrize(("where", "at"), [("copying", 3), ("updating", 2)])
 def test_a_killed_run_with_a_corpus_goes_on_to_the_same_weights(
     where: str, at: int, model: str, texts: Path, tmp_path: Path
