@@ -60,6 +60,23 @@ def test_logprobs_are_those_of_the_model(with_engine: Callable[[Test], Any], tem
     with_engine(test)
 
 
+def test_a_teacher_on_vllm_says_what_the_model_says_of_given_tokens(with_engine: Callable[[Test], Any]) -> None:
+    async def test(engine: RemoteEngine) -> None:
+        request = ask("abca", 3, max_tokens=64)
+        completion = await engine.complete(request)
+        assert request.prompt is not None
+        assert completion.ids
+        ids = [*request.prompt, *completion.ids]
+        with torch.no_grad():
+            logits = policy(0)(input_ids=torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+        expected = logits.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+        said = await asyncio.gather(engine.score(ids), engine.score(ids[:5]))
+        torch.testing.assert_close(torch.tensor(said[0], dtype=torch.float64), expected, rtol=0, atol=CLOSE)
+        torch.testing.assert_close(torch.tensor(said[1], dtype=torch.float64), expected[:4], rtol=0, atol=CLOSE)
+
+    with_engine(test)
+
+
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others(with_engine: Callable[[Test], Any]) -> None:
     async def test(engine: RemoteEngine) -> None:
         first, again, other = [await engine.complete(long_one(seed)) for seed in (3, 3, 4)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -308,7 +309,9 @@ def test_a_killed_run_with_a_corpus_goes_on_to_the_same_weights(
     where: str, at: int, model: str, texts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    script = [sys.executable, "-c", KILLED, model, str(out), str(at), __name__, where, str(texts)]
+    # A configuration names the environment by its module. Pytest calls this one by the folder of the checkout.
+    here = importlib.import_module(f"tapereel.{__name__.partition('.')[2]}")
+    script = [sys.executable, "-c", KILLED, model, str(out), str(at), here.__name__, where, str(texts)]
     found = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(script, capture_output=True, text=True, env={**os.environ, **found})
     assert done.returncode == -9, done.stderr[-2000:]
@@ -316,14 +319,14 @@ def test_a_killed_run_with_a_corpus_goes_on_to_the_same_weights(
     if where == "copying":
         texts.write_text(whole.read_text().replace("bb", "aa", 1))
         with pytest.raises(UsageError, match="has other texts than when the run began"):
-            train(model, out, resume=True, **corpus(texts))
+            here.train(model, out, resume=True, **corpus(texts))
         shutil.copy(whole, texts)
     else:
         texts.unlink()
-    again = train(model, out, resume=True, **corpus(texts))
+    again = here.train(model, out, resume=True, **corpus(texts))
     assert len(pieces(again)) == 5
     assert again.reproduce().outcome == "verified"
-    assert published(again) == published(train(model, tmp_path / "whole", **corpus(whole)))
+    assert published(again) == published(here.train(model, tmp_path / "whole", **corpus(whole)))
 
 
 @pytest.mark.parametrize(
