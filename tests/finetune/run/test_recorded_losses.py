@@ -26,6 +26,7 @@ from ...oracles.world import Attempt, Said, World
 
 LR, EPOCHS, TEMPERATURE = 0.02, 3, 0.8
 STEP = 1e-4
+OPTIMISER: dict[str, Any] = {"lr": LR, "grad_clip": None, "micro_tokens": 32}
 
 
 class Odd(tr.Environment):
@@ -55,20 +56,21 @@ def trained(
     path.mkdir(exist_ok=True)
     model = tr.save_tiny_model(path / "model", alphabet="abcdo n", size="micro", seed=3)
     settings = {
+        "loop.updates": 1,
         "loop.groups": 3,
         "loop.group_size": 4,
         "loop.max_lag": 0,
         "loop.epochs": EPOCHS,
         "loop.sampling.max_tokens": 3,
         "loop.sampling.temperature": TEMPERATURE,
-        "loop.optimiser": {"lr": LR, "grad_clip": None, "micro_tokens": 32},
+        "loop.optimiser": OPTIMISER,
         "loop.changes": changes,
         "loop.limits.turns": 2,
         "evaluation.fraction": 0,
         **more,
     }
     run = tr.train(
-        tr.ChatAgent(), Odd, ["a", "b", "c"], model, updates=1, recipe=recipe, out=path / "run", settings=settings
+        agent or tr.ChatAgent(), Odd, ["a", "b", "c"], model, recipe=recipe, out=path / "run", settings=settings
     )
     return run, get_recipe(recipe, changes).model_dump(mode="json")
 
@@ -153,10 +155,15 @@ class Reading:
 
 
 def check(
-    path: Path, recipe: str, changes: dict[str, Any] | None = None, rewards: bool = True, agent: tr.Agent | None = None
+    path: Path,
+    recipe: str,
+    changes: dict[str, Any] | None = None,
+    rewards: bool = True,
+    agent: tr.Agent | None = None,
+    optimiser: dict[str, Any] = OPTIMISER,
 ) -> None:
     """Train, read, and compare each epoch. rewards: False for a recipe that imitates what is there."""
-    run, constants = trained(path, recipe, changes or {}, agent)
+    run, constants = trained(path, recipe, changes or {}, agent, **{"loop.optimiser": optimiser})
     reading = Reading(run, constants)
     world = reading.world
     if rewards:
@@ -274,11 +281,28 @@ def test_a_group_of_one_teaches_nothing(tmp_path: Path) -> None:
     assert [use.info["skipped"] for use in uses] == ["nothing to train on"] * EPOCHS
 
 
+@pytest.mark.ledger("F70")
+def test_the_policy_stands_still_while_the_critic_warms_up(tmp_path: Path) -> None:
+    run, _ = trained(tmp_path, "ppo", {}, **{"loop.critic": {"first": 2}, "loop.epochs": 1, "loop.updates": 3})
+    with tr.Store.open(run.path) as store:
+        names: Any = [stored.record for stored in store.run_records("publish")]
+    base, one, two, three = (name.digest for name in names if name.mode != "start")
+    assert base == one == two != three
+
+
 @pytest.mark.ledger("P13", "F08")
 def test_an_episode_in_several_rows_weighs_as_one(tmp_path: Path) -> None:
     check(
         tmp_path, "grpo", {"weigh": {"kind": "episode"}, "adjust": [{"kind": "whiten", "how": "add"}]}, agent=forgetful
     )
+
+
+@pytest.mark.ledger("F03", "P3", "T44")
+def test_packed_rows(tmp_path: Path) -> None:
+    priced = {"shape": [{"kind": "token_kl", "beta": 0.5}], "weigh": {"kind": "episode"}}
+    packed = {**OPTIMISER, "pack": True, "micro_tokens": 64}
+    check(tmp_path, "reinforce_pp", priced, optimiser=packed)
+    check(tmp_path / "rows", "grpo", agent=forgetful, optimiser=packed)
 
 
 @pytest.mark.ledger("P1", "T06", "T40", "X4")
