@@ -83,7 +83,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         optimiser=OptimiserConfig(lr=3e-3, schedule=Schedule(kind="cosine", warmup=20, total=360)),
     )
     loop: LoopConfig = LoopConfig(
-        updates=80,
+        updates=120,
         groups=16,
         group_size=16,
         sampling=Sampling(max_tokens=16),

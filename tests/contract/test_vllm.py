@@ -145,13 +145,13 @@ def test_an_answer_that_is_heard_while_it_is_sampled_is_the_same_and_exact(
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
         async with gateway.served(tmp_path / "run", engine, sampling=Sampling(max_tokens=200)) as there:
-            for attempt in range(50):  # a random model may end at once
+            for attempt in range(50):  # a random model may end at once, and a fast server says much in one part
                 tape, client = await there.begin(task="t", attempt=attempt)
                 async with gateway.streamed(client, "abcd", temperature=1.5) as stream:
                     events = await stream.rest()
                 (call,) = there.tape(tape).calls
                 assert (stream.text, events[-1]) == (call.text, "[DONE]")
-                if len(call.text or "") >= 8:
+                if len(events) > 4:
                     break
         assert len(events) > 4
         await served.hears_what_is_sampled(engine)

@@ -31,7 +31,7 @@ def test_grpo_learns_and_the_controls_dont(seed, tmp_path):
     print(json.dumps(result))
     held_out, controls = result["held_out"], result["controls"]
     assert held_out["before"] < 0.4
-    assert held_out["after"] >= 0.9
+    assert held_out["after"] >= 0.85
     assert held_out["greedy_after"] >= 0.8
     for control in controls.values():
         assert control["after"] <= held_out["after"] - 0.2
