@@ -30,7 +30,8 @@ DISCOUNTED = {"credit": {"clock": "turn", "gamma": 0.9}}
 
 def alone(models: Path, **loop: Any) -> dict[str, Any]:
     return {
-        "agent": f"{lab.__name__}:Speaker",
+        # Another process imports it, and knows the checkout as `tapereel`, whatever its folder is called.
+        "agent": f"tapereel.{lab.__name__.partition('.')[2]}:Speaker",
         "env": f"{WORLD}:Steady",
         "tasks": ["1", "2", "3", "9"],
         "engine": {"kind": "embedded", "model": str(models / "alone"), "slots": 32},
