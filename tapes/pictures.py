@@ -171,13 +171,17 @@ class Picture(Value):
 # Which files a step refers to
 
 
-def references_of(value: object) -> Iterator[MediaReference | Picture]:
+def references_of(value: object) -> tuple[MediaReference | Picture, ...]:
     """The pictures and other media references in a step, in the order of its fields."""
+    # Asked of every step, and nearly none refers to a file.
+    return () if isinstance(value, BaseModel) and not _may_refer(type(value)) else tuple(_walked(value))
+
+
+def _walked(value: object) -> Iterator[MediaReference | Picture]:
     if isinstance(value, MediaReference | Picture):
         yield value
     elif isinstance(value, BaseModel):
-        if _may_refer(type(value)):
-            yield from references_of(value.__dict__)
+        yield from references_of(value.__dict__)
     elif isinstance(value, dict):
         for part in value.values():
             yield from references_of(part)
@@ -189,17 +193,19 @@ def references_of(value: object) -> Iterator[MediaReference | Picture]:
             yield from references_of(getattr(value, one.name, None))
 
 
-def media_of(value: object) -> Iterator[str]:
+def media_of(value: object) -> tuple[str, ...]:
     """Names of the media files that a step refers to, in the order of its fields."""
-    return (found.name for found in references_of(value))
+    found = references_of(value)
+    return tuple(one.name for one in found) if found else ()
 
 
-def pictures_of(value: object) -> Iterator[Picture]:
+def pictures_of(value: object) -> tuple[Picture, ...]:
     """The pictures in a step, in the order of its fields."""
-    return (found for found in references_of(value) if isinstance(found, Picture))
+    found = references_of(value)
+    return tuple(one for one in found if isinstance(one, Picture)) if found else ()
 
 
-@cache  # runs for every step, and nearly none refers to a file
+@cache
 def _may_refer(cls: type[BaseModel]) -> bool:
     """Whether a value of this class may hold a reference, by the annotations of its fields."""
     left: list[object] = [field.annotation for field in cls.model_fields.values()]

@@ -256,7 +256,7 @@ class StepRecord(Record):
             return data
         content = data.get("content")
         if isinstance(content, Step):
-            media = tuple(media_of(content))
+            media = media_of(content)
             return {**data, "media": media} if media else data
         if not isinstance(content, dict):
             return data

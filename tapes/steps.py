@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticSerializationError, to_json
 
 from .errors import Unwritable
-from .pictures import RECORDED, Picture, references_of
+from .pictures import RECORDED, Picture, pictures_of
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
@@ -93,13 +93,13 @@ def parts_of(step: Step) -> tuple[str | Picture, ...]:
     if not _shows(step):
         return (str(step),)
     if type(step).__str__ is not Step.__str__:
-        return (str(step), *(part for part in references_of(step) if isinstance(part, Picture)))
+        return (str(step), *pictures_of(step))
     return tuple(part for part in _parts(step) if part != "")
 
 
 def _shows(value: object) -> bool:
     """Whether there is a picture in it."""
-    return any(isinstance(part, Picture) for part in references_of(value))
+    return bool(pictures_of(value))
 
 
 def _parts(value: object) -> Iterator[str | Picture]:

@@ -44,8 +44,7 @@ class Recorder:
     async def keep(self, step: Step) -> None:
         """Store the files of the step's pictures without blocking the event loop. A file is durable before a record
         names it: `write` would wait for it otherwise."""
-        if any(True for _ in pictures_of(step)):
-            await asyncio.to_thread(self._show, step)
+        await asyncio.to_thread(self._show, step)
 
     def _show(self, step: Step) -> None:
         for picture in pictures_of(step):

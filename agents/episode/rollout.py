@@ -42,6 +42,7 @@ from ...tapes.common.text import logger
 from ...tapes.errors import error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import ENV
+from ...tapes.pictures import pictures_of
 from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
 from ...tapes.tape import Ending, new_tape_id, step_record
 from ..engines.engine import Engine, EngineStopped, absence_of
@@ -434,7 +435,8 @@ class Episode:
             self.beside.append(_cause(CauseType.ENVIRONMENT, error))
 
     async def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
-        await self.recorder.keep(step)
+        if pictures_of(step):
+            await self.recorder.keep(step)
         if by != ENV and not calls:
             calls = self.llm.authored(Tape(self.log), step, by)
         self.recorder.write(step_record(self.recorder.tape, step, by=by, calls=calls))

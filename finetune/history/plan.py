@@ -98,8 +98,8 @@ class Plan(Value):
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
-        """The plan as a `use` record holds it. Fields at their defaults are left out, so a record of before a field
-        existed equals one that is made now."""
+        """The plan as a `use` record holds it. Fields at their defaults are left out, so a record that is
+        older than a field equals one that is made now."""
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {

@@ -23,7 +23,7 @@ from ...agents.runs.group import run_all
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.setup import SeedConfig
 from ...envs.adapters.calculator import Calculator, demonstrate, read_action, word_problems
-from ...tapes import Sampling, Tape
+from ...tapes import Sampling, Tape, Task
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
@@ -240,15 +240,20 @@ class DemoRun(TrainingRun):
         history = self.training.history
         if not self.demo.warm.updates and not checkpoints(history.directory):
             history.settle()  # the controls begin with these weights too
-        n, store = self.demo.demonstrations, self.directory.store
+        n, store, tasks = self.demo.demonstrations, self.directory.store, self._shown_tasks()
         have = {}
         for summary in store.summaries(split="demo", closed=True):
             tape = store.tape(summary.id, refresh=False)
             if tape.trains:
                 have[tape.begin.attempt] = tape.id
                 self._keep(tape)
+            if tape.begin.task_hash != tasks[tape.begin.attempt].hash:
+                raise UsageError(
+                    f"{self.out} is a demo of another version of this package, with other tasks: resume it with that "
+                    "version, or choose another --out"
+                )
         with self.directory.timed("demonstrations"):
-            run_async(self._record([k for k in range(n) if k not in have], have))
+            run_async(self._record([k for k in range(n) if k not in have], have, tasks))
         self.order = [have[k] for k in range(n)]
         rewards = [self.demos[tape][1].reward or 0.0 for tape in self.order]
         self.directory.results.demonstrations = {"n": n, "reward": sum(rewards) / n}
@@ -258,21 +263,25 @@ class DemoRun(TrainingRun):
     def _keep(self, tape: Tape) -> None:
         self.demos[tape.id] = (rows(tape), episode_of(tape))
 
-    async def _record(self, missing: list[int], have: dict[int, str]) -> None:
+    def _shown_tasks(self) -> list[Task]:
+        """The task of each demonstration."""
+        words, n = self.scene.train_tasks, self.demo.demonstrations
+        # Other numbers than those of the word problems: with the same ones, a symbol would say what a word means.
+        symbols = word_problems((n + 1) // 2, self.demo.seed + 10**9, symbols=True)
+        return [words[k % len(words)] if k % 2 else symbols[k // 2] for k in range(n)]
+
+    async def _record(self, missing: list[int], have: dict[int, str], tasks: list[Task]) -> None:
         def policy(request: Request) -> str:
             heard = [m["content"] for m in request.messages if m["role"] == "user"]
             return demonstrate(heard[0], heard[1:], random.Random(request.seed))
 
         engine = ScriptedEngine(policy, renderer=self.policy.renderer)
-        words, n = self.scene.train_tasks, self.demo.demonstrations
-        # Other numbers than those of the word problems: with the same ones, a symbol would say what a word means.
-        symbols = word_problems((n + 1) // 2, self.demo.seed + 10**9, symbols=True)
 
         async def record(k: int) -> None:
             tape = await rollout(
                 self.scene.agent,
                 self.scene.env,
-                words[k % len(words)] if k % 2 else symbols[k // 2],
+                tasks[k],
                 engine=engine,
                 seed=derive_seed(self.demo.seed, "demo", k),
                 attempt=k,

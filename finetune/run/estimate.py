@@ -45,8 +45,11 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     embedded, measures = isinstance(settings, EmbeddedConfig), evaluation.tasks is not None or evaluation.fraction > 0
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
-    kls = [one for name in ("regulariser", "shape") for one in loop.changes.get(name, ())]
-    reads = "reference" in second or any("kl" in one["kind"] and one.get("to") in (None, "reference") for one in kls)
+    changed = [loop.changes.get(name) for name in ("regulariser", "shape")]
+    # `changes` is checked with the recipe, which needs torch: what is no term here is refused there.
+    terms = [term for part in changed if isinstance(part, list) for term in part if isinstance(term, dict)]
+    kls = [term for term in terms if "kl" in str(term.get("kind")) and term.get("to") in (None, "reference")]
+    reads = "reference" in second or bool(kls)
     apart_from = loop.reference.model if loop.reference is not None and loop.reference.model not in OWN else None
     reference, teacher = (shape_of(name) if isinstance(name, str) else None for name in (apart_from, loop.teacher))
     fixed = {

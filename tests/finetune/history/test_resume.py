@@ -11,12 +11,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.run import demonstrations
 from tapereel.finetune.run.demonstrations import DemoConfig, DemoSummary
 from tapereel.finetune.run.demonstrations import demo as run_demo
 from tapereel.finetune.trainer import checkpoint
@@ -121,6 +123,15 @@ def test_a_demo_that_dies_at_every_kind_of_moment(tmp_path: Path, monkeypatch: p
     assert_sound(path, kept, lineage)
     assert_reproduced(path, tmp_path / "fresh", lineage)
     assert json.loads((path / "results.json").read_text())["reapplied"] > 0
+
+
+def test_a_demo_with_other_tasks_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    with dying(Scythe("use", 3, after=True), monkeypatch), pytest.raises(Death):
+        demo(path)
+    monkeypatch.setattr(demonstrations, "word_problems", partial(demonstrations.word_problems, digits=1))
+    with pytest.raises(UsageError, match="demo of another version of this package, with other tasks"):
+        demo(path)
 
 
 def test_the_last_checkpoint_is_made_up_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,3 +144,23 @@ def test_a_model_that_is_not_here_has_no_estimate(capsys: pytest.CaptureFixture[
 
 def test_the_names_of_the_recipes_are_those_of_their_module():
     assert set(RECIPES) == set(REAL)
+
+
+def test_a_reference_and_a_teacher_are_counted(tmp_path: Path):
+    for folder in (tmp_path, tmp_path / "teacher"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps({**SHAPE, "num_hidden_layers": 40, "hidden_size": 2048}))
+
+    def memory(**loop: object) -> dict[str, float]:
+        sets = [f"engine.model={tmp_path}", *(f"loop.{name}={json.dumps(value)}" for name, value in loop.items())]
+        found = estimate(fitted(load_config(TrainConfig, None, sets)))
+        assert found is not None
+        return found["GiB"]
+
+    kl = {"regulariser": [{"kind": "kl", "beta": 0.1}]}
+    weights = memory()["weights"]
+    assert not {"reference", "teacher"} & memory().keys()
+    assert memory(changes=kl)["reference"] == weights
+    assert memory(recipe="distill", teacher=str(tmp_path / "teacher"))["teacher"] == weights
+    # What is no term is refused with the recipe, and not by the estimate.
+    assert "reference" not in memory(changes={"regulariser": [3], "shape": None})

@@ -22,6 +22,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
+from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
 from tapereel.tapes.records import Status
 
@@ -65,6 +66,7 @@ CASES = (
         {"shape": [{"kind": "token_kl", "beta": 0.2, "adaptive": {"target": 0.01, "horizon": 10}}]},
         critic="own",
     ),
+    Case("earlier weights", "grpo", {"regulariser": [{"kind": "kl", "beta": 0.5}]}, steps=4),
     Case("experts", "ppo", {"regulariser": BALANCED}, critic="own", demonstrations=True, experts=True),
     Case("poisoned experts", "rloo", {"regulariser": BALANCED}, poison=1, steps=1, demonstrations=True, experts=True),
     Case("imitates too", "grpo", {"regulariser": [{"kind": "nll", "coefficient": 0.3}]}, demonstrations=True),
@@ -82,7 +84,9 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
     rows, episodes = batch(model=model)
     if case.critic is not None:
         episodes = cut_off(episodes)
-    reference = tiny_model(seed=1) if "reference" in case.name else None
+    reference: Any = tiny_model(seed=1) if "reference" in case.name else None
+    if case.name == "earlier weights":
+        reference = EarlierWeights(model, "base", every=2, decay=0.25, ranks=ranks)
     mine = slice(None) if ranks.size == 1 else slice(0, case.cut) if ranks.rank == 0 else slice(case.cut, None)
     shown = [replace(row, tape=f"d{k}", group=f"d{k}") for k, row in enumerate(rows[:3])]
     if ranks.size > 1:
@@ -111,6 +115,7 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
         if case.poison == ranks.rank:
             prepared.batch.advantage[0] = math.inf
         stats = trainer.step(prepared)
+        trainer.end_update()
         sums = trainer.ranks.gather(stats.sums)
         out.append(
             {
