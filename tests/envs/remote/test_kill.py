@@ -63,9 +63,11 @@ def test_a_killed_server_costs_the_episodes_that_were_there_and_no_others(tmp_pa
     # The end of the run cuts groups off that were begun for a later update.
     usable = Counter(tape.begin.group for tape in tapes if tape.status is Status.FINISHED)
     whole = {group for group, n in usable.items() if n == SIZE}
-    assert len(whole) >= UPDATES * GROUPS
     tries: dict[tuple[str | None, int], list[bool]] = {}
     for tape in tapes:
-        if tape.begin.group in whole:
-            tries.setdefault((tape.begin.group, tape.begin.attempt), []).append(tape.status is Status.ERROR)
-    assert {len(found) for found in tries.values() if found[0]} == {2}, "what was lost was sampled again"
+        tries.setdefault((tape.begin.group, tape.begin.attempt), []).append(tape.status is Status.ERROR)
+    # A group closes without an attempt whose second try was lost as well, in the next kill.
+    lost_twice = {group for (group, _), found in tries.items() if sum(found) > 1}
+    assert len(whole | lost_twice) >= UPDATES * GROUPS
+    second = {len(found) for (group, _), found in tries.items() if group in whole and found[0]}
+    assert second == {2}, "what was lost was sampled again"
