@@ -1,0 +1,62 @@
+"""Places: which tokens of a prompt stand for which picture, and the keys by which token sequences are compared.
+
+A vision model reads a picture as a run of tokens, all with the same few ids whatever the picture shows. So equal ids
+don't mean equal contents, and a model can sample such an id itself. Every comparison of prefixes therefore compares
+keys: token ids, with a picture's tokens replaced by a negative number that is made of the picture's hash.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Place(NamedTuple):
+    """The tokens of one picture or video in a prompt: [offset, offset + length)."""
+
+    media: tuple[str, ...]
+    """Name of the picture's file; of a video, the names of its frames in order."""
+    kind: Literal["image", "video"]
+    offset: int
+    """Index of the first token in all prompt ids of the call."""
+    length: int
+    grid: tuple[int, ...]
+    """What the model's family needs besides the file to compute pixels and positions, such as (1, height, width) in
+    patches."""
+    times: tuple[float, ...] = ()
+    """Seconds of each frame of a video; empty for a picture."""
+
+    @property
+    def end(self) -> int:
+        """Index behind the last token."""
+        return self.offset + self.length
+
+    @property
+    def key(self) -> int:
+        """A negative number (63 bits), equal for equal content."""
+        return -1 - int.from_bytes(sha256(repr(self._replace(offset=0)).encode()).digest()[:7])
+
+    def moved(self, by: int) -> Place:
+        """The place `by` tokens later."""
+        return self._replace(offset=self.offset + by)
+
+
+def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> NDArray[np.int64]:
+    """(L,) the ids, with the tokens of each place replaced by its key."""
+    found = np.array(ids, dtype=np.int64)
+    for place in places:
+        found[place.offset : place.end] = place.key
+    return found
+
+
+def shared_length(a: NDArray[np.int64], b: NDArray[np.int64], places: Iterable[Place], most: int | None = None) -> int:
+    """Length of the prefix that two key sequences share, at most `most` tokens, and never ending inside one of the
+    `places` of either."""
+    n = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
+    differ = a[:n] != b[:n]
+    n = int(differ.argmax()) if differ.any() else n
+    return min((place.offset for place in places if place.offset < n < place.end), default=n)
