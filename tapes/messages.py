@@ -135,10 +135,24 @@ def content_of(parts: Sequence[str | Picture]) -> str | list[Message]:
     """The content of a message: text alone as a string, else content parts. A picture's part names its file."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
-    return [{"type": "text", "text": part} if isinstance(part, str) else _image(part) for part in parts if part != ""]
+    return [{"type": "text", "text": part} if isinstance(part, str) else image_of(part) for part in parts if part != ""]
 
 
-def _image(picture: Picture) -> Message:
+def text_of(message: Message) -> str:
+    """The content of a message as one text; each picture is `[picture 80x60 a1bb0e2e75a7]`."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        f"[picture {part.get('width')}x{part.get('height')} {str(part['media'])[:12]}]"
+        if "media" in part
+        else str(part.get("text", part))
+        for part in content_parts(message)
+    )
+
+
+def image_of(picture: Picture) -> Message:
+    """The content part that shows the picture; it names the picture's file."""
     return {"type": "image", "media": picture.name, "width": picture.width, "height": picture.height}
 
 
@@ -146,7 +160,7 @@ def _with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> 
     """The messages of a prompt; its pictures stand in the places that are left for them."""
     left = iter(pictures)
     return [
-        {**message, "content": [_image(next(left)) if part == PLACE else part for part in message["content"]]}
+        {**message, "content": [image_of(next(left)) if part == PLACE else part for part in message["content"]]}
         if pictures and content_parts(message)
         else dict(message)
         for message in messages

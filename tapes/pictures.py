@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
 """A media file's name: the SHA-256 of its bytes, and a suffix."""
+MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
+"""The column of a record that names media files."""
 RECORDED = {"recorded": True}
 """Validation context of content that stands on a tape."""
 FORMATS = ("PNG", "JPEG", "WEBP")

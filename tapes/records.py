@@ -20,14 +20,13 @@ from pydantic import (
     Field,
     JsonValue,
     SerializeAsAny,
-    StringConstraints,
     TypeAdapter,
     model_validator,
 )
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
-from .pictures import MEDIA_NAME, media_of
+from .pictures import MediaNames, media_of
 from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
@@ -243,9 +242,7 @@ class StepRecord(Record):
     calls: tuple[tuple[str, int, int], ...] = ()
     """(call id, start, end): the completion tokens that this step was parsed from."""
     content: SerializeAsAny[Step]
-    media: tuple[Annotated[str, StringConstraints(pattern=f"^{MEDIA_NAME}$")], ...] = Field(
-        default=(), exclude_if=operator.not_
-    )
+    media: MediaNames = Field(default=(), exclude_if=operator.not_)
     """Names of the media files that the content refers to: its fields of type `MediaReference`."""
     at: float
 
@@ -320,6 +317,8 @@ class Call(Record):
     keep: int = 0
     keep_messages: int = 0
     messages: tuple[Message, ...] = ()
+    media: MediaNames = Field(default=(), exclude_if=operator.not_)
+    """Names of the pictures in `messages` that came with a program's request: no step shows them."""
     prompt: Ints | None = None
     """New prompt token ids after the kept ones; None when the engine takes and returns text only."""
     completion: Ints | None = None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from ...tapes import BadPicture, NotATape, Picture, Step, StoreFailed, Tape
+from ...tapes import BadPicture, Message, NotATape, Picture, Step, StoreFailed, Tape
 from ...tapes.journal import Durability, Journal
 from ...tapes.pictures import pictures_of
 from ...tapes.records import Begin, Record, StepRecord
+from ...tapes.steps import content_parts
 from ...tapes.tape import TapeLog
 
 
 class Recorder:
     """Writes the records of one episode. Single use."""
 
-    __slots__ = ("_calls", "journal", "log", "shown")
+    __slots__ = ("_calls", "asked", "journal", "log", "shown")
 
     def __init__(self, begin: Begin, journal: Journal | None, parent: Tape | None = None) -> None:
         body = begin.body()
@@ -22,7 +24,9 @@ class Recorder:
         self.journal = journal
         self._calls = 0
         self.shown: dict[str, Picture] = {}
-        """The pictures of the tape's steps, by the names of their files."""
+        """The pictures of the tape's steps and requests, by the names of their files."""
+        self.asked: set[str] = set()
+        """Names of those that came with a program's request."""
         for entry in self.log.entries:  # of a fork's parent, whose files are in this run
             self.shown.update({picture.name: picture for picture in pictures_of(entry.step)})
         if journal is not None:
@@ -46,8 +50,18 @@ class Recorder:
         names it: `write` would wait for it otherwise."""
         await asyncio.to_thread(self._show, step)
 
-    def _show(self, step: Step) -> None:
-        for picture in pictures_of(step):
+    async def keep_asked(self, picture: Picture) -> None:
+        """Store the file of a picture that comes with a program's request, before the call that names it."""
+        await asyncio.to_thread(self._show, picture)
+        self.asked.add(picture.name)
+
+    def asked_in(self, messages: Sequence[Message]) -> tuple[str, ...]:
+        """Names of the pictures in the messages that came with a program's request."""
+        parts = (part for message in messages for part in content_parts(message)) if self.asked else ()
+        return tuple(dict.fromkeys(name for part in parts if (name := str(part.get("media"))) in self.asked))
+
+    def _show(self, shown: Step | Picture) -> None:
+        for picture in pictures_of(shown):
             known = self.shown.get(picture.name)
             if known is None or (known.data is None and picture.data is not None):
                 self._store(picture)

@@ -21,16 +21,17 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...tapes import Sampling, StoreFailed, Tape
+from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
+from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
-from ...tapes.steps import Exchange
+from ...tapes.steps import Exchange, content_parts
 from ..engines.engine import ChangingEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from ..rendering.tool_calls import free_prefix
 from .linking import Use, label_calls
-from .openai_protocol import ChatAnswer, ChatRequest, Refused, token_logprobs
+from .openai_protocol import PIXELS, ChatAnswer, ChatRequest, Refused, picture_of, token_logprobs
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
@@ -157,6 +158,8 @@ class Session:
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
         """Id of the first tool call in a sent answer -> (message as sent, message as recorded)."""
+        self._pictures: dict[bytes, Picture] = {}
+        """Digest of a data URL -> its picture."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()
         self._declared: dict[str, Use] = {}
         self.closed = False
@@ -208,7 +211,11 @@ class Session:
             if own is not None and own.cancelling():
                 raise
             raise ended() from None
-        except (Refused, StoreFailed):
+        except StoreFailed as error:
+            self.broken = self.broken or error
+            self.over()
+            raise
+        except Refused:
             raise
         except LimitReached as error:
             raise _limit(error) from None
@@ -230,7 +237,7 @@ class Session:
     async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
         # Recorded messages, not sent ones: with the message as the model wrote it, the renderer keeps the sampled ids
         # as the prefix of this prompt. A re-serialised tool call could encode to other tokens and start a new row.
-        messages = [self._recorded(message) for message in request.messages]
+        messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
         conversation = _conversation(messages)
         # Ids come from the conversation and a count, not from a clock or a random source: a replay makes the same ids,
         # and so the same tool call ids in the program's next prompts.
@@ -346,6 +353,33 @@ class Session:
             return sent[1]
         return {**message, "role": "system"} if message["role"] == "developer" else message
 
+    async def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with pictures, which are stored, in place of data URLs. A program repeats its conversation in
+        every request, so a URL is decoded once. Raises Refused for a URL that is no picture, and for too many pixels.
+        """
+        found, pixels = list[Message](), 0
+        for k, message in enumerate(messages):
+            parts: list[Message] = [*content_parts(message)]
+            for n, part in enumerate(parts):
+                if part["type"] != "image_url":
+                    continue
+                url, place = part["image_url"]["url"], f"messages.{k}.content.{n}.image_url.url"
+                digest = hashlib.sha256(url.encode()).digest()
+                if digest not in self._pictures:
+                    try:
+                        picture = await asyncio.to_thread(picture_of, url)
+                    except BadPicture as error:
+                        raise Refused(400, f"{place}: {error}", param="messages") from None
+                    pixels += picture.width * picture.height
+                    if pixels > PIXELS:
+                        why = f"{place}: the new pictures of a request have over {PIXELS:,} pixels; send smaller ones"
+                        raise Refused(400, why, param="messages")
+                    await self._llm.recorder.keep_asked(picture)
+                    self._pictures[digest] = picture
+                parts[n] = image_of(self._pictures[digest])
+            found.append({**message, "content": parts} if parts else message)
+        return found
+
     def _sampling(self, request: ChatRequest) -> Sampling:
         own = self._llm.sampling
         asked: dict[str, Any] = {}
@@ -400,7 +434,7 @@ def _plain(message: Message) -> Message:
 
 
 def _asked(call: Call) -> str:
-    return _short("\n".join(f"{message['role']}: {_short(message['content'])}" for message in call.messages))
+    return _short("\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages))
 
 
 def _short(text: str) -> str:

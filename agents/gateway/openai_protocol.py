@@ -6,7 +6,9 @@ is dropped silently. HTTP is in `gateway_server`.
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -22,7 +24,9 @@ from pydantic import (
     ValidationError,
 )
 
+from ...tapes import BadPicture, Picture
 from ...tapes.errors import TapereelError
+from ...tapes.pictures import MAX_PIXELS
 from ...tapes.records import Message
 
 _CHANGE_NOTHING = frozenset(
@@ -40,6 +44,11 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted with these values only."""
+_DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
+PICTURES = 500
+"""Maximum pictures of one request, as at OpenAI."""
+PIXELS = 4 * MAX_PIXELS
+"""Maximum pixels in all of the pictures that are new in a request: they bound the time of decoding."""
 CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 
@@ -73,6 +82,7 @@ def invalid(error: ValidationError, *within: str) -> Refused:
     """The refusal of a body that doesn't fit its model: the place, the problem and the value of the first error."""
     found = error.errors(include_url=False)[0]
     place = [*within, *map(str, found["loc"])]
+    place = [part for k, part in enumerate(place) if k == 0 or part != place[k - 1]]  # the type of a content part
     if found["type"] == "extra_forbidden":
         return _bad(f"{'.'.join(place)}: not supported here; leave it out", place[0])
     problem = found["msg"].removeprefix("Value error, ")
@@ -97,12 +107,28 @@ class _TextPart(BaseModel):
     text: str
 
 
+def _data_url(url: str) -> str:
+    if not _DATA_URL.match(url):
+        raise ValueError("must be data:image/png;base64,... (or jpeg, webp), since no URL is ever fetched")
+    return url
+
+
+class _ImageUrl(BaseModel):
+    url: Annotated[str, AfterValidator(_data_url)]
+    detail: Literal["auto"] | None = None
+
+
+class _ImagePart(BaseModel):
+    type: Literal["image_url"]
+    image_url: _ImageUrl
+
+
 class ChatMessage(BaseModel):
     """A message in a request. Fields that only a hosted service knows, as `refusal`, are left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
-        list[_TextPart],
+        list[Annotated[_TextPart | _ImagePart, Field(discriminator="type")]],
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value or []),
     ] = []
     name: str | None = None
@@ -110,11 +136,22 @@ class ChatMessage(BaseModel):
     tool_calls: list[_ToolCall] | None = None
 
     def plain(self) -> Message:
-        """The message with its content as one text, without empty fields."""
+        """The message without empty fields. Its content is one text, or a list of parts if it has pictures."""
         rest = self.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
         if not self.tool_calls:
             rest.pop("tool_calls", None)
-        return {"role": self.role, "content": "".join(part.text for part in self.content), **rest}
+        texts = [part.text for part in self.content if isinstance(part, _TextPart)]
+        content = "".join(texts) if len(texts) == len(self.content) else [part.model_dump() for part in self.content]
+        return {"role": self.role, "content": content, **rest}
+
+
+def picture_of(url: str) -> Picture:
+    """The picture of a data URL. BadPicture if it isn't base64, or not a picture. Blocks."""
+    try:
+        data = base64.b64decode(url.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise BadPicture(f"a data URL of {len(url):,} characters is not base64 ({error}): send all of it") from None
+    return Picture.of(data)
 
 
 _messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(Annotated[list[ChatMessage], Field(min_length=1)])
@@ -141,7 +178,7 @@ class ChatRequest(BaseModel):
     model: str = ""
     """The client's name for the model. The answer repeats it; it selects nothing."""
     messages: list[Message]
-    """Each content is plain text; empty fields are left out."""
+    """Each content is plain text, or parts with data URLs that are not decoded yet; empty fields are left out."""
     tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
     temperature: float | None = Field(default=None, strict=True, ge=0)
     """None if the client doesn't set it; the same holds for `top_p`, `max_tokens` and `seed`."""
@@ -179,6 +216,12 @@ def read_request(data: Mapping[str, JsonValue]) -> ChatRequest:
         messages = _messages.validate_python(fields.get("messages"))
     except ValidationError as error:
         raise invalid(error, "messages") from None
+    with_picture = [k for k, m in enumerate(messages) for part in m.content if isinstance(part, _ImagePart)]
+    if len(with_picture) > PICTURES:
+        raise _bad(f"messages: {len(with_picture):,} pictures, at most {PICTURES} are read; send fewer", "messages")
+    for k in with_picture:
+        if messages[k].role not in ("user", "tool"):
+            raise _bad(f"messages.{k}: the role {messages[k].role} can't show pictures; send them as user", "messages")
     try:
         return ChatRequest.model_validate({**fields, "messages": [message.plain() for message in messages]})
     except ValidationError as error:

@@ -25,6 +25,7 @@ from pydantic_core import from_json
 
 from ...tapes import Message, Tape, TapereelError
 from ...tapes.errors import MissingExtra
+from ...tapes.messages import text_of
 from .sources import RewardSource, Score, label_of, reference_of
 
 LARGEST = 64 << 20
@@ -90,8 +91,8 @@ def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = Non
 
 
 def as_script(messages: Sequence[Message]) -> str:
-    """Messages as text, without a chat template."""
-    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)
+    """Messages as text, without a chat template; pictures by size and hash."""
+    return "\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
 
 
 def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelScore]:

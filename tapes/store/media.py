@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import Corrupt, NotATape
 from ..pictures import MEDIA_NAME, MediaReference
-from ..records import StepRecord, parse_record
+from ..records import Call, StepRecord, parse_record
 from .disk import REAL, Disk, file_digest, put_file, read_file
 
 _NAME = re.compile(MEDIA_NAME)
@@ -79,4 +79,4 @@ def references(body: bytes) -> set[str]:
         record = parse_record(body)
     except ValueError:  # `verify` and the viewer's transcript name a record that can't be read
         return set()
-    return set(record.media) if isinstance(record, StepRecord) else set()
+    return set(record.media) if isinstance(record, StepRecord | Call) else set()

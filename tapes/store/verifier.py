@@ -17,7 +17,7 @@ from typing import cast
 from pydantic import JsonValue
 
 from ..errors import NoRun
-from ..records import DIGEST_START, IN_TAPE, Begin, Files, Lead, Parent, StepRecord, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Parent, StepRecord, fold, parse_record
 from ..value import Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
@@ -119,7 +119,7 @@ class _Fold:
             self.digests[tape] = n + 1, fold(digest, line.body)
             if t == "end":
                 self.ended.add(tape)
-        if isinstance(record, StepRecord):
+        if isinstance(record, StepRecord | Call):
             self.media |= set(record.media)
         if isinstance(record, Files):
             self.files |= record.files
