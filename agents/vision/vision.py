@@ -88,6 +88,11 @@ class Vision(PictureTokens, Protocol):
         ...
 
 
+def whole_model(model: nn.Module) -> nn.Module:
+    """The transformers model itself, where `model` is one with adapters around it (peft)."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 def body_inputs(
     embed: nn.Module,
     ids: Tensor,

@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
+from ...vision.families import FAMILIES, UnknownFamily, family_of, load_vision
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+    from ...vision.vision import Vision
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 """The attention implementation of a transformers model. The flash kinds need a GPU and an extra package."""
@@ -46,11 +49,13 @@ that a model folder names."""
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A causal language model, with or without trained adapters (peft), and its tokenizer."""
+    """A causal language model, with or without trained adapters (peft), its tokenizer, and its vision."""
 
     model: PreTrainedModel
     """A transformers model, or a peft model with the same interface."""
     tokenizer: PreTrainedTokenizerFast
+    vision: Vision | None = None
+    """What the model reads of pictures; None for a model of text."""
 
 
 def load_pretrained(
@@ -60,31 +65,38 @@ def load_pretrained(
     with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
-    folder or device is missing, BadModel if the folder has no usable model, Corrupt as `check_folder`."""
+    folder or device is missing, or if the model reads more than text and its family is unknown; BadModel if the folder
+    has no usable model, Corrupt as `check_folder`."""
     folder = model_folder(folder)
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
-    model = _loaded(folder if base is None else base, dtype, attention)
+    model = _loaded(Path(folder if base is None else base), dtype, attention)
+    vision = load_vision(model.config, tokenizer, Path(folder)) if model.config.model_type in FAMILIES else None
     if base is not None:
         model = _adapted(model, folder)
-    return Pretrained(placed(model.eval(), where), tokenizer)
+    return Pretrained(placed(model.eval(), where), tokenizer, vision)
 
 
-def _loaded(folder: str | Path, dtype: Dtype, attention: Attention | None) -> Any:
+def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     with quiet_transformers():
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            config = AutoConfig.from_pretrained(str(folder), **LOADING)
+            # Read first: AutoModelForCausalLM loads many a vision model without its tower, and without an error.
+            auto = AutoModelForImageTextToText if family_of(config, folder) else AutoModelForCausalLM
+            loaded: Any = auto.from_pretrained(
                 str(folder),
                 **LOADING,
                 dtype=getattr(torch, dtype),
                 attn_implementation=attention,
                 output_loading_info=True,
             )
+        except UnknownFamily:
+            raise
         except Exception as error:  # transformers raises many types for a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
     model, report = loaded

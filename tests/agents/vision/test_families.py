@@ -1,0 +1,124 @@
+"""Vision families against transformers' own processors, positions and forwards."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
+from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents.vision.vision import body_inputs
+from tapereel.tapes.places import Place
+
+FAMILIES = ("qwen2_vl",)
+TEXT = b"Where is the square"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
+    folder = tmp_path_factory.mktemp(request.param)
+    save_tiny_vision(folder, request.param)
+    return load_pretrained(folder)
+
+
+def png(width: int, height: int, seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype="uint8")
+    written = io.BytesIO()
+    Image.fromarray(pixels).save(written, "PNG")
+    return written.getvalue()
+
+
+def prompt(vision: Any, files: dict[str, bytes], seed: int = 0) -> tuple[list[int], list[Place]]:
+    """Ids with text of several lengths between the pictures; at least a token, as every chat template writes."""
+    rng = np.random.default_rng(seed)
+    ids, places = list(TEXT), []
+    for name, data in files.items():
+        found = vision.expand(*Image.open(io.BytesIO(data)).size)
+        places.append(Place((name,), "image", len(ids), len(found.ids), found.grid))
+        ids += [*found.ids, *rng.integers(0, 256, int(rng.integers(1, 9))).tolist()]
+    return [*ids, *TEXT], places
+
+
+def forward(
+    loaded: Pretrained, ids: list[int], places: list[Place], files: dict[str, bytes], flat: bool = False
+) -> Any:
+    """Log-probs by our own path: embeddings with features at places."""
+    model: Any = loaded.model
+    vision = loaded.vision
+    assert vision is not None
+    pixels = [vision.pixels(place, files.__getitem__) for place in places]
+    where, n = torch.full((1, len(ids)), -1), 0
+    for place, one in zip(places, pixels, strict=True):
+        mask = torch.from_numpy(vision.feature_mask(place))
+        where[0, place.offset : place.end][mask] = torch.arange(n, n + one.count)
+        n += one.count
+    positions = None if flat else vision.positions(places, len(ids))
+    inputs = body_inputs(
+        model.get_input_embeddings(),
+        torch.tensor([ids]),
+        where,
+        vision.features(model, pixels),
+        None if positions is None else torch.from_numpy(positions)[:, None],
+    )
+    with torch.no_grad():
+        states = model.get_decoder()(**inputs).last_hidden_state
+        return model.get_output_embeddings()(states)[0].log_softmax(-1)
+
+
+def own_forward(loaded: Pretrained, ids: list[int], places: list[Place], files: dict[str, bytes]) -> Any:
+    """Log-probs of the model's public forward, with all pictures through its own image processor at once."""
+    images = [Image.open(io.BytesIO(files[place.media[0]])) for place in places]
+    vision: Any = loaded.vision
+    tensors = vision.processor(images=images, return_tensors="pt")
+    kinds = torch.zeros(1, len(ids), dtype=torch.int)
+    for place in places:
+        kinds[0, place.offset : place.end] = 1
+    with torch.no_grad():
+        made = loaded.model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **tensors)
+    return made.logits[0].log_softmax(-1)
+
+
+SIZES = [(16, 16), (40, 24), (90, 33), (8, 60)]
+
+
+def test_the_own_forward_of_the_model_gives_the_same_log_probs(loaded: Pretrained) -> None:
+    files = {f"{i}.png": png(*size, i) for i, size in enumerate(SIZES)}
+    ids, places = prompt(loaded.vision, files)
+    own = own_forward(loaded, ids, places, files)
+    assert (forward(loaded, ids, places, files) - own).abs().max() < 1e-4
+    assert (forward(loaded, ids, places, files, flat=True) - own).abs().max() > 0.1
+    swapped = {**files, "1.png": png(40, 24, 99)}
+    assert (forward(loaded, ids, places, swapped) - own).abs().max() > 0.1
+
+
+def test_positions_are_those_of_the_model(loaded: Pretrained) -> None:
+    files = {f"{i}.png": png(*size, i) for i, size in enumerate(SIZES)}
+    model: Any = loaded.model
+    for chosen in ([], ["0.png"], ["2.png", "1.png"], list(files)):
+        ids, places = prompt(loaded.vision, {name: files[name] for name in chosen}, seed=len(chosen))
+        kinds = torch.zeros(1, len(ids), dtype=torch.int)
+        for place in places:
+            kinds[0, place.offset : place.end] = 1
+        grids = torch.tensor([place.grid for place in places]) if places else None
+        expected, _ = model.model.get_rope_index(torch.tensor([ids]), kinds, grids)
+        assert loaded.vision is not None
+        np.testing.assert_array_equal(loaded.vision.positions(places, len(ids)), expected[:, 0])
+
+
+def test_a_model_with_an_unknown_tower_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Qwen3_5Config
+
+    from tapereel.agents.vision.families import UnknownFamily
+
+    save_tiny_vision(tmp_path)
+    for config in (Gemma3Config(), Qwen3_5Config()):
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+        with pytest.raises(UnknownFamily, match=r"vision_config.* families: .*qwen2_vl"):
+            load_pretrained(tmp_path)
