@@ -30,6 +30,7 @@ from ...tapes.arrays import ints
 from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
+from ..trainer.logprobs import casting, parts
 
 PLACES = 8
 """Tokens that each sampler samples."""
@@ -37,7 +38,7 @@ SHARE, LEAST, MOST = 100, 32, 144
 """The longest place has the tokens of the batch / SHARE, within these bounds, so that the check costs little beside the
 update. With MOST tokens it fills a block of 128, which is a large one for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
-"""Difference in nats that always counts as rounding, by the dtype of the trainer's weights; NARROW for the others."""
+"""Difference in nats that always counts as rounding, by the dtype in which the trainer computes; NARROW for others."""
 MARGIN = 3.0
 """The bound is this many times the largest difference of a sync that surely arrived."""
 FIRST = 0.5
@@ -78,10 +79,11 @@ class _Answer(NamedTuple):
 
 
 class Delivery:
-    """The check of one policy's samplers. `model`: the trainer's, which updates change in place."""
+    """The check of one policy's samplers. `model`: the trainer's, which updates change in place. `autocast`: the dtype
+    in which the trainer forwards its body; None: that of its weights."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
+        self.model, self.autocast = model, autocast
         self.found: dict[str, JsonValue] = {}
         """The last check, for metrics and the next `use` record."""
         self._tape = ""
@@ -120,7 +122,7 @@ class Delivery:
         if not self._versions or self._versions[-1].name != version:
             self._versions.append(await asyncio.to_thread(self._scored, self._ids, version, lead.context))
         new = self._versions[-1]
-        floor = max(FLOOR.get(next(self.model.parameters()).dtype, NARROW), tolerance or 0.0)
+        floor = max(FLOOR.get(self.autocast or next(self.model.parameters()).dtype, NARROW), tolerance or 0.0)
         bound = max(floor, FIRST if self._clean is None else MARGIN * self._clean)
         asked = [self._ids[:place] for place in self._places]
         answers = await asyncio.gather(*(_ask(name, sampler, asked) for name, sampler in samplers.items()))
@@ -144,7 +146,10 @@ class Delivery:
     @torch.no_grad()
     def _scored(self, ids: array[int], version: str, context: int | None) -> _Version:
         at = torch.tensor([ids.tolist()], device=next(self.model.parameters()).device)
-        logits = self.model(input_ids=at, use_cache=False).logits[0].float()
+        body, output = parts(self.model)
+        with casting(self.model, self.autocast):
+            hidden = body(input_ids=at, use_cache=False).last_hidden_state[0]
+        logits = output(hidden.to(output.weight.dtype)).float()
         if not self._places:
             # Where the model is least sure, each change of the weights shows most; the longest place meets most caches.
             longest = min(len(ids), (context or len(ids) + 1) - 1)

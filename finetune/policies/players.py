@@ -142,7 +142,9 @@ class Team:
         """Give each trained player its history in the run. BrokenHistory where it began with other weights."""
         for name, policy in self.policies.items():
             self._check_begun(run, name, weights_digest(policy.model.state_dict()))
-            phases = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
+            own = self.players[name].loop_of(loop)
+            phases = Phases(policy, own, recipe, NO_WARM_START)
+            self.policies[name] = policy = policy.computing(own)
             self.histories[name] = policy.history(
                 run.store,
                 lineage_of(run.results.lineage, name),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy as copying
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+import torch
 
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
 from ...agents.engines.embedded.pretrained import Attention, device_of, load_pretrained, placed
@@ -35,6 +37,8 @@ class Policy:
     capacity: int | None = None
     attention: Attention | None = None
     """The model's attention implementation in training; None: as transformers chose."""
+    autocast: torch.dtype | None = None
+    """The dtype in which the model's body computes, in training and in embedded engines; None: that of its weights."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
     """Connects to the servers that sample for the loop; None: an engine in this process samples."""
 
@@ -45,8 +49,19 @@ class Policy:
         if sampling_attention(self.attention) != self.attention:
             model.set_attn_implementation(sampling_attention(self.attention))
         return EmbeddedEngine(
-            model, self.renderer, version=version, slots=self.slots, capacity=self.capacity, copy=False
+            model,
+            self.renderer,
+            version=version,
+            slots=self.slots,
+            capacity=self.capacity,
+            copy=False,
+            autocast=self.autocast,
         )
+
+    def computing(self, loop: LoopConfig) -> Policy:
+        """This policy, in the precision in which `loop` trains it."""
+        name = loop.optimiser.autocast
+        return replace(self, autocast=None if name is None else getattr(torch, name))
 
     async def sampler(self, version: str) -> TrainableEngine:
         """The engine of the loop, with the present weights."""
@@ -80,6 +95,7 @@ class Policy:
             tokenizer=self.tokenizer,
             keep=loop.keep_checkpoints,
             keep_bytes=loop.keep_checkpoint_bytes,
+            autocast=self.autocast,
         )
 
 
@@ -99,7 +115,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
         engine.slots,
         engine.capacity,
         trainer.attention,
-        _connection(engine, trainer),
+        servers=_connection(engine, trainer),
     )
 
 

@@ -85,8 +85,9 @@ class Training:
     ) -> None:
         """policy, team: the models of `config`, with their base weights; updates change them in place. scene: None
         where recorded updates are only applied again. processes: those that compute the updates; None: this one."""
-        self.config, self.run, self.policy, self.team, self.progress = config, run, policy, team, progress
+        self.config, self.run, self.team, self.progress = config, run, team, progress
         self.loop = config.loop
+        self.policy = policy.computing(config.loop)
         self.warm = config.warm or NO_WARM_START
         self.recipe = get_recipe(config.loop.recipe, config.loop.changes, run=run.store.path)
         check_recipe(self.loop, self.recipe)

@@ -39,6 +39,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra(error.name, "train", "the embedded engine") from error
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -83,7 +84,8 @@ class EmbeddedEngine:
     wait in order of arrival. The prompt and the completion of a request have at most `capacity` tokens together. KV
     memory is slots x capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between
     two turns. `prefill_tokens` bounds the tokens prefilled between two decoding steps. A completion ends with an id of
-    `end_ids` (default: those of the renderer and of the model) or of the request.
+    `end_ids` (default: those of the renderer and of the model) or of the request. The model's body computes under
+    `autocast` in that dtype, so that the engine samples what a trainer with `loop.optimiser.autocast` trains.
     """
 
     name = "embedded"
@@ -100,6 +102,7 @@ class EmbeddedEngine:
         prefill_tokens: int = 2048,
         end_ids: Iterable[int] | None = None,
         copy: bool = True,
+        autocast: torch.dtype | None = None,
     ) -> None:
         if capacity is None:
             longest: int = getattr(model.config, "max_position_embeddings", None) or DEFAULT_CAPACITY
@@ -109,7 +112,7 @@ class EmbeddedEngine:
         own = renderer.end_ids if renderer is not None else ()
         self.end_ids = frozenset((*own, *eos_ids(model)) if end_ids is None else end_ids)
         self._renderer = renderer
-        self._decoder = SlotDecoder(copying.deepcopy(model) if copy else model, slots, capacity)
+        self._decoder = SlotDecoder(copying.deepcopy(model) if copy else model, slots, capacity, autocast=autocast)
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Generation] = deque()

@@ -100,17 +100,21 @@ class _SlotCache(Cache):
         """Store the new keys and values of this layer. Returns the keys and values of all attended positions."""
         keys, values = self.kv[2 * layer_idx], self.kv[2 * layer_idx + 1]
         # Padding columns of a row share one position, so its content is undefined on a GPU. No query reads it.
-        keys[self._rows, :, self._write] = key_states.transpose(1, 2)
-        values[self._rows, :, self._write] = value_states.transpose(1, 2)
+        # Under autocast, keys are wider than the cache. Attention would round them to its dtype in any case.
+        keys[self._rows, :, self._write] = key_states.transpose(1, 2).to(keys.dtype)
+        values[self._rows, :, self._write] = value_states.transpose(1, 2).to(values.dtype)
         return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
 
 
 class SlotDecoder:
     """The model, its weights, and the KV of `slots` sequences with at most `capacity` tokens each."""
 
-    def __init__(self, model: PreTrainedModel, slots: int, capacity: int) -> None:
-        """Takes ownership of `model`: sets it to evaluation mode, and `load` overwrites its weights. Raises
-        UnsupportedModel."""
+    def __init__(
+        self, model: PreTrainedModel, slots: int, capacity: int, *, autocast: torch.dtype | None = None
+    ) -> None:
+        """Takes ownership of `model`: sets it to evaluation mode, and `load` overwrites its weights. autocast: dtype in
+        which the body computes, as a trainer does under the same setting; the output layer keeps the dtype of its
+        weights. Raises UnsupportedModel."""
         refuse_unfit(model)
         longest = getattr(model.config, "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
@@ -123,11 +127,23 @@ class SlotDecoder:
         self.capacity = capacity
         self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
         self.device: torch.device = model.device
-        self._lowest = torch.finfo(model.dtype).min
+        self._autocast = autocast
+        self._body: Any = None
+        """Computes hidden states, and `_head` the logits. None: the model's own forward computes both."""
+        if autocast is not None:
+            base: Any = getattr(model, "get_base_model", lambda: model)()
+            self._body, self._head = base.get_decoder(), base.get_output_embeddings()
+        dtype = autocast or model.dtype
+        self._lowest = torch.finfo(dtype).min
+        if autocast is not None:
+            # Autocast would round these weights in every forward. The rounded weights give the same numbers.
+            for module in self._body.modules():
+                if isinstance(module, torch.nn.Linear):
+                    module.to(autocast)
         try:
             layers, heads, size = self._geometry()
             # Zeros, not uninitialised memory: attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
-            kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=model.dtype, device=self.device)
+            kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=dtype, device=self.device)
             self._cache = _SlotCache(kv)
             self._prove()
         except (TypeError, ValueError, AttributeError) as error:
@@ -164,21 +180,28 @@ class SlotDecoder:
         # The lowest finite value and not -inf: a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, torch.from_numpy(write).to(self.device), attended)
-        out = self.model(
+        return self._logits(
+            1,
             input_ids=torch.from_numpy(ids).to(self.device),
             attention_mask=mask[:, None],
             position_ids=at,
             past_key_values=self._cache,
             use_cache=True,
-            logits_to_keep=1,
-        )
-        return out.logits[:, -1].float()
+        )[:, -1]
+
+    def _logits(self, keep: int, **inputs: Any) -> Tensor:
+        """(rows, columns, vocabulary) float32 logits of the last `keep` columns; 0: of all."""
+        if self._body is None:
+            return self.model(**inputs, logits_to_keep=keep).logits.float()
+        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+            hidden = self._body(**inputs).last_hidden_state[:, -keep:]
+        return self._head(hidden.to(self._head.weight.dtype)).float()
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int]) -> Tensor:
         """(n - 1,) float32 log-probs of `ids[1:]`, by a plain forward without cached KV."""
         at = torch.tensor(list(ids), device=self.device)
-        logits = self.model(input_ids=at[None], use_cache=False).logits[0, :-1].float()
+        logits = self._logits(0, input_ids=at[None], use_cache=False)[0, :-1]
         return logits.gather(1, at[1:, None])[:, 0] - logits.logsumexp(-1)
 
     def move(self, source: int, target: int, length: int) -> None:
@@ -237,9 +260,9 @@ class SlotDecoder:
     def _geometry(self) -> tuple[int, int, int]:
         """(layers, key-value heads, head size), read from the tensors that the attention layers pass to a cache."""
         probe = _Geometry()
-        mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
+        mask = torch.zeros(1, 1, 1, 1, dtype=self._autocast or self.model.dtype, device=self.device)
         at = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.model(input_ids=at, attention_mask=mask, position_ids=at, past_key_values=probe, use_cache=True)
+        self._logits(1, input_ids=at, attention_mask=mask, position_ids=at, past_key_values=probe, use_cache=True)
         shapes = {seen[1:] for seen in probe.seen}
         if [seen[0] for seen in probe.seen] != list(range(len(probe.seen))) or len(shapes) != 1:
             raise UnsupportedModel(
@@ -260,7 +283,7 @@ class SlotDecoder:
         rows = min(2, self.slots)
         ids = (np.arange(1, n + 1) * 7919 % self.vocabulary)[None].repeat(rows, 0)
         with torch.inference_mode():
-            plain = self.model(input_ids=torch.from_numpy(ids[:1]).to(self.device), use_cache=False).logits[0].float()
+            plain = self._logits(0, input_ids=torch.from_numpy(ids[:1]).to(self.device), use_cache=False)[0]
         have = np.array([n - 1, (n + 1) // 2])[:rows]
         prompt = np.zeros((rows, int(have.max())), dtype=np.int64)
         for row, length in enumerate(have):

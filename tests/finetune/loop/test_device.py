@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
 from tapereel.finetune.history.loop_config import CriticConfig
 from tapereel.finetune.policies.player_config import TrainerConfig
-from tapereel.finetune.policies.policy import load_policy, sampling_attention
+from tapereel.finetune.policies.policy import Policy, load_policy, sampling_attention
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer import logprobs as scoring
@@ -117,9 +118,23 @@ def test_settings_of_precision_reach_every_forward(
     assert seen == {(False, False)}
 
 
-def test_bfloat16_is_told_from_what_was_sampled_in_float32(folder: Path, tmp_path: Path) -> None:
+def test_an_engine_samples_under_the_autocast_that_trains(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mismatch(name: str, **loop: Any) -> float:
+        loop = {"sampling": {"max_tokens": 24}, "sampler_tolerance": None, **loop}
+        own = config(folder, **loop, optimiser={"autocast": "bfloat16", "lr": 1e-3})
+        assert train(own, tmp_path / name).books_close
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        found = [line["mismatch"] for line in lines if line.get("mismatch") is not None]
+        return sum(found) / len(found)
+
+    same = mismatch("same", updates=4)
+    monkeypatch.setattr(Policy, "computing", lambda self, loop: self)
+    wide = mismatch("wide", updates=4)
+    assert 0 < 1.5 * same < wide, (same, wide)
     with pytest.raises(Exception, match="sampler_tolerance"):
-        train(config(folder, optimiser={"autocast": "bfloat16"}), tmp_path / "run")
+        mismatch("refused", sampler_tolerance=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -319,3 +320,27 @@ def test_a_bfloat16_model_samples_and_its_log_probs_are_close() -> None:
     assert completion.ids is not None
     assert len(completion.ids) == 32
     assert worst(model, request, completion) < 0.3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_autocast_an_engine_samples_what_a_trainer_forwards(family: str) -> None:
+    model: Any = decoder(family, initializer_range=0.08)
+
+    async def off(autocast: torch.dtype | None) -> float:
+        sampling = engine(model, autocast=autocast)
+        # New weights arrive as they leave the trainer: in float32.
+        await sampling.sync_weights(model.state_dict(), "v1")
+        requests = [ask(prompt_of(n, 5 + 7 * n), n, max_tokens=40) for n in range(6)]
+        gaps: list[torch.Tensor] = []
+        for request, said in zip(requests, await asyncio.gather(*map(sampling.complete, requests)), strict=True):
+            assert said.ids is not None
+            whole = torch.tensor([[*(request.prompt or ()), *said.ids]])
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                hidden = model.get_decoder()(input_ids=whole, use_cache=False).last_hidden_state[0]
+            with torch.no_grad():
+                under = model.get_output_embeddings()(hidden.float()).log_softmax(-1)[-len(said.ids) - 1 : -1]
+            gaps.append((under.gather(1, whole[0, -len(said.ids) :, None])[:, 0] - torch.tensor(said.logprobs)).abs())
+        return float(torch.cat(gaps).mean())
+
+    narrow, wide = asyncio.run(off(torch.bfloat16)), asyncio.run(off(None))
+    assert 0 < 2.5 * narrow < wide, (narrow, wide)
