@@ -8,8 +8,10 @@ source file survives. The file's name is the SHA-256 of its bytes, and pictures 
 from __future__ import annotations
 
 import asyncio
+import base64
 import io
 import os
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -39,6 +41,8 @@ RECORDED = {"recorded": True}
 """Validation context of content that stands on a tape."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 """File formats that `Picture.of` decodes. Pillow knows over 40; some start other programs."""
+DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
+"""The beginning of a URL that holds the file itself."""
 MAX_BYTES = 20_000_000
 """Bytes of a file, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
@@ -106,7 +110,7 @@ class Picture(Value):
     def of(
         cls, source: bytes | str | os.PathLike[str] | PILImage | NDArray[uint8], *, alt: str | None = None
     ) -> Picture:
-        """The picture in `source`: bytes of a PNG, JPEG or WebP file, a file's path, a PIL image, or an
+        """The picture in `source`: bytes of a PNG, JPEG or WebP file, a file's path, its data URL, a PIL image, or an
         array of bytes, (height, width) or (height, width, 1, 3 or 4).
 
         Transparent pixels are laid over white; 16 bits a channel become 8; CMYK, grey and palettes become RGB. Raises
@@ -270,8 +274,13 @@ def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
     if isinstance(source, bytes):
         return source
     text = os.fspath(source)
-    if "://" in text or text.startswith("data:"):
-        raise BadPicture("is a URL, which is never fetched: pass the file's bytes")
+    if DATA_URL.match(text):
+        try:
+            return base64.b64decode(text.partition(",")[2], validate=True)
+        except ValueError as error:
+            raise BadPicture(f"is not base64 ({error}): send all of it") from error
+    if "://" in text or text[:5].lower() == "data:":
+        raise BadPicture("is a URL, which is never fetched: pass the file's bytes, or data:image/png;base64,...")
     path = Path(text)
     if not path.is_file():  # a pipe or a device would be read for ever
         raise BadPicture("is no file: pass the path of a PNG, JPEG or WebP file")

@@ -31,7 +31,7 @@ from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
 from ..rendering.tool_calls import free_prefix
 from .linking import Use, label_calls
-from .openai_protocol import PIXELS, ChatAnswer, ChatRequest, Refused, picture_of, token_logprobs
+from .openai_protocol import PIXELS, ChatAnswer, ChatRequest, Refused, token_logprobs
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
@@ -367,7 +367,7 @@ class Session:
                 digest = hashlib.sha256(url.encode()).digest()
                 if digest not in self._pictures:
                     try:
-                        picture = await asyncio.to_thread(picture_of, url)
+                        picture = await Picture.read(url)
                     except BadPicture as error:
                         raise Refused(400, f"{place}: {error}", param="messages") from None
                     pixels += picture.width * picture.height

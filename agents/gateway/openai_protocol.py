@@ -6,9 +6,7 @@ is dropped silently. HTTP is in `gateway_server`.
 
 from __future__ import annotations
 
-import base64
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -24,9 +22,8 @@ from pydantic import (
     ValidationError,
 )
 
-from ...tapes import BadPicture, Picture
 from ...tapes.errors import TapereelError
-from ...tapes.pictures import MAX_PIXELS
+from ...tapes.pictures import DATA_URL, MAX_PIXELS
 from ...tapes.records import Message
 
 _CHANGE_NOTHING = frozenset(
@@ -44,7 +41,6 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "modalities": (["text"],),
 }
 """Fields that are accepted with these values only."""
-_DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 PICTURES = 500
 """Maximum pictures of one request, as at OpenAI."""
 PIXELS = 4 * MAX_PIXELS
@@ -108,7 +104,7 @@ class _TextPart(BaseModel):
 
 
 def _data_url(url: str) -> str:
-    if not _DATA_URL.match(url):
+    if not DATA_URL.match(url):
         raise ValueError("must be data:image/png;base64,... (or jpeg, webp), since no URL is ever fetched")
     return url
 
@@ -143,15 +139,6 @@ class ChatMessage(BaseModel):
         texts = [part.text for part in self.content if isinstance(part, _TextPart)]
         content = "".join(texts) if len(texts) == len(self.content) else [part.model_dump() for part in self.content]
         return {"role": self.role, "content": content, **rest}
-
-
-def picture_of(url: str) -> Picture:
-    """The picture of a data URL. BadPicture if it isn't base64, or not a picture. Blocks."""
-    try:
-        data = base64.b64decode(url.partition(",")[2], validate=True)
-    except ValueError as error:
-        raise BadPicture(f"a data URL of {len(url):,} characters is not base64 ({error}): send all of it") from None
-    return Picture.of(data)
 
 
 _messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(Annotated[list[ChatMessage], Field(min_length=1)])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import JsonValue
 from pydantic_core import to_json
 
+from ...tapes import Picture
 from ...tapes.errors import MissingExtra, TapereelError
 from ...tapes.records import Task
 from ...tapes.steps import Action, Observation
@@ -36,6 +37,12 @@ class GymObservation(Observation, kind="gym_observation"):
 
     def __str__(self) -> str:
         return self.value if isinstance(self.value, str) else to_json(self.value).decode()
+
+
+class GymPicture(Observation, kind="gym_picture"):
+    """The rendered frame of a gymnasium environment (`pixels=True`)."""
+
+    picture: Picture
 
 
 class GymAction(Action, kind="gym_action"):
@@ -70,7 +77,8 @@ class GymEnvironment(Environment[Action]):
     """
 
     blocking = True
-    kinds = (GymAction, GymObservation, GymRefusal)
+    pixels = False
+    kinds = (GymAction, GymObservation, GymPicture, GymRefusal)
 
     def __init__(
         self,
@@ -80,9 +88,12 @@ class GymEnvironment(Environment[Action]):
         observe: Observe | None = None,
         act: Act | None = None,
         metrics: Sequence[str] = (),
+        pixels: bool = False,
         **make: object,
     ) -> None:
         """observe, act: codecs for spaces without a plain form. metrics: numbers of gymnasium's `info` to record.
+        pixels: the agent sees the rendered frame alone, as with gymnasium's `AddRenderObservation`; `render_mode` is
+        "rgb_array" by default then.
 
         make: arguments of `gymnasium.make`, for every task.
         """
@@ -93,11 +104,15 @@ class GymEnvironment(Environment[Action]):
                 f"{sorted(make)} are arguments of gymnasium.make, but a function makes this environment: pass them "
                 "inside the function"
             )
+        if pixels and observe is not None:
+            raise TypeError("pixels=True shows the rendered frame, and `observe` decides otherwise: give one of them")
         self.env = env
+        if pixels:  # not set otherwise: recorded configurations of environments without it stay as they are
+            self.pixels = True
         self.observe = observe
         self.act = act
         self.metrics = tuple(metrics)
-        self.make: dict[str, Any] = make
+        self.make: dict[str, Any] = {"render_mode": "rgb_array", **make} if pixels and isinstance(env, str) else make
         self._env: Any = None
         self._env_make: dict[str, Any] = {}
 
@@ -157,6 +172,14 @@ class GymEnvironment(Environment[Action]):
     def _shown(self, observation: Any) -> Observation:
         if self.observe is not None:
             return self.observe(observation, self._env)
+        if self.pixels:
+            frame = self._env.render()
+            if frame is None or isinstance(frame, list | str):
+                raise CodecNeeded(
+                    f"pixels=True needs one frame of `render`, and render_mode={self._env.render_mode!r} gives "
+                    f'{type(frame).__name__}: make the environment with render_mode="rgb_array"'
+                )
+            return GymPicture(picture=Picture.of(frame))
         return GymObservation(value=plain(observation, self._env.observation_space))
 
     def _native(self, action: Action) -> Any:
@@ -190,7 +213,7 @@ def plain(value: object, space: Space) -> JsonValue:
         return {key: plain(element[key], of) for key, of in space.spaces.items()}
     raise CodecNeeded(
         f"the observation space {space} has no plain form; pass a codec: "
-        "observe=lambda observation, env: Text(text=...)"
+        "observe=lambda observation, env: Text(text=...), or pixels=True to show the rendered frame as a picture"
     )
 
 

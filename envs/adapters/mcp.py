@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from pydantic import JsonValue
 
+from ...tapes import BadPicture, Picture
 from ...tapes.errors import MissingExtra
 from ..blocking import in_thread
 from ..environment import Effect
@@ -241,8 +242,9 @@ class _Session:
             self._owner.cancel()
             await asyncio.wait({self._owner}, timeout=STOP_SECONDS)
 
-    async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str:
-        """The tool's result. ToolFailed for an error that the tool reports; ToolsLost if the server is gone.
+    async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str | Sequence[str | Picture]:
+        """The tool's result. ToolFailed for an error that the tool reports, and for a bad picture. ToolsLost if the
+        server is gone.
 
         After another exception a ping decides between the two: otherwise a dead server would look like a failing tool,
         and the episode would be trained on.
@@ -259,12 +261,14 @@ class _Session:
                 what = f"{type(cause).__name__}: {cause}"
                 raise ToolsLost(f"MCP server {self.name} is gone: calling {tool} gave {what}") from error
             raise ToolFailed(str(cause) or type(cause).__name__) from error
-        text = "\n".join(map(_block, result.content))
-        if not result.content:
+        bad: list[BadPicture] = []
+        parts = [await _part(block, bad) for block in result.content]
+        text = "\n".join(map(str, parts))
+        if not parts:
             text = as_text(_field(result, "structured_content", "structuredContent"))
-        if _field(result, "is_error", "isError"):
+        if _field(result, "is_error", "isError") or bad:
             raise ToolFailed(text)
-        return text
+        return parts if any(isinstance(part, Picture) for part in parts) else text
 
     async def _answers(self) -> bool:
         try:
@@ -301,18 +305,22 @@ def _field(thing: Any, new: str, old: str) -> Any:
     return getattr(thing, new, None) if hasattr(thing, new) else getattr(thing, old, None)
 
 
-def _block(block: Any) -> str:
-    """One part of a result, as text."""
-    if block.type == "text":
-        return block.text
-    if block.type == "resource":
-        inside = block.resource
-        text = getattr(inside, "text", None)
-        return text if text is not None else f"[{inside.uri}: {len(inside.blob):,} characters of base64, not shown]"
+async def _part(block: Any, bad: list[BadPicture]) -> str | Picture:
+    """One part of a result, as a picture or as text. bad: gets the error of a picture that can't be shown."""
+    inside = block.resource if block.type == "resource" else block
+    text, mime = getattr(inside, "text", None), str(_field(inside, "mime_type", "mimeType"))
+    if text is not None:
+        return text
     if block.type == "resource_link":
         return f"[{block.name}: {block.uri}]"
-    mime = _field(block, "mime_type", "mimeType")
-    return f"[{block.type} {mime}: {len(block.data):,} characters of base64, not shown]"
+    name, data = (inside.uri, inside.blob) if block.type == "resource" else (f"{block.type} {mime}", block.data)
+    if not mime.startswith("image/"):
+        return f"[{name}: {len(data):,} characters of base64, not shown]"
+    try:
+        return await Picture.read(f"data:image/png;base64,{data}")  # its bytes say which format it has
+    except BadPicture as error:
+        bad.append(error)
+        return f"[{name}: {error}]"
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -17,7 +17,19 @@ from typing import Any, Protocol, cast, runtime_checkable
 from pydantic import JsonValue, TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs, to_json
 
-from ...tapes import Answer, Status, TapereelError, Task, ToolCall, ToolCalls, ToolOffer, ToolResult, ToolResults
+from ...tapes import (
+    Answer,
+    Picture,
+    Status,
+    TapereelError,
+    Task,
+    ToolCall,
+    ToolCalls,
+    ToolOffer,
+    ToolResult,
+    ToolResults,
+)
+from ...tapes.errors import MissingExtra
 from ...tapes.steps import Prompt
 from ..blocking import in_thread
 from ..environment import Effect, Environment, Outcome
@@ -48,8 +60,8 @@ class Tool:
     description: str
     parameters: dict[str, JsonValue]
     """JSON Schema of the arguments, an object."""
-    call: Callable[[dict[str, JsonValue]], Awaitable[str]]
-    """From the agent's unchecked arguments to the result."""
+    call: Callable[[dict[str, JsonValue]], Awaitable[str | Sequence[str | Picture]]]
+    """From the agent's unchecked arguments to the result: a text, or texts and pictures."""
     effect: Effect = "pure"
     """The effect of repeating a call on the outside world."""
     timeout: float = SECONDS
@@ -123,10 +135,10 @@ def tool(
             schema["description"] = meaning
     blocks = not inspect.iscoroutinefunction(function)
 
-    async def call(arguments: dict[str, JsonValue]) -> str:
+    async def call(arguments: dict[str, JsonValue]) -> str | list[str | Picture]:
         values = ArgsKwargs((), arguments)
         result = await in_thread(adapter.validate_python, values) if blocks else adapter.validate_python(values)
-        return as_text(await result if inspect.isawaitable(result) else result)
+        return await as_parts(await result if inspect.isawaitable(result) else result)
 
     return Tool(
         name=known,
@@ -181,6 +193,28 @@ def as_text(result: object) -> str:
         return to_json(result, inf_nan_mode="strings").decode()
     except ValueError:  # a type that JSON can't hold
         return str(result)
+
+
+async def as_parts(result: object) -> str | list[str | Picture]:
+    """A tool's result as the model reads it. Pictures are shown where it is a `Picture`, or a list with one or with a
+    content part as TRL has them, `{"type": "image", "image": ...}`; every other value is text."""
+    values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
+    if not any(isinstance(value, Picture) or _image_in(value) is not None for value in values):
+        return as_text(result)
+    parts: list[str | Picture] = []
+    for value in values:
+        image = _image_in(value)
+        text = value.get("text", value) if isinstance(value, dict) else value
+        shown = value if isinstance(value, Picture) else await Picture.read(image) if image is not None else None
+        parts.append(as_text(text) if shown is None else shown)
+    return parts
+
+
+def _image_in(value: Any) -> Any:
+    """The image (PIL, array or bytes) of a content part; None for any other value. A path or URL is no image here: it
+    may be text that a tool got from somewhere."""
+    image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
+    return image if isinstance(image, bytes) or hasattr(type(image), "__array_interface__") else None
 
 
 def cut(text: str, limit: int) -> str:
@@ -270,16 +304,19 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
             return ToolResult(id=call.id, name=call.name, content=cut(problem, CHARACTERS), error=True)
         async with self._gate:
             content, error = await _ask(found, call.arguments)
-        return ToolResult(id=call.id, name=call.name, content=cut(content, found.limit), error=error)
+        parts = [content] if isinstance(content, str) else content
+        text = cut("\n".join(part for part in parts if isinstance(part, str)), found.limit)
+        pictures = tuple(part for part in parts if isinstance(part, Picture))
+        return ToolResult(id=call.id, name=call.name, content=text, error=error, pictures=pictures)
 
 
-async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str, bool]:
+async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Sequence[str | Picture], bool]:
     """(content, whether it is an error)."""
     timer = asyncio.timeout(tool.timeout)
     try:
         async with timer:
             return await tool.call(arguments), False
-    except ToolsLost:
+    except (ToolsLost, MissingExtra):
         raise
     except ToolFailed as error:
         return str(error), True

@@ -62,6 +62,27 @@ def picture() -> list[Any]:
 
 
 @server.tool()
+def photo(kind: str = "image") -> list[Any]:
+    """A file of 3x2 red pixels, between texts."""
+    import base64
+    import io
+
+    from mcp.types import BlobResourceContents, EmbeddedResource, ImageContent, TextContent
+    from PIL import Image
+
+    written = io.BytesIO()
+    Image.new("RGB", (3, 2), (255, 0, 0)).save(written, "JPEG" if kind == "jpeg" else "PNG")
+    data = base64.b64encode(written.getvalue()).decode()
+    found: Any = ImageContent(type="image", data=data, **{"mimeType": "image/png"})
+    if kind == "resource":
+        inside = BlobResourceContents(uri="file:///photo.png", blob=data, **{"mimeType": "image/png"})  # type: ignore[arg-type]
+        found = EmbeddedResource(type="resource", resource=inside)
+    if kind == "cut":
+        found = ImageContent(type="image", data=data[:40], **{"mimeType": "image/png"})
+    return [TextContent(type="text", text="before"), found, TextContent(type="text", text="after")]
+
+
+@server.tool()
 def sleep(seconds: float) -> str:
     time.sleep(seconds)
     return "awake"

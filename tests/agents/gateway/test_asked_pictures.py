@@ -165,7 +165,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a page": (image("data:text/html;base64,aGk="), "must be data:image/png"),
     "not base64": (image("data:image/png,abc"), "must be data:image/png;base64"),
     "a parameter": (image("data:image/png;charset=utf-8;base64,aGk="), "must be data:image/png;base64"),
-    "truncated base64": (image(URL[:-3]), "content.0.image_url.url: a data URL of"),
+    "truncated base64": (image(URL[:-3]), "is not base64"),
     "base64 with a line break": (image(URL[:50] + "\n" + URL[50:]), "is not base64"),
     "base64 of URLs": (image("data:image/png;base64,-_-_"), "is not base64"),
     "letters": (image("data:image/png;base64,äöü="), "is not base64"),
@@ -225,7 +225,12 @@ def test_what_is_no_picture_is_refused_and_the_program_goes_on(tmp_path: Path):
 
 def test_a_repeated_picture_is_decoded_once_and_the_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch):
     decoded = []
-    monkeypatch.setattr(gateway_session, "picture_of", lambda url: decoded.append(url) or Picture.of(square(0)))
+
+    async def read(source: Any) -> Picture:
+        decoded.append(source)
+        return Picture.of(square(0))
+
+    monkeypatch.setattr(Picture, "read", read)
     asked: list[Any] = []
 
     async def same(task: str, endpoint: Endpoint) -> str:

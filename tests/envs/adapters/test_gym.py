@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import sys
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tapereel.agents import ChatAgent, Limits, ScriptedEngine, rollout
 from tapereel.envs import CodecNeeded, GymAction, GymEnvironment, GymObservation, GymRefusal, check_env
+from tapereel.envs.adapters.gym import GymPicture
 from tapereel.tapes import MissingExtra, Status, Task, Text
 
 from ...agents.worlds import Guess
@@ -305,3 +309,71 @@ def test_wrong_arguments_and_a_missing_gymnasium(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingExtra, match=r"tapereel\[gym\]"):
         GymEnvironment("FrozenLake-v1")
+
+
+class Painted(gymnasium.Env[Any, Any]):
+    """A square of one colour, which each step makes brighter by the action."""
+
+    metadata = {"render_modes": ["rgb_array", "rgb_array_list"], "render_fps": 4}  # noqa: RUF012
+    action_space = gymnasium.spaces.Discrete(3)
+    observation_space = gymnasium.spaces.Box(0, 255, (8, 6, 3), np.uint8)
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.shade = 100
+        return self.frame(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.shade += int(action)
+        return self.frame(), float(action), False, False, {}
+
+    def frame(self) -> Any:
+        return np.full((8, 6, 3), self.shade, "uint8")
+
+    def render(self) -> Any:
+        return [self.frame()] if self.render_mode == "rgb_array_list" else self.frame()
+
+
+gymnasium.register("Painted-v0", Painted)
+
+
+def test_pixels_show_the_rendered_frame_of_every_step():
+    env, first = _started(GymEnvironment("Painted-v0", pixels=True))
+    shown = [first, *(outcome.observation for outcome in _walk(env, 1, 2))]
+    assert all(isinstance(step, GymPicture) for step in shown)
+    frames = [np.asarray(Image.open(io.BytesIO(step.picture.data)))[0, 0].tolist() for step in shown]
+    assert frames == [[100] * 3, [101] * 3, [103] * 3]
+    (refused,) = _walk(env, 7)
+    assert isinstance(refused.observation, GymRefusal)
+    _, first = _started(GymEnvironment(lambda: Painted("rgb_array"), pixels=True))
+    assert first == shown[0]
+
+
+@pytest.mark.parametrize("name", ["FrozenLake-v1", "CartPole-v1", "ALE/Pong-v5", "MiniGrid-Empty-5x5-v0"])
+@pytest.mark.filterwarnings("ignore")
+def test_pixels_of_known_environments(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    if "/" in name:
+        gymnasium.register_envs(pytest.importorskip("ale_py"))
+    else:
+        pytest.importorskip("pygame" if "Grid" not in name else "minigrid")
+    env, first = _started(GymEnvironment(name, pixels=True))
+    _, same = _started(GymEnvironment(name, pixels=True))
+    assert first == same
+    assert isinstance(first, GymPicture)
+    assert isinstance(_walk(env, 1)[0].observation, GymPicture)
+    asyncio.run(env.close())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pixels_need_a_frame_and_pixels_alone_are_no_picture_by_themselves():
+    with pytest.raises(CodecNeeded, match="pixels=True to show the rendered frame"):
+        _started(GymEnvironment("Painted-v0"))
+    for make in (lambda: Painted("rgb_array_list"), lambda: gymnasium.make("CartPole-v1")):
+        with pytest.raises(CodecNeeded, match='make the environment with render_mode="rgb_array"'):
+            _started(GymEnvironment(make, pixels=True))
+    with pytest.raises(TypeError, match="give one of them"):
+        GymEnvironment("Painted-v0", pixels=True, observe=lambda observation, env: GymObservation(value=1))

@@ -15,13 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Outcome
 from tapereel.envs.adapters.mcp import McpServer
 from tapereel.envs.adapters.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost
-from tapereel.tapes import Answer, CauseType, MissingExtra, Status, Tape, Task, ToolCalls, ToolResults
+from tapereel.tapes import Answer, CauseType, MissingExtra, Picture, Status, Tape, Task, ToolCalls, ToolResults
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parents[1] / "mcp_server.py"
@@ -83,7 +84,9 @@ def assert_serves(server: McpServer) -> None:
     assert told[0] == ("4711", False)
     assert "Error executing tool lookup" in told[1][0]
     assert told[1][1]
-    assert told[2] == ("a dot:\n[image image/png: 4 characters of base64, not shown]", False)
+    assert told[2][0].startswith("a dot:\n[image image/png: ")
+    assert "is no PNG, JPEG or WebP file" in told[2][0]
+    assert told[2][1]
     assert told[3] == ("x" * 1000 + "\n[cut here: 4,000 of 5,000 characters left out]", False)
     assert told[4] == ("1 notes", False)
     assert told[5][1]
@@ -120,6 +123,7 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
         "note": "idempotent",
         "huge": "irreversible",
         "picture": "irreversible",
+        "photo": "irreversible",
         "sleep": "irreversible",
         "die": "irreversible",
     }
@@ -310,3 +314,28 @@ def test_the_process_of_a_server_ends_with_its_episode():
 
     assert len(asyncio.run(use(over_stdio()))) == 1
     assert servers() == []
+
+
+@pytest.mark.parametrize("kind", ["image", "jpeg", "resource"])
+def test_an_image_of_a_server_is_shown(kind: str):
+    tape = play(over_stdio(), called(("photo", {"kind": kind}), ("lookup", {"word": "amber"})), "4711")
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0)
+    (step,) = [step for step in tape if isinstance(step, ToolResults)]
+    shown, other = step.results
+    assert (shown.content, shown.error, other.pictures) == ("before\nafter", False, ())
+    (picture,) = shown.pictures
+    assert (picture.width, picture.height) == (3, 2)
+    assert picture.data is not None
+    assert kind == "jpeg" or picture == Picture.of(np.full((2, 3, 3), (255, 0, 0), "uint8"))
+    content = next(m for m in tape.messages() if m["role"] == "tool")["content"]
+    assert [part["type"] for part in content] == ["text", "image"]
+
+
+def test_an_image_that_is_cut_off_is_an_error_that_the_model_reads():
+    tape = play(over_stdio(), called(("photo", {"kind": "cut"})), "4711")
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0)
+    (step,) = [step for step in tape if isinstance(step, ToolResults)]
+    (result,) = step.results
+    assert (result.error, result.pictures) == (True, ())
+    assert result.content.startswith("before\n[image image/png: ")
+    assert result.content.endswith("]\nafter")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
+from PIL import Image
 from pydantic import BaseModel, Field
 
 from tapereel.agents import ChatAgent, Limits, ReplayEngine, Request, ScriptedEngine, rollout
@@ -23,7 +26,19 @@ from tapereel.envs.adapters.tools import (
     worst,
 )
 from tapereel.envs.checks.reexec import reexec
-from tapereel.tapes import Answer, CauseType, Status, Tape, Task, ToolCall, ToolCalls, ToolOffer, ToolResults
+from tapereel.tapes import (
+    Answer,
+    CauseType,
+    Picture,
+    Status,
+    Tape,
+    Task,
+    ToolCall,
+    ToolCalls,
+    ToolOffer,
+    ToolResult,
+    ToolResults,
+)
 
 
 class Place(BaseModel):
@@ -357,3 +372,42 @@ def test_an_episode_that_never_answers_is_scored_as_the_empty_answer(said: str, 
 def test_an_answer_is_scored_once() -> None:
     tape = asyncio.run(rollout(ChatAgent(), Sums, Task(private="3"), engine=ScriptedEngine(["3"])))
     assert [(reward.step, reward.value) for reward in tape.rewards] == [(1, 1.0)]
+
+
+def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
+    pixels = np.full((2, 3, 3), 200, "uint8")
+    image, path = Image.fromarray(pixels), tmp_path / "secret.png"
+    image.save(path)
+    answers: dict[str, Any] = {
+        "picture": Picture.of(pixels),
+        "list": ["before", Picture.of(pixels), {"n": 1}],
+        "parts": [{"type": "text", "text": "before"}, {"type": "image", "image": image}],
+        "array": [{"type": "image", "image": pixels}],
+        "bytes": [{"type": "image", "image": path.read_bytes()}],
+        "bad": [{"type": "image", "image": b"no picture"}],
+        "path": [{"type": "image", "image": str(path)}],
+        "url": [{"type": "image", "image": "http://127.0.0.1:1/a.png"}],
+        "none": [{"type": "image"}],
+    }
+
+    def look(kind: str) -> Any:
+        return answers[kind]
+
+    async def asked() -> dict[str, ToolResult]:
+        env = ToolEnvironment([look])
+        await env.reset(Task(public="?"))
+        calls = tuple(ToolCall(id=kind, name="look", arguments={"kind": kind}) for kind in answers)
+        step = (await env.step(ToolCalls(calls=calls))).observation
+        assert isinstance(step, ToolResults)
+        return {result.id: result for result in step.results}
+
+    found = asyncio.run(asked())
+    shown = {name: (result.content, result.pictures == (answers["picture"],)) for name, result in found.items()}
+    assert shown["picture"] == shown["array"] == shown["bytes"] == ("", True)
+    assert shown["list"] == ('before\n{"n":1}', True)
+    assert shown["parts"] == ("before", True)
+    assert (found["bad"].error, found["bad"].pictures) == (True, ())
+    assert "is no PNG" in found["bad"].content
+    for name in ("path", "url", "none"):
+        assert (found[name].error, found[name].pictures) == (False, ())
+    assert found["path"].content == json.dumps(answers["path"], separators=(",", ":"))
