@@ -93,5 +93,5 @@ def _gym() -> Any:
         import reasoning_gym
         import reasoning_gym.factory
     except ImportError as error:
-        raise MissingExtra("reasoning-gym", "demo", "tasks of reasoning-gym") from error
+        raise MissingExtra(error.name or "reasoning-gym", "demo", "tasks of reasoning-gym") from error
     return reasoning_gym
