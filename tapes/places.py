@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class Place(NamedTuple):
@@ -47,6 +48,8 @@ class Place(NamedTuple):
 
 def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> NDArray[np.int64]:
     """(L,) the ids, with the tokens of each place replaced by its key."""
+    import numpy as np
+
     found = np.array(ids, dtype=np.int64)
     for place in places:
         found[place.offset : place.end] = place.key

@@ -11,7 +11,6 @@ import hashlib
 import json
 import operator
 from collections.abc import Iterable
-from enum import StrEnum
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
@@ -27,6 +26,8 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
 from .pictures import MediaNames, media_of
+from .places import Place
+from .status import CauseType, Status
 from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
 
@@ -39,57 +40,6 @@ IN_TAPE = ("begin", "step", "call", "reward", "end")
 
 Message = dict[str, Any]
 """One chat message: `role`, `content` and, where they apply, `tool_calls`, `tool_call_id`, `name`."""
-
-
-class Status(StrEnum):
-    """How an episode ended. Together with the cause it decides whether the episode may be trained on (`trains`)."""
-
-    FINISHED = "finished"
-    """The environment said `terminated`."""
-    TRUNCATED = "truncated"
-    """The environment said `truncated`."""
-    LIMIT = "limit"
-    """A limit of the rollout: turns, tokens, context, the agent's or the system's seconds (`cause.type`)."""
-    ERROR = "error"
-    """Code raised an exception; `cause.type` says whose code."""
-    CANCELLED = "cancelled"
-    """The caller stopped the episode."""
-    CRASHED = "crashed"
-    """The process died; recovery wrote this end."""
-
-
-class CauseType(StrEnum):
-    """Who caused an end, or which limit was reached. `ours` is Tapereel itself."""
-
-    AGENT = "agent"
-    ENVIRONMENT = "environment"
-    MODEL = "model"
-    OURS = "ours"
-    TURNS = "turns"
-    TOKENS = "tokens"
-    CONTEXT = "context"
-    AGENT_SECONDS = "agent_seconds"
-    SECONDS = "seconds"
-    """The system's time; on tapes of versions with one timer, the time of the whole episode."""
-
-
-TRAINED_SPLITS = ("train", "demo", "corpus")
-"""Splits whose tapes may be trained on; all others are held out."""
-TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT, CauseType.AGENT_SECONDS})
-
-
-def trains(status: Status | None, cause: CauseType | None) -> bool:
-    """Whether an episode with this end may be scored, and, if scored, trained on. No other code decides this.
-
-    Yes: finished, truncated, a limit of turns, tokens, context or the agent's time, an error of the agent's own code.
-    No: a limit of the system's time, an error of the environment, the model or Tapereel, cancelled, crashed, still
-    running. The policy caused the first kind; training on the second would reward or punish it for the machine.
-    """
-    if status in (Status.FINISHED, Status.TRUNCATED):
-        return True
-    if status is Status.LIMIT:
-        return cause in TRAINABLE_LIMITS
-    return status is Status.ERROR and cause is CauseType.AGENT
 
 
 def _is_none(value: object) -> bool:
@@ -221,7 +171,8 @@ class Begin(Record):
     """`train`, `eval`, `demo` or a name of the caller: the purpose of the tape."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
-    """`package`, `python` and, where there is a renderer, `tokenizer` and `chat_template` (hashes)."""
+    """`package`, `python` and, where there is a renderer, `tokenizer` and `chat_template` (hashes); `processor` (hash)
+    where the model sees pictures."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
     """Sampling settings of the run; each call records its own. None: unknown."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
@@ -321,6 +272,8 @@ class Call(Record):
     """Names of the pictures in `messages` that came with a program's request: no step shows them."""
     prompt: Ints | None = None
     """New prompt token ids after the kept ones; None when the engine takes and returns text only."""
+    places: tuple[Place, ...] = Field(default=(), exclude_if=operator.not_)
+    """Which of the new prompt ids stand for pictures, in order; offsets count from the first id of the whole prompt."""
     completion: Ints | None = None
     """Sampled token ids, including the one that ends the turn; None when the engine returns text only."""
     logprobs: Floats | None = None
@@ -368,6 +321,14 @@ class Call(Record):
             at = end
         if self.spans and at != n:
             raise ValueError(f"call {self.call}: version spans end at {at}, the completion has {n} tokens")
+        at = self.keep
+        for place in self.places:
+            if not (at <= place.offset < place.end <= self.keep + len(self.prompt or ()) and place.media):
+                raise ValueError(
+                    f"call {self.call}: the picture at tokens [{place.offset}, {place.end}) is not behind token {at} "
+                    f"and among the {len(self.prompt or ())} new prompt tokens"
+                )
+            at = place.end
         return self
 
 
@@ -465,6 +426,8 @@ class Tokens(Record):
     call: str
     prompt: Ints
     """All prompt ids, including those of the base."""
+    places: tuple[Place, ...] = Field(default=(), exclude_if=operator.not_)
+    """Which prompt ids stand for pictures, in order."""
     completion: Ints
     tokenizer: str
     """Hash of the tokenizer and the chat template that made these ids."""

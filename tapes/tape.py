@@ -15,8 +15,10 @@ from typing import Any, NamedTuple, cast
 from pydantic import GetCoreSchemaHandler, JsonValue
 from pydantic_core import CoreSchema, core_schema, from_json, to_json
 
-from .errors import HiddenFromAgent, NotATape
+from .errors import BadPicture, HiddenFromAgent, NotATape
 from .messages import ENV, Conversation, Messages
+from .pictures import pictures_of
+from .places import Place
 from .records import (
     DIGEST_START,
     SCHEMA,
@@ -27,13 +29,12 @@ from .records import (
     Message,
     Record,
     Reward,
-    Status,
     StepRecord,
     fold,
     parse_record,
     total_reward,
-    trains,
 )
+from .status import Status, trains
 from .steps import Action, Observation, Step, Thought, role_of
 
 
@@ -81,6 +82,8 @@ class TapeLog:
         self.rewards: list[tuple[int, Reward]] = []
         """(number of records before it, reward)."""
         self.layers: list[Record] = []
+        self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
+        """Bytes of a media file of the run by its name; None: the tape is in no run. Blocks."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
@@ -229,8 +232,17 @@ class Tape(Sequence[Step]):
         self._open = not agent_view
 
     @classmethod
-    def of(cls, bodies: Iterable[bytes], *, layers: Iterable[Record] = (), parent: Tape | None = None) -> Tape:
-        """The tape whose records have these bodies, in order. NotATape (a ValueError) where they don't make one."""
+    def of(
+        cls,
+        bodies: Iterable[bytes],
+        *,
+        layers: Iterable[Record] = (),
+        parent: Tape | None = None,
+        file: Callable[[str], bytes] | None = None,
+    ) -> Tape:
+        """The tape whose records have these bodies, in order. NotATape (a ValueError) where they don't make one.
+
+        file: gives the bytes of a media file by its name (`picture`)."""
         log: TapeLog | None = None
         for k, body in enumerate(bodies):
             try:
@@ -246,6 +258,7 @@ class Tape(Sequence[Step]):
         if log is None:
             raise NotATape("no records: a tape has at least its `begin`")
         log.layers.extend(layers)
+        log.file = file or log.file
         return cls(log)
 
     # What an agent may see
@@ -446,6 +459,25 @@ class Tape(Sequence[Step]):
             del ids[one.keep :]
             ids.extend(one.prompt)
         return ids
+
+    def call_places(self, call: Call | str) -> tuple[Place, ...]:
+        """The pictures in a call's prompt, in order; offsets count in `call_prompt(call)`."""
+        log = self._visible("call_places")
+        places: list[Place] = []
+        for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
+            places = [place for place in places if place.end <= one.keep] + list(one.places)
+        return tuple(places)
+
+    def picture(self, name: str) -> bytes:
+        """The PNG of a picture that a step shows, by the name of its file. BadPicture for any other name. Blocks."""
+        shown = [one for step in self for one in pictures_of(step) if one.name == name]
+        data = next((one.data for one in shown if one.data is not None), None)
+        if data is None and shown and self._log.file is not None:
+            return self._log.file(name)
+        if data is None:
+            why = "its bytes are in the run that it was read from" if shown else "no step of it shows such a picture"
+            raise BadPicture(f"tape {self.id} can't give the picture {name[:80]!r}: {why}")
+        return data
 
     def at_turn(self, turn: int) -> Tape:
         """The tape after `turn` whole turns (0: after the first observation), to fork from. ValueError if too large."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from ...tapes.common.redact import without_secrets
 from ...tapes.errors import RunStopped, StopReason, TapereelError
+from ...tapes.places import Place
 from ...tapes.records import Attempt, Message, Sampling, Usage
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class Request:
     messages: Sequence[Message]
     prompt: array[int] | None
     """All prompt ids (int32), or None for an engine without a renderer."""
+    places: tuple[Place, ...] = ()
+    """Which prompt ids stand for pictures, in order; `picture` gives the bytes of their files."""
     sampling: Sampling
     seed: int
     """64-bit. The same seed, prompt and weights give the same tokens, whatever other requests run."""

@@ -164,6 +164,7 @@ class Conversations:
             messages=tuple(pending.request.messages[keep:]),
             media=self._recorder.asked_in(pending.request.messages[keep:]),
             prompt=rendered.new,
+            places=rendered.new_places,
             completion=ids,
             logprobs=completion.logprobs,
             spans=completion.spans,
@@ -203,7 +204,11 @@ class Conversations:
         """Record text that the agent wrote without a model. Returns the id of the call."""
         call = self._recorder.new_call_id()
         request = Request(
-            messages=messages, prompt=rendered.ids if rendered is not None else None, sampling=Sampling(), seed=0
+            messages=messages,
+            prompt=rendered.ids if rendered is not None else None,
+            places=rendered.places if rendered is not None else (),
+            sampling=Sampling(),
+            seed=0,
         )
         # Without token ids the function calls are part of the step alone.
         calls = reply.get("tool_calls") if rendered is not None else None
@@ -232,5 +237,6 @@ class Conversations:
                         ids=prefix.call_prompt(call) + call.completion,
                         completion=call.completion,
                         cut=call.cut,
+                        places=prefix.call_places(call),
                     )
                 )

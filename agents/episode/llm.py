@@ -186,6 +186,7 @@ class LLM:
         request = Request(
             messages=asked,
             prompt=rendered.ids if rendered is not None else None,
+            places=rendered.places if rendered is not None else (),
             sampling=sampling,
             seed=derive_seed(self._seed, stream, number, *(() if seed is None else (seed,))),
             tools=schemas,

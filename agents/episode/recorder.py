@@ -30,6 +30,7 @@ class Recorder:
         for entry in self.log.entries:  # of a fork's parent, whose files are in this run
             self.shown.update({picture.name: picture for picture in pictures_of(entry.step)})
         if journal is not None:
+            self.log.file = journal.media.file
             journal.append(body)
 
     @property

@@ -43,9 +43,10 @@ from ...tapes.errors import error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import ENV
 from ...tapes.pictures import pictures_of
-from ...tapes.records import Begin, End, Identity, Parent, Reward, trains
+from ...tapes.records import Begin, End, Identity, Parent, Reward
+from ...tapes.status import trains
 from ...tapes.tape import Ending, new_tape_id, step_record
-from ..engines.engine import Engine, EngineStopped, absence_of
+from ..engines.engine import Engine, EngineStopped, absence_of, sees
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
@@ -556,4 +557,6 @@ def _versions(engine: Engine | None) -> dict[str, str]:
     if renderer is not None:
         versions["tokenizer"] = renderer.tokenizer_hash
         versions["chat_template"] = renderer.template_hash
+        if renderer.pictures is not None and sees(engine):
+            versions["processor"] = renderer.pictures.hash
     return versions

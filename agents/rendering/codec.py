@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
@@ -198,19 +197,6 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 def plain(text: str) -> str:
     """Marked text without the marks: the original text."""
     return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
-
-
-def common_prefix(a: array[int], b: array[int]) -> int:
-    """How many leading ids two int32 arrays share."""
-    # Binary search with slice comparisons, which run in C: a loop over the ids in Python is slow.
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def digest(*parts: object) -> str:

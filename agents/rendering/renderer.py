@@ -18,29 +18,33 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import JsonValue
 
 from ...tapes.arrays import ints
+from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Message
+from ...tapes.steps import PLACE, content_parts
 from .codec import (
     ChatTokenizer,
     Codec,
     NoChatTemplate,
     RenderError,
     SpecialText,
-    common_prefix,
     digest,
     plain,
 )
 from .incremental_decoder import IncrementalDecoder
 from .template import Template, template_text
 
+if TYPE_CHECKING:
+    from ..vision.vision import PictureTokens
+
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
 """Unicode noncharacters. One of them replaces the text of answers where that text must not matter."""
 
-__all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
+__all__ = ["Authored", "NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +69,8 @@ class Track:
     """`tools`, control-token text marked."""
     cut: int
     """Tokens of the conversation that `ids` leaves out."""
+    places: tuple[Place, ...] = ()
+    """Which of `ids` stand for pictures, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -93,14 +99,34 @@ class Rendered:
     marked_tools: Any
     cut: int
     """As `Track.cut`."""
+    places: tuple[Place, ...] = ()
+    """As `Track.places`."""
+
+    @property
+    def new_places(self) -> tuple[Place, ...]:
+        """The places in `new`; offsets count in `ids`."""
+        return tuple(place for place in self.places if place.offset >= self.keep)
 
     def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
-        """The prompt without what is beyond its first or last `tokens` tokens."""
-        ids = self.ids[:tokens] if keep == "start" else self.ids[-tokens:]
-        kept = common_prefix(self.base.ids, ids) if self.base is not None else 0
+        """The prompt without what is beyond its first or last `tokens` tokens; a picture across the cut goes whole."""
+        start, end = (0, tokens) if keep == "start" else (max(len(self.ids) - tokens, 0), len(self.ids))
+        start = next((place.end for place in self.places if place.offset < start < place.end), start)
+        end = next((place.offset for place in self.places if place.offset < end < place.end), end)
+        ids = self.ids[start:end]
+        places = tuple(place.moved(-start) for place in self.places if start <= place.offset and place.end <= end)
+        kept = _shared_ids(self.base, ids, places)
         split = None if self.base is None or kept == len(self.base.ids) else "the prompt was cut"
         cut = self.cut + len(self.ids) - len(ids)
-        return replace(self, ids=ids, keep=kept, new=ids[kept:], split=self.split or split, cut=cut)
+        return replace(self, ids=ids, places=places, keep=kept, new=ids[kept:], split=self.split or split, cut=cut)
+
+
+class Authored(NamedTuple):
+    """The tokens of an answer that no model sampled."""
+
+    prompt: array[int]
+    completion: array[int]
+    places: tuple[Place, ...]
+    """Which prompt ids stand for pictures, in order."""
 
 
 class Renderer:
@@ -112,13 +138,15 @@ class Renderer:
     def __init__(
         self,
         tokenizer: ChatTokenizer,
+        pictures: PictureTokens | None = None,
         *,
         history: Literal["sampled", "template"] = "sampled",
         special_text: Literal["split", "refuse"] = "split",
         template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """`template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
+        """`pictures`: the model's tokens for a picture; None: a message with a picture is a RenderError.
+        `template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
         template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
@@ -133,7 +161,12 @@ class Renderer:
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
-        self._framing = self._codec.pattern(self._template.framing)
+        self.pictures = pictures
+        """The model's tokens for a picture; None: of a model that can't see."""
+        framing = (
+            self._template.framing if pictures is None else self._template.framing | self._around_a_picture(pictures)
+        )
+        self._framing = self._codec.pattern(framing)
         self.end_ids: tuple[int, ...] = self._template.end_ids
         """Ids that end an answer, the template's own first."""
         self._before_end = self._template.ending.removesuffix(self._template.end_text)
@@ -141,7 +174,8 @@ class Renderer:
         """SHA-256 (hex) of the tokenizer."""
         self.template_hash: str = self._template.hash
         """SHA-256 (hex) of the chat template and its arguments."""
-        self.hash: str = digest(self.tokenizer_hash, self.template_hash, special_text)
+        seen = [] if pictures is None else [pictures.hash]
+        self.hash: str = digest(self.tokenizer_hash, self.template_hash, special_text, *seen)
         """SHA-256 (hex) of everything that determines the ids of authored text."""
 
     def prompt(
@@ -155,15 +189,17 @@ class Renderer:
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
         text = self._template.render(marked, marked_tools)
+        pictures = self._pictures_of(messages, marked, marked_tools, text)
         tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
         if base is not None and tail is not None:
-            new = ints(self._codec.encode(tail, after=self.end_ids[0]))
-            keep, ids = len(base.ids), base.ids + new
+            keep = len(base.ids)
+            new, places = self._expanded(self._codec.encode(tail, after=self.end_ids[0]), pictures, keep)
+            ids, places = base.ids + new, base.places + places
         else:
-            ids = ints(self._codec.encode(text))
-            keep = common_prefix(base.ids, ids) if base is not None else 0
+            ids, places = self._expanded(self._codec.encode(text), pictures, 0)
+            keep = _shared_ids(base, ids, places)
             new = ids[keep:]
             if base is not None and keep == len(base.ids):
                 split = None
@@ -180,6 +216,7 @@ class Renderer:
             marked=marked,
             marked_tools=marked_tools,
             cut=base.cut if base is not None and tail is not None else 0,
+            places=places,
         )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
@@ -195,6 +232,7 @@ class Renderer:
             marked=(*rendered.marked, self._mark_one(reply, len(rendered.messages))),
             marked_tools=rendered.marked_tools,
             cut=rendered.cut,
+            places=rendered.places,
         )
 
     def retrack(
@@ -206,6 +244,7 @@ class Renderer:
         ids: array[int],
         completion: array[int],
         cut: int = 0,
+        places: tuple[Place, ...] = (),
     ) -> Track:
         """The track of a recorded call: `messages` with its reply, `ids` with its completion."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
@@ -220,6 +259,7 @@ class Renderer:
             marked_tools=marked_tools,
             text=self._template.render(marked[:-1], marked_tools),
             cut=cut,
+            places=places,
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
@@ -249,10 +289,10 @@ class Renderer:
 
     def authored(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, JsonValue]] | None = None
-    ) -> tuple[array[int], array[int]]:
-        """(prompt ids, completion ids) of an answer that no model sampled."""
+    ) -> Authored:
+        """The tokens of an answer that no model sampled."""
         rendered = self.prompt(messages, tools)
-        return rendered.ids, self.completion(rendered, reply)
+        return Authored(rendered.ids, self.completion(rendered, reply), rendered.places)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion without its turn-ending tokens; other control tokens are spelled out."""
@@ -301,16 +341,76 @@ class Renderer:
         only = self._framing if role == "assistant" else None
         content = message.get("content")
         if isinstance(content, list):
-            for part in content:
-                if not isinstance(part, str) and part.get("type") != "text":
+            for part in content_parts(message):
+                if part.get("type") != "text" and (self.pictures is None or part.get("type") != "image"):
+                    known = "text only" if self.pictures is None else "parts of the types 'text' and 'image'"
                     raise RenderError(
-                        f"message {index} ({role}) has a part of type {part.get('type')!r}; this "
-                        "renderer takes text only"
+                        f"message {index} ({role}) has a part of type {part.get('type')!r}; this renderer takes {known}"
                     )
+                sides = part.get("width"), part.get("height")
+                if _is_image(part) and not (isinstance(part.get("media"), str) and all(type(n) is int for n in sides)):
+                    raise RenderError(
+                        f"message {index} ({role}) has a part {part!r:.200} without the name and the size of a picture: "
+                        "show the picture in a step, whose messages have such parts"
+                    )
+            message = {**message, "content": [PLACE if _is_image(part) else part for part in content]}
         if len(message) == 2 and isinstance(content, str):
             text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
         return self._codec.mark(message, f"message {index} ({role})", only)
+
+    def _around_a_picture(self, pictures: PictureTokens) -> set[str]:
+        """The control tokens that the template and the model's processor write for a picture. RenderError where the
+        template writes no place for one."""
+        text = self._template.render([{"role": "user", "content": [PLACE]}], prompt=False)
+        if pictures.marker not in self._codec.control or text.count(pictures.marker) != 1:
+            raise RenderError(
+                f"the chat template writes the token {pictures.marker!r} {text.count(pictures.marker)} times for one "
+                "picture, not once: load the tokenizer of the vision model, whose template takes content parts"
+            )
+        inside = {self._codec.token(id) for id in pictures.expand(64, 64).ids}
+        return {*self._codec.controls(text)} | (inside & self._codec.special)
+
+    def _pictures_of(
+        self, messages: tuple[Message, ...], marked: tuple[Message, ...], marked_tools: Any, text: str
+    ) -> list[Message]:
+        """The parts that name the pictures of the messages. RenderError where `text`, the template's rendering, doesn't
+        have one place for each: whatever content spells the marker is split by a mark."""
+        if self.pictures is None:
+            return []
+        found = [[part for part in content_parts(message) if _is_image(part)] for message in messages]
+        parts = [part for some in found for part in some]
+        marker = self.pictures.marker
+        if text.count(marker) == len(parts):
+            return parts
+        roles = []
+        for i, some in enumerate(found):
+            bare = [part for part in marked[i]["content"] if not _is_image(part)] if some else []
+            without = [*marked[:i], {**marked[i], "content": bare or ""}, *marked[i + 1 :]]
+            if some and text.count(marker) - self._template.render(without, marked_tools).count(marker) != len(some):
+                roles.append(f"message {i} ({marked[i].get('role')})")
+        raise RenderError(
+            f"the chat template writes {text.count(marker)} places for {len(parts)} pictures: it drops or repeats "
+            f"those of {', '.join(roles) or 'some'}. Show pictures in messages of the user, or load another template"
+        )
+
+    def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
+        """(ids with each marker replaced by the tokens of its picture, their places). The markers are those of the last
+        of `pictures`; the first id is token `at` of the prompt."""
+        if self.pictures is None or not pictures:
+            return ints(ids), ()
+        # Text never encodes to a control token (`Codec.encode`), so the template wrote each of them.
+        marker = self._codec.control[self.pictures.marker]
+        new, places, left = array("i"), list[Place](), iter(pictures[len(pictures) - ids.count(marker) :])
+        for id in ids:
+            if id != marker:
+                new.append(id)
+                continue
+            part = next(left)
+            tokens, grid = self.pictures.expand(part["width"], part["height"])
+            places.append(Place((part["media"],), "image", at + len(new), len(tokens), grid))
+            new.extend(tokens)
+        return new, tuple(places)
 
     def _ended(self, base: Track) -> int | None:
         """The id that ended the base's answer; None when it was cut off."""
@@ -377,6 +477,17 @@ class Renderer:
         if found < 0:
             return None, "the end of the last answer can't be found in the template's text"
         return rest[found if ended is None else found + len(closing) :], None
+
+
+def _is_image(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "image"
+
+
+def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) -> int:
+    """How many leading ids a prompt shares with a track, with the same pictures at the same places."""
+    if base is None:
+        return 0
+    return shared_length(keys(base.ids, base.places), keys(ids, places), (*base.places, *places))
 
 
 def _longest(

@@ -68,6 +68,10 @@ class Template:
         except ImportError:
             raise MissingExtra("jinja2", "train", "a chat template") from None
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
+        self._wraps = False
+        """Whether a text goes to the template as a content part: SmolVLM's template drops any other."""
+        as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
+        self._wraps = "Qx" not in as_text and "Qx" in as_part
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
         """SHA-256 (hex) of the template, its keyword arguments and the special tokens that it may write."""
@@ -92,6 +96,10 @@ class Template:
         """
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
+        if self._wraps:
+            messages = [
+                {**m, "content": _parts(m["content"])} if isinstance(m.get("content"), str) else m for m in messages
+            ]
         template = self._by_name.get("tool_use") if tools else None
         try:
             text = self._tokenizer.apply_chat_template(
@@ -266,8 +274,12 @@ class Template:
         return found
 
 
-def _say(role: str, content: str) -> Message:
+def _say(role: str, content: str | list[Message]) -> Message:
     return {"role": role, "content": content}
+
+
+def _parts(text: str) -> list[Message]:
+    return [{"type": "text", "text": text}]
 
 
 def _common(a: str, b: str) -> str:

@@ -38,7 +38,8 @@ from ...tapes.common.progress import Progress, silent
 from ...tapes.common.renamed import current_path
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
-from ...tapes.records import Identity, trains
+from ...tapes.records import Identity
+from ...tapes.status import trains
 from ...tapes.steps import Unknown
 from ...tapes.store.run_directory import recorded_settings
 from ..environment import (

@@ -49,7 +49,7 @@ async def compared(
             if append is not None:
                 for record in found[tape.id]:
                     append(record)
-            tape = Tape.of(tape.bodies, layers=[*tape.layers, *found[tape.id]], parent=tape.parent)
+            tape = Tape.of(tape.bodies, layers=[*tape.layers, *found[tape.id]], parent=tape.parent, file=tape.picture)
         made.append(tape)
     return made
 

@@ -57,7 +57,7 @@ def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
             f"tape {tape.id} has no layer of digest {gone[0]}, which the update read: a label, reward or tokens layer "
             "was changed or removed since; restore it from a copy of the run"
         )
-    return Tape.of(tape.bodies, layers=[layers[digest] for digest in pin[1:]], parent=tape.parent)
+    return Tape.of(tape.bodies, layers=[layers[digest] for digest in pin[1:]], parent=tape.parent, file=tape.picture)
 
 
 def _layer_digest(layer: Record) -> str:

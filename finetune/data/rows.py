@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tapes import Call, NotATape, Tape
+from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Label, Sampling, Tokens
 from ...tapes.steps import content_parts
 
@@ -61,6 +62,10 @@ class Row:
     """(n,) log-prob under a teacher behind an engine; None: not asked."""
     episode: str = ""
     """Name of the `Episode` whose reward trains the tokens; empty: the tape's own episode."""
+    places: tuple[Place, ...] = ()
+    """Which of `input_ids` stand for pictures, in order."""
+    file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
+    """The PNG of a picture of `places`, by the name of its file; None: the row has none. Blocks."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -121,17 +126,20 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
     for call, base in _parents_first(tape.calls, labels):
         if call.finish in ("error", "cancelled") and not call.completion:
             continue
-        prompt, completion = _tokens_of(tape, call, tokens, renderer)
-        if base != call.base:
-            prompt = tape.call_prompt(call) if prompt is None else prompt
+        prompt, completion, places = _tokens_of(tape, call, tokens, renderer)
+        if base != call.base and prompt is None:
+            prompt, places = tape.call_prompt(call), tape.call_places(call)
         row = leaves.get(base) if base is not None else None
-        new = _continuation(tape, call, prompt, row)
+        new = _continuation(call, prompt, places, row)
         if row is None or new is None:
             row = _Building()
             building.append(row)
-            new = prompt if prompt is not None else tape.call_prompt(call)
+            if prompt is None:
+                prompt, places = tape.call_prompt(call), tape.call_places(call)
+            new = prompt
         elif base is not None:
             del leaves[base]
+        row.places += [place for place in places if place.offset >= row.length]
         row.context(new)
         row.complete(
             call,
@@ -142,7 +150,7 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
         )
         leaves[call.call] = row
     group = tape.begin.group or tape.id
-    return [row.done(tape.id, group) for row in building if row.own]
+    return [row.done(tape, group) for row in building if row.own]
 
 
 def _unread(tape: Tape) -> dict[str, int]:
@@ -177,38 +185,42 @@ def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Ca
     return list(ordered.values())
 
 
-def _continuation(tape: Tape, call: Call, prompt: array[int] | None, row: _Building | None) -> array[int] | None:
-    """The prompt ids that `call` adds to its base's row; None when it doesn't extend that row token by token."""
+def _continuation(
+    call: Call, prompt: array[int] | None, places: Sequence[Place], row: _Building | None
+) -> array[int] | None:
+    """The prompt ids that `call` adds to its base's row; None when it doesn't extend that row token by token, with the
+    same pictures at the same places."""
     if row is None:
         return None
     if prompt is None:
         return call.prompt if row.length == call.keep else None
-    goes_on = len(prompt) >= row.length and np.array_equal(row.ids(), np.frombuffer(prompt, np.int32)[: row.length])
+    goes_on = shared_length(keys(row.ids(), row.places), keys(prompt, places), (*row.places, *places)) == row.length
     return prompt[row.length :] if goes_on else None
 
 
 def _tokens_of(
     tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
-) -> tuple[array[int] | None, array[int]]:
-    """(full prompt ids, or None where the call recorded them as a delta; completion ids)."""
+) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
+    """(all prompt ids, or None where the call recorded them as a delta; completion ids; pictures of these ids)"""
     if call.completion is not None and call.prompt is not None:
-        return None, call.completion
+        return None, call.completion, call.places
     layer = layers.get(call.call)
     if layer is not None:
-        return layer.prompt, layer.completion
+        return layer.prompt, layer.completion, layer.places
     messages = tape.call_messages(call)
-    if any(part.get("type") == "image" for message in messages for part in content_parts(message)):
-        raise NotATape(
-            f"call {call.call} of tape {tape.id} shows pictures to the model, and no model here can be trained on "
-            "pictures yet: leave the tape out, or record the task with text"
-        )
     if renderer is None:
         raise NotATape(
             f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
             "name the tokenizer of the model that will be trained, by --tokenizer DIR, or in Python by "
             "rows(tape, renderer=Renderer(tokenizer))"
         )
-    return renderer.authored(messages, call.reply, tape.call_tools(call))
+    if renderer.pictures is None and any(part.get("type") == "image" for m in messages for part in content_parts(m)):
+        raise NotATape(
+            f"call {call.call} of tape {tape.id} shows pictures to the model, and the model that will be trained can't "
+            "see: train a vision model, leave the tape out, or record the task with text"
+        )
+    found = renderer.authored(messages, call.reply, tape.call_tools(call))
+    return found.prompt, found.completion, found.places
 
 
 def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:
@@ -229,6 +241,7 @@ class _Building:
     version: list[tuple[int, int]] = field(default_factory=list)
     """(tokens, index of version) of each span."""
     calls: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)
@@ -267,11 +280,13 @@ class _Building:
         self.bars.append((call.sampling.barring, call.barred or ()) if known is not None else (0, ()))
         self.agents.append(call.by)
 
-    def done(self, tape: str, group: str) -> Row:
+    def done(self, tape: Tape, group: str) -> Row:
         counts = [c[0] for c in self.columns]
         return Row(
-            tape=tape,
+            tape=tape.id,
             group=group,
+            places=tuple(self.places),
+            file=tape.picture if self.places else None,
             input_ids=np.concatenate(self.chunks),
             own=np.concatenate(self.own),
             old=np.concatenate(self.old),

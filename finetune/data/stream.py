@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...tapes.errors import TapereelError
-from ...tapes.records import CauseType, Status, trains
+from ...tapes.status import CauseType, Status, trains
 from .rows import Row
 
 LOGPROB_SLACK = 1e-3

@@ -23,7 +23,8 @@ from ...envs.rewards.relative import training_reward
 from ...tapes import NotATape, Tape
 from ...tapes.common.text import counted, logger
 from ...tapes.errors import UsageError
-from ...tapes.records import TRAINED_SPLITS, Use
+from ...tapes.records import Use
+from ...tapes.status import TRAINED_SPLITS
 from ...tapes.store.ledger import FATES, ranges
 from ...tapes.store.store import Store
 from ...tapes.transcript import TapeSummary, summarise

@@ -29,7 +29,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from ...tapes.errors import TapereelError, UsageError
-from ...tapes.records import CauseType, Status, trains
+from ...tapes.status import CauseType, Status, trains
 from ...tapes.value import Value
 from ..data.rows import IGNORED, Row
 from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns

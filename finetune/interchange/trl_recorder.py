@@ -42,7 +42,8 @@ from ...agents.episode.seeds import derive_seed
 from ...agents.rendering.renderer import Renderer
 from ...envs.environment import EnvironmentFactory
 from ...tapes import Sampling, Tape, TapereelError, Task
-from ...tapes.records import End, Publish, Record, Reward, Use, Void, trains
+from ...tapes.records import End, Publish, Record, Reward, Use, Void
+from ...tapes.status import trains
 from ...tapes.store.store import Store
 from ..data.provenance import Range, known, own_ranges
 from ..data.rows import Row, rows

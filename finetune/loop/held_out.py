@@ -16,7 +16,7 @@ from ...agents.runs.pass_at_k import Scores, evaluate_rewards
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...tapes import Sampling, Tape, Task
 from ...tapes.journal import Journal
-from ...tapes.records import TRAINED_SPLITS
+from ...tapes.status import TRAINED_SPLITS
 from .metrics import components, ends, lengths
 
 

@@ -95,10 +95,8 @@ def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
     made = []
     for call in tape.calls:
         if call.completion is None and call.call not in layered and call.finish != "error":
-            prompt, completion = renderer.authored(tape.call_messages(call), call.reply)
-            made.append(
-                Tokens(tape=tape.id, call=call.call, prompt=prompt, completion=completion, tokenizer=renderer.hash)
-            )
+            found = renderer.authored(tape.call_messages(call), call.reply)
+            made.append(Tokens(tape=tape.id, call=call.call, tokenizer=renderer.hash, **found._asdict()))
     return made
 
 

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotATape
-from ..records import TRAINED_SPLITS, CauseType, Status, Tokens, Use, Void, trains, unscores
+from ..records import Tokens, Use, Void, unscores
+from ..status import TRAINED_SPLITS, CauseType, Status, trains
 from .segment import read_body
 
 if TYPE_CHECKING:

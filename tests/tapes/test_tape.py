@@ -6,19 +6,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, Tape, Task
-from tapereel.tapes.records import (
-    Begin,
-    Call,
-    Cause,
-    CauseType,
-    End,
-    Identity,
-    Parent,
-    Reward,
-    Status,
-    parse_record,
-    trains,
-)
+from tapereel.tapes.records import Begin, Call, Cause, End, Identity, Parent, Reward, parse_record
+from tapereel.tapes.status import CauseType, Status, trains
 from tapereel.tapes.tape import TapeLog, step_record
 
 

@@ -274,9 +274,9 @@ def test_a_task_of_text_makes_no_picture_be_sent(content: list[Any]):
 
 def test_a_tape_with_pictures_is_not_trained_on_as_text():
     (tape,) = hosted(Corners, 1)
-    with pytest.raises(NotATape, match="no model here can be trained on pictures yet"):
+    with pytest.raises(NotATape, match="the model that will be trained can't see"):
         rows(tape, renderer=RENDERER)
-    with pytest.raises(NotATape, match="no model here can be trained on pictures yet"):
+    with pytest.raises(NotATape, match="has text but no token ids"):
         rows(tape)
 
 

@@ -367,7 +367,7 @@ def test_decode_leaves_out_what_ends_the_answer_and_nothing_else(renderer: Rende
 
 
 def test_authored_text_becomes_what_an_engine_would_have_sampled(renderer: Renderer) -> None:
-    prompt, completion = renderer.authored([say("user", "1+2")], say("assistant", "a3"))
+    prompt, completion, _ = renderer.authored([say("user", "1+2")], say("assistant", "a3"))
     assert list(prompt) == [USER, *chars("1+2"), END, ASSISTANT]
     assert list(completion) == [*chars("a3"), END]
     call = say("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}])
@@ -385,7 +385,7 @@ def test_authored_turns_make_one_row(renderer: Renderer) -> None:
         completion = renderer.completion(rendered, reply)
         tracks = [renderer.track(rendered, call=text, reply=reply, completion=completion)]
         assert rendered.split is None
-        assert (ints(rendered.ids), completion) == renderer.authored(messages, reply)
+        assert (ints(rendered.ids), completion, ()) == renderer.authored(messages, reply)
         messages, whole = [*messages, reply, say("tool", result)], list(tracks[0].ids)
     assert whole == [
         USER,

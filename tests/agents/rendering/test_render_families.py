@@ -84,7 +84,7 @@ def test_spliced_ids_equal_the_whole_conversation_encoded_at_once(name: str, his
 def test_authored_text_decodes_to_itself_and_ends_as_the_template_ends_it(name: str) -> None:
     renderer, end = Renderer(tokenizer(name)), tokenizer(name).convert_tokens_to_ids(ENDS[name][0])
     for _, text in TURNS:
-        _, completion = renderer.authored([say("user", "q")], say("assistant", text))
+        _, completion, _ = renderer.authored([say("user", "q")], say("assistant", text))
         assert renderer.decode(completion) == BEFORE.get(name, "") + text
         assert [at for at, id in enumerate(completion) if id == end] == [len(completion) - 1]
 

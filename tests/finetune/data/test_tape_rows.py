@@ -217,7 +217,9 @@ def test_text_that_nobody_tokenised_needs_a_renderer_or_a_tokens_layer():
     with pytest.raises(NotATape, match=r"by --tokenizer DIR, or in Python by rows\(tape, renderer="):
         rows(tape)
     (row,) = rows(tape, renderer=RENDERER)
-    prompt, completion = RENDERER.authored([{"role": "user", "content": "ab"}], {"role": "assistant", "content": "cd"})
+    prompt, completion, _ = RENDERER.authored(
+        [{"role": "user", "content": "ab"}], {"role": "assistant", "content": "cd"}
+    )
     assert row.input_ids.tolist() == [*prompt, *completion]
     assert row.labels().tolist() == [-100] * len(prompt) + list(completion)
     assert completion[-1] == RENDERER.end_ids[0]
