@@ -17,7 +17,7 @@ from pydantic_core import CoreSchema, core_schema, from_json, to_json
 
 from .errors import BadPicture, HiddenFromAgent, NotATape
 from .messages import ENV, Conversation, Messages
-from .pictures import pictures_of
+from .pictures import Picture, pictures_of
 from .places import Place
 from .records import (
     DIGEST_START,
@@ -82,6 +82,8 @@ class TapeLog:
         self.rewards: list[tuple[int, Reward]] = []
         """(number of records before it, reward)."""
         self.layers: list[Record] = []
+        self.shown: dict[str, Picture] = {}
+        """The pictures that the recorder has stored, by name; empty for a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
         """Bytes of a media file of the run by its name; None: the tape is in no run. Blocks."""
         self.end: End | None = None
@@ -469,15 +471,19 @@ class Tape(Sequence[Step]):
         return tuple(places)
 
     def picture(self, name: str) -> bytes:
-        """The PNG of a picture that a step shows, by the name of its file. BadPicture for any other name. Blocks."""
-        shown = [one for step in self for one in pictures_of(step) if one.name == name]
-        data = next((one.data for one in shown if one.data is not None), None)
-        if data is None and shown and self._log.file is not None:
-            return self._log.file(name)
-        if data is None:
-            why = "its bytes are in the run that it was read from" if shown else "no step of it shows such a picture"
-            raise BadPicture(f"tape {self.id} can't give the picture {name[:80]!r}: {why}")
-        return data
+        """The PNG of a picture that a step or a request shows, by its file's name. BadPicture for any other name.
+        Blocks."""
+        log = self._log
+        picture = log.shown.get(name) or next((p for step in self for p in pictures_of(step) if p.name == name), None)
+        if picture is not None and picture.data is not None:
+            return picture.data
+        if picture is None and not any(name in call.media for _, call in log.call_order):
+            if log.parent is not None:
+                return log.parent.picture(name)
+            raise BadPicture(f"tape {self.id} shows no picture {name[:80]!r}: show it in a step first")
+        if log.file is None:
+            raise BadPicture(f"tape {self.id} is in no run that has the file {name}: read it from the run's store")
+        return log.file(name)
 
     def at_turn(self, turn: int) -> Tape:
         """The tape after `turn` whole turns (0: after the first observation), to fork from. ValueError if too large."""

@@ -23,7 +23,7 @@ class Recorder:
         self.log = TapeLog(begin, parent=parent, body=body)
         self.journal = journal
         self._calls = 0
-        self.shown: dict[str, Picture] = {}
+        self.shown = self.log.shown
         """The pictures of the tape's steps and requests, by the names of their files."""
         self.asked: set[str] = set()
         """Names of those that came with a program's request."""
