@@ -350,8 +350,8 @@ class Renderer:
                 sides = part.get("width"), part.get("height")
                 if _is_image(part) and not (isinstance(part.get("media"), str) and all(type(n) is int for n in sides)):
                     raise RenderError(
-                        f"message {index} ({role}) has a part {part!r:.200} without the name and the size of a picture: "
-                        "show the picture in a step, whose messages have such parts"
+                        f"message {index} ({role}) has a part {part!r:.200} without a picture's name and size: show "
+                        "the picture in a step, whose messages have such parts"
                     )
             message = {**message, "content": [PLACE if _is_image(part) else part for part in content]}
         if len(message) == 2 and isinstance(content, str):

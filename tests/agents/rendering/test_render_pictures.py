@@ -30,12 +30,12 @@ def test_each_marker_becomes_the_tokens_of_its_picture(family: tuple[Renderer, A
 
 
 def test_a_renderer_of_text_refuses_pictures_as_before() -> None:
-    with pytest.raises(RenderError, match="message 0 .user. has a part of type 'image'; this renderer takes text only"):
+    with pytest.raises(RenderError, match="'image'; this renderer takes text only"):
         Renderer(tokenizer(QWEN)).prompt([say("user", image("a"))])
 
 
 def test_a_template_without_parts_is_refused_at_the_start() -> None:
     plain = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
-    with pytest.raises(RenderError, match="writes the token '<|image_pad|>' 0 times for one picture"):
+    with pytest.raises(RenderError, match=r"writes the token '<\|image_pad\|>' 0 times for one picture"):
         Renderer(tokenizer(plain), Pads())
     assert SPECIAL.index("<|image_pad|>") not in Renderer(tokenizer(plain)).prompt([say("user", "x")]).ids
