@@ -7,13 +7,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tapes.errors import UsageError
+from .idefics import TiledVision
 from .qwen_vl import QwenVision
 from .vision import Vision
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
-FAMILIES = {"qwen2_vl": QwenVision}
+FAMILIES: dict[str, type[QwenVision | TiledVision]] = {
+    "idefics3": TiledVision,
+    "qwen2_5_vl": QwenVision,
+    "qwen2_vl": QwenVision,
+    "qwen3_vl": QwenVision,
+    "smolvlm": TiledVision,
+}
 """Model type -> its implementation of `Vision`."""
 
 

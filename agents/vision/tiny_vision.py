@@ -13,11 +13,12 @@ from ...tapes.errors import MissingExtra
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TinyFamily = Literal["qwen2_vl"]
+TinyFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"]
 
 ROLES = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
 """Ids 256 to 261, behind the 256 bytes. `<|end|>` ends every message."""
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3))
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{% set f = tool['function'] or tool %}{{ f['name'] }}("
@@ -58,62 +59,57 @@ def save_tiny_vision(
 ) -> None:
     """Save an untrained float32 model of about 0.3 M parameters, its tokenizer and its image processor to `folder`.
 
-    Equal arguments give equal models. A picture of 16x16 pixels or less takes 4 tokens, and 8x8 pixels one; 128x128 and
-    more takes 256. `context`: the longest sequence, in tokens.
+    Equal arguments give equal models. Qwen: 8x8 pixels take a token; a picture takes 4 to 256. Idefics3 and SmolVLM: a
+    picture takes about 20 tokens, or 40 where its shorter side is over half of the longer. `context`: tokens of the
+    longest sequence.
     """
     try:
         import torch
         import transformers
     except ImportError as error:
         raise MissingExtra(error.name or "torch", "train", "the tiny vision model") from None
-    tokenizer = byte_tokenizer(_QWEN, "<|vision_start|><|image_pad|><|vision_end|>")
+    tiled = family in ("idefics3", "smolvlm")
+    control = ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES) if tiled else _QWEN
+    tokenizer = byte_tokenizer(control, "<image>" if tiled else "<|vision_start|><|image_pad|><|vision_end|>")
     id = cast("dict[str, int]", tokenizer.get_vocab())
+    # With the usual range of 0.02, models of this width spend their first hundred updates on larger weights.
+    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
     text: dict[str, Any] = {
+        **shape,
         "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,  # head size 32: vLLM's attention on a CPU knows neither 16 nor 24
         "num_key_value_heads": 2,
+        "head_dim": 32,
         "max_position_embeddings": context,
-        "attention_dropout": 0.0,
         "bos_token_id": None,
         "eos_token_id": id["<|end|>"],
         "pad_token_id": id["<|pad|>"],
-        # With the usual 0.02, models of this width spend their first hundred updates on larger weights.
-        "initializer_range": 0.1,
         "tie_word_embeddings": True,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
     }
-    vision = {
-        "depth": 2,
-        "embed_dim": 64,
-        "hidden_size": 64,
-        "num_heads": 2,
-        "patch_size": 4,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "initializer_range": 0.1,
-    }
-    config = transformers.Qwen2VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=id["<|image_pad|>"],
-        video_token_id=id["<|video_pad|>"],
-        vision_start_token_id=id["<|vision_start|>"],
-        vision_end_token_id=id["<|vision_end|>"],
-        tie_word_embeddings=True,
-    )
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    processor = Qwen2VLImageProcessorPil(
-        patch_size=4, merge_size=2, temporal_patch_size=2, size={"shortest_edge": 16 * 16, "longest_edge": 128 * 128}
+    vision: dict[str, Any] = {**shape, "num_heads": 2, "num_attention_heads": 2, "patch_size": 4}
+    if tiled:
+        text["model_type"] = "llama"
+        vision |= {"image_size": 16, "num_hidden_layers": 2}
+        more = {"image_token_id": id["<image>"], "scale_factor": 2}
+        tiles = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+        kind = "Idefics3ImageProcessorPil" if family == "idefics3" else "SmolVLMImageProcessorPil"
+        processor = getattr(transformers, kind)(**tiles)
+    else:
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+        vision |= {"depth": 2, "embed_dim": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
+        vision |= {"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "window_size": 32}
+        names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
+        more = {f"{key}_token_id": id[f"<|{name}|>"] for key, name in names.items()}
+        size = {"shortest_edge": 16 * 16, "longest_edge": 128 * 128}
+        processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, size=size)
+    config = transformers.AutoConfig.for_model(
+        family, text_config=text, vision_config=vision, tie_word_embeddings=True, **more
     )
     # fork_rng restores the global generator, so a new model doesn't change the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.Qwen2VLForConditionalGeneration(config)
-    assert model.generation_config is not None
+        model = transformers.AutoModelForImageTextToText.from_config(config)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = id["<|end|>"], id["<|pad|>"]
     for part in (model, tokenizer, processor):
         part.save_pretrained(str(folder))

@@ -17,7 +17,7 @@ from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.agents.vision.vision import body_inputs
 from tapereel.tapes.places import Place
 
-FAMILIES = ("qwen2_vl",)
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm")
 TEXT = b"Where is the square"
 
 
@@ -77,12 +77,19 @@ def own_forward(loaded: Pretrained, ids: list[int], places: list[Place], files: 
     images = [Image.open(io.BytesIO(files[place.media[0]])) for place in places]
     vision: Any = loaded.vision
     tensors = vision.processor(images=images, return_tensors="pt")
-    kinds = torch.zeros(1, len(ids), dtype=torch.int)
-    for place in places:
-        kinds[0, place.offset : place.end] = 1
+    if "image_grid_thw" in tensors:
+        tensors["mm_token_type_ids"] = kinds(ids, places)
     with torch.no_grad():
-        made = loaded.model(input_ids=torch.tensor([ids]), mm_token_type_ids=kinds, **tensors)
+        made = loaded.model(input_ids=torch.tensor([ids]), **tensors)
     return made.logits[0].log_softmax(-1)
+
+
+def kinds(ids: list[int], places: list[Place]) -> torch.Tensor:
+    """transformers' mark of which tokens stand for a picture."""
+    found = torch.zeros(1, len(ids), dtype=torch.int)
+    for place in places:
+        found[0, place.offset : place.end] = 1
+    return found
 
 
 SIZES = [(16, 16), (40, 24), (90, 33), (8, 60)]
@@ -93,7 +100,9 @@ def test_the_own_forward_of_the_model_gives_the_same_log_probs(loaded: Pretraine
     ids, places = prompt(loaded.vision, files)
     own = own_forward(loaded, ids, places, files)
     assert (forward(loaded, ids, places, files) - own).abs().max() < 1e-4
-    assert (forward(loaded, ids, places, files, flat=True) - own).abs().max() > 0.1
+    assert loaded.vision is not None
+    if loaded.vision.positions(places, len(ids)) is not None:
+        assert (forward(loaded, ids, places, files, flat=True) - own).abs().max() > 0.1
     swapped = {**files, "1.png": png(40, 24, 99)}
     assert (forward(loaded, ids, places, swapped) - own).abs().max() > 0.1
 
@@ -101,14 +110,13 @@ def test_the_own_forward_of_the_model_gives_the_same_log_probs(loaded: Pretraine
 def test_positions_are_those_of_the_model(loaded: Pretrained) -> None:
     files = {f"{i}.png": png(*size, i) for i, size in enumerate(SIZES)}
     model: Any = loaded.model
+    assert loaded.vision is not None
+    if loaded.vision.positions([], 3) is None:
+        return
     for chosen in ([], ["0.png"], ["2.png", "1.png"], list(files)):
         ids, places = prompt(loaded.vision, {name: files[name] for name in chosen}, seed=len(chosen))
-        kinds = torch.zeros(1, len(ids), dtype=torch.int)
-        for place in places:
-            kinds[0, place.offset : place.end] = 1
         grids = torch.tensor([place.grid for place in places]) if places else None
-        expected, _ = model.model.get_rope_index(torch.tensor([ids]), kinds, grids)
-        assert loaded.vision is not None
+        expected, _ = model.model.get_rope_index(torch.tensor([ids]), kinds(ids, places), grids)
         np.testing.assert_array_equal(loaded.vision.positions(places, len(ids)), expected[:, 0])
 
 
