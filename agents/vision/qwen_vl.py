@@ -23,6 +23,9 @@ class QwenVision(Family):
 
     processors = ("Qwen2VLImageProcessorPil",)
 
+    def patches(self, place: Place) -> int:
+        return int(np.prod(place.grid))
+
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
         found = np.empty((3, length), dtype=np.int64)
         index = following = 0
@@ -44,7 +47,8 @@ class QwenVision(Family):
         return torch.stack([torch.cat(list(level)) for level in levels], dim=1)
 
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
-        return [cast(Any, whole_model(model)).model.visual]
+        visual = cast(Any, whole_model(model)).model.visual
+        return [visual, visual.merger]
 
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize

@@ -68,6 +68,10 @@ class Vision(PictureTokens, Protocol):
         ordinary tokens."""
         ...
 
+    def patches(self, place: Place) -> int:
+        """Patches that the tower computes for the place, without a look at its file: `Pixels.patches`."""
+        ...
+
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
         """(axes, length) rotary positions of a prompt with these places, from 0. The token behind it, and every later
         one, has the largest position + 1 + its distance on all axes. None: positions are indices (0, 1, 2 ...)."""
@@ -84,7 +88,7 @@ class Vision(PictureTokens, Protocol):
         ...
 
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The modules that compute features: vision tower first, then projector where the model has one of its own."""
+        """The modules that compute features: the vision tower first, then the projector's, which may be parts of it."""
         ...
 
 

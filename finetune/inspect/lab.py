@@ -222,7 +222,9 @@ class _Bench:
         self.decode: Callable[[int], str] = lambda token: str(rebuilt.training.policy.tokenizer.decode([token]))
         every = [rebuilt.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
         wants = any(recipe.needs_reference for recipe in every)
-        self.reference = EarlierWeights(rebuilt.history.model, "base") if wants else None
+        self.reference = (
+            EarlierWeights(rebuilt.history.model, "base", vision=rebuilt.training.policy.vision) if wants else None
+        )
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history
@@ -268,6 +270,7 @@ class _Bench:
             gradient_checkpointing=own.gradient_checkpointing,
             reference=own.others.get("reference", self.reference) if recipe.needs_reference else None,
             teacher=own.others.get("teacher") if recipe.needs_teacher else None,
+            vision=own.vision,
         )
         if mine:
             trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)

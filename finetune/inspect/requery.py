@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
-from ...agents.engines.embedded.pretrained import load_pretrained, weights_digest
+from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, weights_digest
 from ...tapes import Tape
 from ...tapes.audit.checking import chosen_tapes, torn_tails
 from ...tapes.audit.verdict import Divergence, Likely, Verdict, Verdicts, diverged, unverifiable, verified
@@ -47,7 +46,7 @@ class Policy:
     """The folder."""
     digest: str
     """As in a `publish` record."""
-    load: Callable[[], nn.Module] = field(repr=False)
+    load: Callable[[], Pretrained] = field(repr=False)
     """() -> the model, ready to score."""
 
 
@@ -64,7 +63,7 @@ class Policies:
         self.only = _folder(Path(only)) if only is not None else None
         self._known: dict[str, Policy] | None = None
         self._begun = begun
-        self._loaded: tuple[str, nn.Module] | None = None
+        self._loaded: tuple[str, Pretrained] | None = None
 
     def of(self, version: str) -> Policy | str:
         """The weights of a version, or the reason why there are none."""
@@ -79,20 +78,25 @@ class Policies:
             self._known = {policy.digest: policy for policy in found}
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 
-    def model(self, policy: Policy) -> nn.Module:
+    def loaded(self, policy: Policy) -> Pretrained:
         """The model with these weights. Only the last model stays in memory."""
         if self._loaded is None or self._loaded[0] != policy.digest:
             self._loaded = (policy.digest, policy.load())
         return self._loaded[1]
 
+    def logprobs(self, policy: Policy, rows: Sequence[Row]) -> NDArray[np.float64]:
+        """(T,) log-probs of the rows' own tokens by these weights."""
+        found = self.loaded(policy)
+        return score(found.model, rows, vision=found.vision).logprob.double().cpu().numpy()
+
 
 def _checkpoint(one: Checkpoint) -> Policy:
-    def load() -> nn.Module:
+    def load() -> Pretrained:
         weights = one.weights()
         narrow = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-        model = load_pretrained(one.path / "hf", device="auto", dtype="bfloat16" if narrow else "float32").model
-        model.load_state_dict(weights)
-        return model
+        found = load_pretrained(one.path / "hf", device="auto", dtype="bfloat16" if narrow else "float32")
+        found.model.load_state_dict(weights)
+        return found
 
     return Policy(str(one.path), str(one.state["digest"]), load)
 
@@ -101,8 +105,8 @@ def _folder(path: Path) -> Policy:
     """A checkpoint's directory, or a model in Hugging Face format."""
     if (path / "state.json").is_file():
         return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path))
-    model = load_pretrained(path, device="auto").model
-    return Policy(str(path), weights_digest(model.state_dict()), lambda: model)
+    found = load_pretrained(path, device="auto")
+    return Policy(str(path), weights_digest(found.model.state_dict()), lambda: found)
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
                 parts.setdefault(policy.digest, (policy, []))[1].append((t, own))
     seen: list[list[Scored]] = [[] for _ in tapes]
     for policy, batch in parts.values():
-        logprob = score(policies.model(policy), [row for _, row in batch]).logprob.double().cpu().numpy()
+        logprob = policies.logprobs(policy, [row for _, row in batch])
         ends = np.cumsum([len(row.own) for _, row in batch])
         for (t, row), now in zip(batch, np.split(logprob, ends[:-1]), strict=True):
             seen[t].append(Scored(row, now, policy.name))

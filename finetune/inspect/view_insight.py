@@ -11,7 +11,6 @@ import numpy as np
 
 from ...tapes.store.store import Store
 from ..data.rows import rows
-from ..trainer.logprobs import score
 from .explainer import Explainer, token_reader
 from .requery import Policies, Policy
 
@@ -78,7 +77,7 @@ class TrainingInsight:
         found = rows(self._store.tape(tape, refresh=False), renderer=self._renderer)
         ratios: list[tuple[str, int, float | None]] = []
         for row in found:
-            now = score(self._policies.model(policy), [row]).logprob.double().cpu().numpy()
+            now = self._policies.logprobs(policy, [row])
             for call, offset, ratio in zip(row.call, row.offset, np.exp(now - row.old).tolist(), strict=True):
                 ratios.append((row.calls[call], int(offset), ratio if np.isfinite(ratio) else None))
         return {"ratios": _by_call(ratios), "weights": policy.name}

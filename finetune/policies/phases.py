@@ -104,13 +104,14 @@ class Phases:
             critic=self._critic(work, ranks) if recipe.needs_value else None,
             critic_first=self._critic_config.first if recipe.needs_value else 0,
             ranks=ranks,
+            vision=self.policy.vision,
         )
 
     def _reference(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
         """The reference of a phase that begins. A resumed run makes it too, then loads the weights that it had."""
         how = self._how
         return self._others.get("reference") or EarlierWeights(
-            work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks
+            work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks, vision=self.policy.vision
         )
 
     @property
@@ -120,11 +121,8 @@ class Phases:
     def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
         """A fresh critic, a copy of the policy as it is now. A resumed run makes it too, then loads its weights."""
         config = self._critic_config
-        critic = (
-            Critic.of(self.policy.model, normalised=config.normalised)
-            if config.body == "own"
-            else Critic.on(work, normalised=config.normalised)
-        )
+        make, model = (Critic.of, self.policy.model) if config.body == "own" else (Critic.on, work)
+        critic = make(model, normalised=config.normalised, vision=self.policy.vision)
         return CriticTrainer(
             critic,
             loss=Value(clip=config.clip),
@@ -171,7 +169,7 @@ def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
     dtype: Any = str(base.dtype).removeprefix("torch.")
     found = load_pretrained(name, dtype=dtype, attention=base.config._attn_implementation)
     _check_tokens(policy, found.tokenizer, f"{setting}={name}")
-    return OtherModel(placed(found.model, weights.device), name)
+    return OtherModel(placed(found.model, weights.device), name, found.vision)
 
 
 def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:

@@ -6,7 +6,7 @@ Doesn't import torch, so a configuration is checked without it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
@@ -25,6 +25,8 @@ from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
 from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
+Frozen = Literal["tower", "vision", "nothing"]
+"""What of a vision model is not trained: the tower, the tower and the projector, or nothing."""
 
 
 def kind(value: object) -> str:
@@ -59,6 +61,17 @@ class TrainerConfig(ComputeConfig):
     """The attention implementation in training; None: as transformers chooses. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
     """Train these adapters in place of the model's own weights. With servers, `engine.publish=lora` sends them."""
+    freeze: Frozen | None = None
+    """What of a vision model keeps its weights: `tower` (the default), `vision` (tower and projector) or `nothing`."""
+
+    @model_validator(mode="after")
+    def _freezes_once(self) -> TrainerConfig:
+        if self.lora is not None and self.freeze is not None:
+            raise ValueError(
+                f"freeze={self.freeze} does nothing with lora, which trains adapters of the language model alone: "
+                "remove one of them"
+            )
+        return self
 
 
 class PlayerConfig(PartnerConfig):

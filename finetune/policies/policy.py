@@ -17,13 +17,15 @@ from ...agents.engines.engine import SleepingEngine, TrainableEngine
 from ...agents.engines.weights.weight_config import add_adapters
 from ...agents.rendering.renderer import Renderer
 from ...agents.setup.engine_config import AnyEngineConfig, CustomConfig, EmbeddedConfig, connect_to
+from ...agents.vision.vision import Vision
+from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import PlayerResults, Results
 from ...tapes.store.store import Store
 from ..history.history import BrokenHistory, History
 from ..history.loop_config import LoopConfig
 from ..trainer.checkpoint import copied_weights
 from ..trainer.updates import PolicyTrainer
-from .player_config import TrainedConfig, TrainerConfig
+from .player_config import Frozen, TrainedConfig, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Policy:
     """The model's attention implementation in training; None: as transformers chose."""
     autocast: torch.dtype | None = None
     """The dtype in which the model's body computes, in training and in embedded engines; None: that of its weights."""
+    vision: Vision | None = None
+    """How the model sees; None: it reads text alone."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
     """Connects to the servers that sample for the loop; None: an engine in this process samples."""
 
@@ -108,6 +112,12 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
     # on every machine.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
+    if found.vision is None and trainer.freeze is not None:
+        raise UsageError(
+            f"trainer.freeze={trainer.freeze}: the model in {engine.model} reads text alone and has no tower: remove it"
+        )
+    if found.vision is not None and trainer.lora is None:
+        freeze(model, found.vision, trainer.freeze or "tower")
     return Policy(
         placed(model, device),
         found.tokenizer,
@@ -115,8 +125,18 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
         engine.slots,
         engine.capacity,
         trainer.attention,
+        vision=found.vision,
         servers=_connection(engine, trainer),
     )
+
+
+def freeze(model: torch.nn.Module, vision: Vision, what: Frozen) -> None:
+    """Freeze or free the weights that compute the features of pictures. Frozen ones take no gradient and no optimiser
+    state, and checkpoints hold them."""
+    tower, *projector = vision.tower(model)
+    tower.requires_grad_(what == "nothing")
+    for module in projector:  # which may be a part of the tower
+        module.requires_grad_(what != "vision")
 
 
 def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:

@@ -13,17 +13,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from math import isfinite
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ...agents.vision.vision import Vision, whole_model
 from ..data.rows import Row
 from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
-from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, states
+from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, reaching, states
 from .ranks import Ranks
 from .router import Load, load, probabilities, routed
 from .schedule import Schedule
@@ -58,9 +59,17 @@ class Critic(nn.Module):
     std: Tensor
 
     def __init__(
-        self, body: nn.Module, hidden: int, *, owns_body: bool, normalised: bool = False, model: nn.Module | None = None
+        self,
+        body: nn.Module,
+        hidden: int,
+        *,
+        owns_body: bool,
+        normalised: bool = False,
+        model: nn.Module | None = None,
+        vision: Vision | None = None,
     ) -> None:
-        """model: the policy that `body` is a part of; None where the critic owns it."""
+        """model: what `body` is a part of: the policy, or a copy of its own that sees; None where the critic owns the
+        body alone. vision: how `model` sees."""
         super().__init__()
         reference = next(body.parameters())
         self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
@@ -69,38 +78,55 @@ class Critic(nn.Module):
         self.owns_body = owns_body
         # The policy's body is not a submodule: its weights are the policy's to save, to train and to move.
         self._body = [body]
-        self._home = [self if model is None else model]
+        self._seer = [body if model is None else model]
+        self.vision = vision
         if owns_body:
-            self.body = body
+            self.body = self._seer[0]
         self.normalised = normalised
         self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
         self.register_buffer("std", torch.ones((), dtype=torch.float64))
 
     @classmethod
-    def of(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
-        """A critic with a copy of the model's body."""
+    def of(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
+        """A critic with a copy of the model's body, and of its tower where it sees."""
         body, output = parts(model)
-        return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
+        if vision is None:
+            return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
+        own = copy.deepcopy(model)
+        body, whole = parts(own)[0], cast(Any, whole_model(own))
+        whole.set_output_embeddings(nn.Identity())
+        return cls(body, output.in_features, owns_body=True, normalised=normalised, model=own, vision=vision)
 
     @classmethod
-    def on(cls, model: nn.Module, *, normalised: bool = False) -> Critic:
+    def on(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
         """A value head on the model's own states, which it reads and never moves."""
         body, output = parts(model)
-        return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model)
+        return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model, vision=vision)
 
     @property
     def home(self) -> nn.Module:
         """The model whose weights a forward pass reads: the critic itself, or the policy."""
-        return self._home[0]
+        return self if self.owns_body else self.seer
+
+    def get_decoder(self) -> nn.Module:
+        """The body that computes hidden states."""
+        return self._body[0]
+
+    @property
+    def seer(self) -> nn.Module:
+        """What computes the features of pictures: the policy, or the critic's own copy of it."""
+        return self._seer[0]
 
     def forward(self, micro: Micro) -> Tensor:
         """(n,) values of the micro-batch's tokens, float32 or wider."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
-            h = states(self._body[0], micro)
+            h = states(self.get_decoder(), micro, self.seer)
         return self.read(h)
 
     def read(self, h: Tensor) -> Tensor:
         """(n,) values of the hidden states (n, D), float32 or wider."""
+        if self.vision is not None and self.owns_body:
+            h = reaching(h, self.vision.tower(self.seer))
         with torch.autocast(h.device.type, enabled=False):
             raw = self.head(h.to(self.head.weight.dtype))[:, 0]
         raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
@@ -193,7 +219,7 @@ class CriticTrainer:
         n = sum(len(row.own) for row in rows)
         out = torch.empty(n, dtype=torch.promote_types(self.critic.head.weight.dtype, torch.float32))
         with torch.no_grad():
-            for micro in self.ranks.rounds(plan(rows, micro_tokens=self.micro_tokens)):
+            for micro in self.ranks.rounds(self._plan(rows)):
                 out[micro.index] = self._value(micro)[0]
         return out
 
@@ -207,13 +233,16 @@ class CriticTrainer:
         after[stream.ends] = found[len(stream) :]
         return stream.having(value=found[: len(stream)], after=after)
 
+    def _plan(self, rows: Sequence[Row], live: Tensor | None = None) -> list[Micro]:
+        return plan(rows, live=live, micro_tokens=self.micro_tokens, vision=self.critic.vision)
+
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
         """(n,) values, and the micro-batch's part of the balance of the critic's experts."""
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if load is None:
                 return self.critic(micro).cpu(), None
-            hidden, logits = routed(self.critic.body, micro)
+            hidden, logits = routed(self.critic.get_decoder(), micro, self.critic.seer)
             return self.critic.read(hidden).cpu(), load.loss(probabilities(logits).cpu())
 
         with casting(self.critic, self.autocast):
@@ -247,9 +276,10 @@ class CriticTrainer:
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
         finite = True
-        micros, balance = self.ranks.rounds(plan(rows, live=entered, micro_tokens=self.micro_tokens)), None
+        micros, balance = self.ranks.rounds(self._plan(rows, entered)), None
         if self.balance:
-            balance = self.ranks.run(self.critic, partial(load, self.critic.body, micros, self.ranks.add_up))
+            body, seer = self.critic.get_decoder(), self.critic.seer
+            balance = self.ranks.run(self.critic, partial(load, body, micros, self.ranks.add_up, seer))
         for micro in micros:
             value, aux = self._value(micro, balance)
             per_token = self.loss(value, old[micro.index].to(value.dtype), target[micro.index].to(value.dtype), context)

@@ -227,6 +227,7 @@ class DistributedTrainer(PolicyTrainer):
     ) -> Prepared:
         """As `Trainer.prepare`; the ranks keep their shares until the next call."""
         stream = Stream.of(rows, episodes)
+        rows, demonstrations = with_files(rows), with_files(demonstrations)
         shares = self._processes.on_all(
             "prepare", rows=rows, episodes=episodes, several=several, batches=batches, demonstrations=demonstrations
         )
@@ -258,7 +259,7 @@ class DistributedTrainer(PolicyTrainer):
             raise BadBatch(
                 "the ranks hold only the batch that was prepared last, and this is another one: prepare it again"
             )
-        imitated = prepared.demonstrations[0] if prepared.demonstrations is not None else ()
+        imitated = with_files(prepared.demonstrations[0]) if prepared.demonstrations is not None else ()
         done = self._processes.on_all("step", episodes=episodes, demonstrations=imitated)
         stats, found = cast("tuple[UpdateStats, list[_Share]]", done)
         self.steps = self._member.steps
@@ -291,6 +292,16 @@ class DistributedTrainer(PolicyTrainer):
     def load_state_dict(self, state: TrainerState) -> None:
         self._processes.on_all("load", state=state)
         self.steps = self._member.steps
+
+
+def with_files(rows: Sequence[Row]) -> Sequence[Row]:
+    """The rows with the bytes of their pictures, each once, for processes that don't read the run directory."""
+    files: dict[str, bytes] = {}
+    for row in rows:
+        for name in (name for place in row.places for name in place.media):
+            if row.file is not None and name not in files:
+                files[name] = row.file(name)
+    return [replace(row, file=files.__getitem__) if row.places else row for row in rows] if files else rows
 
 
 def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:

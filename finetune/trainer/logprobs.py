@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from ...agents.vision.vision import Vision, body_inputs, whole_model
 from ...tapes.errors import TapereelError
 from ..data.rows import Row
 from ..objective import Score
@@ -28,6 +29,7 @@ class UnsupportedModel(TapereelError, ValueError):
     """A model whose log-probs `score` can't compute exactly; the message names the part that prevents it."""
 
 
+_Inputs = dict[str, Tensor | list[Tensor]]
 RECORDED = Score()
 """At the recorded temperatures, with the dtype of the weights."""
 
@@ -43,7 +45,7 @@ class Scores(NamedTuple):
 
 def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
     """Scores of a micro-batch's tokens, with gradient where it is enabled."""
-    return read_out(model, states(parts(model)[0], micro), micro, how, entropy=entropy)
+    return read_out(model, states(parts(model)[0], micro, model), micro, how, entropy=entropy)
 
 
 def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entropy: bool = False) -> Scores:
@@ -66,21 +68,46 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
         return Scores(*found)
 
 
-def states(body: nn.Module, micro: Micro) -> Tensor:
-    """(n, D) the hidden states that predict the micro-batch's tokens."""
-    device = next(body.parameters()).device
-    ids = micro.ids.to(device)
-    if micro.positions is not None:
-        # No mask, no cache, one row: from restarting positions the model knows where one row ends and the next begins.
-        positions = micro.positions.to(device)
-        hidden = body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-    elif micro.prefix is None:
-        hidden = body(input_ids=ids, use_cache=False).last_hidden_state
+def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
+    """(n, D) the hidden states that predict the micro-batch's tokens. model: computes the features of its pictures."""
+    prefix, rest = inputs(body, micro, model)
+    if prefix is None:
+        # No mask, no cache: where rows are packed, the model knows by restarting indices where one ends.
+        hidden = body(**rest, use_cache=False).last_hidden_state
     else:
-        cache = body(input_ids=micro.prefix.to(device)[None], use_cache=True).past_key_values
-        cache.batch_repeat_interleave(len(ids))
-        hidden = body(input_ids=ids, past_key_values=cache, use_cache=True).last_hidden_state
-    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(device))
+        cache = body(**prefix, use_cache=True).past_key_values
+        cache.batch_repeat_interleave(len(micro.ids))
+        hidden = body(**rest, past_key_values=cache, use_cache=True).last_hidden_state
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, micro.at.to(hidden.device))
+
+
+def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | None, _Inputs]:
+    """The body's arguments for the prefix that the rows share, and for the rest of each row."""
+    device, embed = next(body.parameters()).device, cast(Any, body).get_input_embeddings()
+    features = None if micro.pictures is None else micro.pictures.features(model)
+
+    def of(ids: Tensor, rows: slice, columns: slice, packed: Tensor | None) -> _Inputs:
+        where = None if micro.pictures is None else micro.pictures.where[rows, columns].to(device)
+        positions = None if micro.positions is None else micro.positions[:, rows, columns].to(device)
+        return body_inputs(embed, ids.to(device), where, features, positions, packed)
+
+    packed = None if micro.packed is None else micro.packed.to(device)
+    if micro.prefix is None:
+        return None, of(micro.ids, slice(None), slice(None), packed)
+    n = len(micro.prefix)
+    return of(micro.prefix[None], slice(1), slice(n), None), of(micro.ids, slice(None), slice(n, None), packed)
+
+
+def reaching(hidden: Tensor, modules: Sequence[nn.Module]) -> Tensor:
+    """`hidden`, with a gradient of 0 to every trained weight of `modules`.
+
+    Else a tower's weights would have a gradient only where a micro-batch shows a picture. Then ranks with and without
+    one would sum different sets of gradients, and wait for each other until the time limit.
+    """
+    weights = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
+    if not weights or not torch.is_grad_enabled():
+        return hidden
+    return hidden + torch.stack([p.flatten()[:0].sum() for p in weights]).sum().to(hidden.dtype)
 
 
 def score(
@@ -93,11 +120,12 @@ def score(
     live: Tensor | None = None,
     ranks: Ranks | None = None,
     pack: bool = False,
+    vision: Vision | None = None,
 ) -> Scores:
     """Scores of all own tokens of `rows`, in row order, without gradient.
 
-    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time. pack:
-    as in `plan`.
+    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time. pack,
+    vision: as in `plan`.
     """
     ranks = ranks or Ranks()
     n = sum(len(row.own) for row in rows)
@@ -106,7 +134,8 @@ def score(
     h = torch.full((n,), torch.nan, dtype=dtype) if entropy else None
     with torch.no_grad():
         share = shares_prefixes(model) and not ranks.sharded
-        for micro in ranks.rounds(plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack)):
+        micros = plan(rows, live=live, micro_tokens=micro_tokens, share=share, pack=pack, vision=vision)
+        for micro in ranks.rounds(micros):
             part = ranks.run(model, partial(forward, model, micro, how, entropy=entropy))
             lp[micro.index] = part.logprob.to(lp.device)
             if h is not None and part.entropy is not None:
@@ -114,15 +143,10 @@ def score(
     return Scores(lp, h)
 
 
-def _base(model: nn.Module) -> Any:
-    """The model without the wrapper of its adapters."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-
-
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
     """The body that computes hidden states, and the output layer. UnsupportedModel for a head that does more than a
     matrix product: its log-probs would differ from those that the engine sampled with."""
-    base = _base(model)
+    base: Any = whole_model(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
         raise UnsupportedModel(
@@ -130,7 +154,7 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
             "remove it from the targets of the adapters"
         )
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"):
-        value = getattr(base.config, name, None)
+        value = getattr(base.config.get_text_config(), name, None)
         if value not in (None, 1, 1.0):
             raise UnsupportedModel(
                 f"{type(base).__name__} changes its logits after the output layer ({name}={value}), "
@@ -142,15 +166,16 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 def shares_prefixes(model: nn.Module) -> bool:
     """True when the keys and values of a prefix can serve several rows: full attention, and no gradient checkpointing
     (which would compute the cache twice)."""
-    base = _base(model)
-    kinds = getattr(base.config, "layer_types", None) or ["full_attention"]
-    plain = set(kinds) == {"full_attention"} and not getattr(base.config, "sliding_window", None)
+    base: Any = whole_model(model)
+    config = base.config.get_text_config()  # of a vision model: its language part
+    kinds = getattr(config, "layer_types", None) or ["full_attention"]
+    plain = set(kinds) == {"full_attention"} and not getattr(config, "sliding_window", None)
     return plain and not (base.training and getattr(base, f"is_{_checkpointing(base)}"))
 
 
 def packs(model: nn.Module) -> bool:
     """True when rows are packed instead of padded: the model runs a variable-length attention kernel on a GPU."""
-    base = _base(model)
+    base: Any = whole_model(model)
     kind = str(getattr(base.config, "_attn_implementation", None))
     return "flash" in kind and next(base.parameters()).device.type == "cuda"
 

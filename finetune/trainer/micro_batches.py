@@ -11,23 +11,42 @@ the mask is block-diagonal, exact but quadratic in the pack: an update takes 3.8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...agents.vision.vision import Vision
+from ...tapes.places import Place, keys, shared_length
 from ..data.rows import Row
+from ..data.stream import BadBatch
 
 MICRO_TOKENS = 2048
-"""Tokens of a micro-batch, padding included: measured best for small models on one CPU thread."""
+"""Tokens of a micro-batch, padding included, and patches of its pictures: measured best for small models on one CPU
+thread."""
 SHARE_TOKENS = 64
 """Shortest prefix worth a forward pass of its own."""
 SHARE_SAVED = 0.25
 """Share of a group's tokens that its prefix, forwarded once, must save. Measured with groups of 8, 64 tokens each: 1.04
 of the time where 16 % are saved, 0.65 where 43 %, 0.35 where 70 %, 0.20 where 82 %."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """The pictures of a micro-batch, each once, however many rows show it."""
+
+    vision: Vision
+    shown: tuple[tuple[Place, Callable[[str], bytes]], ...]
+    """A place of each picture, and what gives the bytes of its files."""
+    where: Tensor
+    """(B, P + L) int64: index of each token, those of the shared prefix first, into `features`; -1: it takes none."""
+
+    def features(self, model: nn.Module) -> Tensor:
+        """(N, levels, D) the features of all pictures, with gradient where the tower or the projector is trained."""
+        return self.vision.features(model, [self.vision.pixels(place, file) for place, file in self.shown])
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +67,12 @@ class Micro:
     """(B, L) bool: not padding."""
     prefix: Tensor | None
     """(P,) int64 ids that all rows begin with, forwarded once; None: no shared prefix."""
+    packed: Tensor | None = None
+    """(1, L) int64 index of each token in its own row, where rows are packed into one; None: they are padded."""
     positions: Tensor | None = None
-    """(1, L) int64 position of each token in its own row, where rows are packed into one; None: they are padded."""
+    """(axes, B, P + L) int64 rotary positions, those of the shared prefix first; None: the body counts the tokens."""
+    pictures: Pictures | None = None
+    """None: no row shows a picture, and the body gets token ids alone, as of a text model."""
     barred: Tensor | None = None
     """(2, m) int64: the distribution of wanted token [0, k] lacks the id [1, k]. None: all distributions are whole."""
 
@@ -69,12 +92,14 @@ def plan(
     micro_tokens: int = MICRO_TOKENS,
     share: bool = False,
     pack: bool = False,
+    vision: Vision | None = None,
 ) -> list[Micro]:
     """Micro-batches that together hold every own token once, or those of them that are `live` (T,) bool.
 
-    Rows without such a token are left out. A row that is longer than `micro_tokens` is a micro-batch by itself.
-    share: rows of a group may be batched behind their shared prefix, where that saves enough. pack: rows without a
-    shared prefix are packed, not padded.
+    Rows without such a token are left out. A row that is longer than `micro_tokens` is a micro-batch by itself, and so
+    is one whose pictures have more patches. share: rows of a group may be batched behind their shared prefix, where
+    that saves enough. pack: rows without a shared prefix are packed, not padded. vision: how the model sees; BadBatch
+    where it is None and a row shows a picture.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (
@@ -83,8 +108,17 @@ def plan(
         else [live[start[i] : start[i + 1]].numpy().nonzero()[0] for i in range(len(rows))]
     )
     length = np.array([row.own[w[-1]] if len(w) else 0 for row, w in zip(rows, wanted, strict=True)], dtype=np.int64)
+    shown = [[p for p in row.places if p.offset < n] for row, n in zip(rows, length, strict=True)]
+    for row, places in zip(rows, shown, strict=True):
+        if places and (vision is None or row.file is None):
+            lacks = (
+                "the model that should score it can't see" if vision is None else "its row has no way to their files"
+            )
+            raise BadBatch(f"tape {row.tape} shows pictures, and {lacks}: train a vision model, or leave the tape out")
     order = [int(i) for i in np.argsort(length, kind="stable") if length[i]]
-    batches = _Batches(rows, wanted, length, start)
+    # Rows that begin with the same picture stand together, so that few micro-batches compute it; text comes first.
+    order.sort(key=lambda i: -shown[i][0].key if shown[i] else 0)
+    batches = _Batches(rows, wanted, length, start, shown, vision)
     return [
         micro
         for members, prefix in (_families(rows, wanted, length, order) if share else [(order, 0)])
@@ -116,11 +150,10 @@ def _common(rows: Sequence[Row], most: int) -> int:
 
     `most` ends before the position that predicts the first wanted token: hidden states are read after the prefix only.
     """
-    first = rows[0].input_ids[:most]
+    first = keys(rows[0].input_ids, rows[0].places)
     for row in rows[1:]:
-        differs = np.flatnonzero(first != row.input_ids[: len(first)])
-        first = first[: differs[0]] if len(differs) else first
-    return len(first)
+        most = shared_length(first, keys(row.input_ids, row.places), (*rows[0].places, *row.places), most)
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +162,25 @@ class _Batches:
     wanted: Sequence[NDArray]
     length: NDArray
     start: NDArray
+    shown: Sequence[Sequence[Place]]
+    """The places of each row as far as it is forwarded."""
+    vision: Vision | None
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
-        """Rows in order of length, cut where one more would exceed the budget."""
+        """The rows in this order, cut where one more would exceed the budget."""
         groups: list[list[int]] = []
         group: list[int] = []
+        longest, total, patches = 0, 0, dict[int, int]()
         for i in order:
-            more = (
-                int(self.length[[*group, i]].sum())
-                if pack
-                else prefix + (len(group) + 1) * (int(self.length[i]) - prefix)
-            )
-            if group and more > micro_tokens:
+            n = int(self.length[i])
+            seen = {place.key: self.vision.patches(place) for place in self.shown[i]} if self.vision else {}
+            tokens = total + n if pack else prefix + (len(group) + 1) * (max(longest, n) - prefix)
+            if group and tokens + sum((patches | seen).values()) > micro_tokens:
                 groups.append(group)
                 group = []
+                longest, total, patches = 0, 0, {}
             group.append(i)
+            longest, total, patches = max(longest, n), total + n, patches | seen
         if group:
             groups.append(group)
         return [self.packed(group) if pack else self.one(group, prefix) for group in groups]
@@ -153,49 +190,89 @@ class _Batches:
         lengths = self.length[list(group)]
         starts = np.cumsum(lengths) - lengths
         ids = np.concatenate([self.rows[i].input_ids[:n] for i, n in zip(group, lengths, strict=True)])
-        places = [self.rows[i].own[self.wanted[i]] + (at - 1) for i, at in zip(group, starts, strict=True)]
+        at = [self.rows[i].own[self.wanted[i]] + (first - 1) for i, first in zip(group, starts, strict=True)]
         return self._micro(
             group,
             ids[None].astype(np.int64),
-            places,
+            at,
             np.ones((1, len(ids)), dtype=bool),
             None,
             torch.from_numpy(np.arange(len(ids)) - np.repeat(starts, lengths))[None],
+            [(0, int(first)) for first in starts],
         )
 
     def one(self, group: Sequence[int], prefix: int) -> Micro:
-        width = int(self.length[group[-1]]) - prefix
+        width = int(self.length[list(group)].max()) - prefix
         ids = np.zeros((len(group), width), dtype=np.int64)
         for j, i in enumerate(group):
             ids[j, : self.length[i] - prefix] = self.rows[i].input_ids[prefix : self.length[i]]
-        places = [self.rows[i].own[self.wanted[i]] + (j * width - 1 - prefix) for j, i in enumerate(group)]
+        at = [self.rows[i].own[self.wanted[i]] + (j * width - 1 - prefix) for j, i in enumerate(group)]
         there = np.arange(width) < (self.length[list(group)] - prefix)[:, None]
         shared = torch.from_numpy(self.rows[group[0]].input_ids[:prefix]).long() if prefix else None
-        return self._micro(group, ids, places, there, shared, None)
+        return self._micro(group, ids, at, there, shared, None, [(j, 0) for j in range(len(group))])
 
     def _micro(
         self,
         group: Sequence[int],
         ids: NDArray,
-        places: Sequence[NDArray],
+        at: Sequence[NDArray],
         there: NDArray,
         prefix: Tensor | None,
-        positions: Tensor | None,
+        packed: Tensor | None,
+        corners: Sequence[tuple[int, int]],
     ) -> Micro:
+        """corners: (row, column) of each row's first token in the (B, P + L) tokens of the micro-batch."""
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
-        barred = [row.barred(mine, at) for (row, mine, _), at in zip(wanted, before, strict=False) if row.bars]
+        barred = [row.barred(mine, first) for (row, mine, _), first in zip(wanted, before, strict=False) if row.bars]
+        shape = (len(ids), ids.shape[1] + (0 if prefix is None else len(prefix)))
+        pictures = self._pictures(group, shape, corners)
+        # A packed row needs them also without a picture: its body finds the rows' boundaries beside them alone.
+        positions = self._positions(group, shape, corners) if pictures or packed is not None else None
         return Micro(
             ids=torch.from_numpy(ids),
-            at=_joined(places),
+            at=_joined(at),
             there=torch.from_numpy(there),
             prefix=prefix,
+            packed=packed,
             positions=positions,
+            pictures=pictures,
             token=_joined([row.input_ids[row.own[mine]] for row, mine, _ in wanted]),
             temperature=torch.from_numpy(np.concatenate([row.temperature[mine] for row, mine, _ in wanted])),
             index=_joined([mine + start for _, mine, start in wanted]),
             barred=torch.from_numpy(np.concatenate(barred).T) if barred else None,
         )
+
+    def _pictures(
+        self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]]
+    ) -> Pictures | None:
+        where, first, n = np.full(shape, -1, dtype=np.int64), dict[int, int](), 0
+        shown: list[tuple[Place, Callable[[str], bytes]]] = []
+        for i, (line, column) in zip(group, corners, strict=True):
+            for place in self.shown[i]:
+                vision, file = self.vision, self.rows[i].file
+                assert vision is not None, "`plan` checked it"
+                assert file is not None, "`plan` checked it"
+                mask = vision.feature_mask(place)
+                if place.key not in first:
+                    first[place.key], n = n, n + int(mask.sum())
+                    shown.append((place, file))
+                taken = where[line, column + place.offset : column + place.end]
+                taken[mask] = first[place.key] + np.arange(mask.sum())
+        return Pictures(self.vision, tuple(shown), torch.from_numpy(where)) if self.vision and shown else None
+
+    def _positions(
+        self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]]
+    ) -> Tensor | None:
+        positions: NDArray[np.int64] | None = None
+        for i, (line, column) in zip(group, corners, strict=True):
+            n = int(self.length[i])
+            mine = self.vision.positions(self.shown[i], n) if self.vision else None
+            if mine is None:
+                return None
+            positions = np.zeros((len(mine), *shape), dtype=np.int64) if positions is None else positions
+            positions[:, line, column : column + n] = mine
+        return None if positions is None else torch.from_numpy(positions)
 
 
 def _joined(columns: Sequence[NDArray]) -> Tensor:

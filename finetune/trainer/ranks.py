@@ -265,8 +265,11 @@ class _Root(nn.Module):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's body: its longest ModuleList. FSDP shards and gathers them one by one."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    """The layers of the model's body: its longest ModuleList. FSDP shards and gathers them one by one.
+
+    Those of a vision tower aren't among them: a rank without a picture would not gather them, and the others wait."""
+    body: nn.Module = getattr(model, "get_decoder", lambda: model)()
+    lists = [m for m in body.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []
 
 

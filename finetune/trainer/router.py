@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .logprobs import Micro, UnsupportedModel
+from .logprobs import Micro, UnsupportedModel, inputs
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class Load:
         return len(self.share) * (self.share.to(probabilities.dtype) * probabilities).sum() / self.rows
 
 
-def routed(body: nn.Module, micro: Micro) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """((n, D) hidden states that predict the wanted tokens, router logits of each layer for all tokens but padding)."""
-    ids = micro.ids.to(next(body.parameters()).device)
-    out = body(input_ids=ids, use_cache=False, output_router_logits=True)
+def routed(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """((n, D) hidden states that predict the wanted tokens, router logits of each layer for all tokens but padding).
+    model: as in `states`."""
+    _, rest = inputs(body, micro, model)
+    out = body(**rest, use_cache=False, output_router_logits=True)
     hidden, logits = out.last_hidden_state, out.router_logits
     there = micro.there.reshape(-1).to(hidden.device)
     at = micro.at.to(hidden.device)
@@ -54,7 +55,7 @@ def probabilities(logits: Sequence[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor]) -> Load:
+def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor], model: nn.Module) -> Load:
     """f over all tokens of the micro-batches of all ranks; one more forward pass."""
     config: Any = body.config
     k = getattr(config, "num_experts_per_tok", None)
@@ -66,7 +67,7 @@ def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Te
     # float64 counts are exact up to 2^53; float32 would lose single assignments above 2^24.
     counts = torch.zeros(experts + 1, dtype=torch.float64)
     for micro in micros:
-        _, logits = routed(body, micro)
+        _, logits = routed(body, micro, model)
         for layer in logits:
             chosen = layer.topk(k, dim=-1).indices.flatten().cpu()
             counts[:-1] += torch.bincount(chosen, minlength=experts)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...agents.vision.vision import Vision
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import KL, Context, Moments, RewardKL, Sums
@@ -36,6 +37,7 @@ from .logprobs import (
     packs,
     parts,
     plan,
+    reaching,
     read_out,
     score,
     shares_prefixes,
@@ -74,16 +76,18 @@ class Trainer(PolicyTrainer):
         ranks: Ranks | None = None,
         micro_tokens: int = MICRO_TOKENS,
         pack: bool | None = None,
+        vision: Vision | None = None,
     ) -> None:
         """grad_clip: largest gradient norm; None: no bound. reference, teacher: frozen models, or the policy with
         `EarlierWeights`. critic_first: first updates in which only the critic learns. ema: decay of a running average
         of the weights, kept in `averaged`. autocast: dtype of the forward pass (bfloat16); weights and output layer
         keep theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed
-        where the attention kernel supports variable lengths."""
+        where the attention kernel supports variable lengths. vision: how `model` sees; None: a model of text."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )
         self.model = model
+        self.vision = vision
         self.recipe = recipe
         self.lr = lr
         self.grad_clip = grad_clip
@@ -147,7 +151,7 @@ class Trainer(PolicyTrainer):
             stream = self.critic.valued(rows, stream, ends=recipe.bootstraps)
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
         if top or recomputed:
-            now = self._score(self.model, rows, entropy=top)
+            now = self._score(self.model, rows, self.vision, entropy=top)
             # An anchor where the recipe has none would change the KL in the reward, which reads it.
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
@@ -172,9 +176,9 @@ class Trainer(PolicyTrainer):
         return rows, batch.part(add_up=self.ranks.add_up)
 
     def _scored_by(self, other: str, rows: Sequence[Row]) -> Tensor:
-        return self.others[other].logprobs(rows, lambda model: self._score(model, rows).logprob)
+        return self.others[other].logprobs(rows, lambda model, vision: self._score(model, rows, vision).logprob)
 
-    def _score(self, model: nn.Module, rows: Sequence[Row], **options: Any) -> Scores:
+    def _score(self, model: nn.Module, rows: Sequence[Row], vision: Vision | None, **options: Any) -> Scores:
         with casting(self.model, self.autocast):
             return score(
                 model,
@@ -183,6 +187,7 @@ class Trainer(PolicyTrainer):
                 micro_tokens=self.micro_tokens,
                 ranks=self.ranks,
                 pack=self.pack,
+                vision=vision,
                 **options,
             )
 
@@ -280,6 +285,7 @@ class Trainer(PolicyTrainer):
                 micro_tokens=self.micro_tokens,
                 share=share,
                 pack=self.pack and not self.recipe.balance,
+                vision=self.vision,
             )
         )
         balance = self._load(micros)
@@ -341,7 +347,7 @@ class Trainer(PolicyTrainer):
         pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result equals one graph
         over the whole batch, with the memory of one micro-batch.
         """
-        scores = self._score(self.model, rows, entropy=self.recipe.needs_entropy, live=part.live)
+        scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
         leaves = [t[index].requires_grad_() for t in scores if t is not None]
         loss = part.loss(leaves[0], leaves[1] if len(leaves) > 1 else None, index, context, tuple(self.betas))
@@ -363,7 +369,8 @@ class Trainer(PolicyTrainer):
         """The assignment of tokens to experts over all ranks; None where the recipe doesn't balance it."""
         if not self.recipe.balance:
             return None
-        return self.ranks.run(self.model, partial(load, parts(self.model)[0], micros, self.ranks.add_up))
+        body = parts(self.model)[0]
+        return self.ranks.run(self.model, partial(load, body, micros, self.ranks.add_up, self.model))
 
     def _forward(
         self, micro: Micro, load: Load | None, sums: Sums, *, demonstrations: bool = False
@@ -374,12 +381,14 @@ class Trainer(PolicyTrainer):
         aux = None
         with casting(self.model, self.autocast):
             if load is None:
-                hidden = states(body, micro)
+                hidden = states(body, micro, self.model)
             else:
-                hidden, logits = routed(body, micro)
+                hidden, logits = routed(body, micro, self.model)
                 part, name = load.loss(probabilities(logits).cpu()), "demonstrations/aux" if demonstrations else "aux"
                 sums.put(name, float(part.detach()), 0 if name in sums or self.ranks.rank else 1)
                 aux = recipe.balance * part
+            if self.vision is not None:
+                hidden = reaching(hidden, self.vision.tower(self.model))
             entropy = recipe.needs_entropy and not demonstrations
             lp, h = read_out(self.model, hidden, micro, how, entropy=entropy)
         return Scores(lp.cpu(), None if h is None else h.cpu()), aux
@@ -389,7 +398,8 @@ class Trainer(PolicyTrainer):
         rows, part = demonstrations
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
         pack = self.pack and not self.recipe.balance
-        micros = self.ranks.rounds(plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=pack))
+        found = plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=pack, vision=self.vision)
+        micros = self.ranks.rounds(found)
         # Before the check: only this rank may have met a bad number, and the load is a sum over all ranks.
         balance = self._load(micros)
         if done.skipped not in (None, "nothing to train on"):

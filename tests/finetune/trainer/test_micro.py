@@ -54,13 +54,13 @@ def test_every_wanted_token_is_in_one_micro_batch_at_the_place_that_predicts_it(
     at = np.concatenate([[0], np.cumsum([len(r.own) for r in rows])])
     for m in micros:
         lead = 0 if m.prefix is None else len(m.prefix)
-        alone = len(m.ids) == 1 if m.positions is None else int((m.positions == 0).sum()) == 1
+        alone = len(m.ids) == 1 if m.packed is None else int((m.packed == 0).sum()) == 1
         assert alone or m.ids.numel() + lead <= budget
         for t, place, token in zip(m.index.tolist(), m.at.tolist(), m.token.tolist(), strict=True):
             i = int(np.searchsorted(at, t, side="right")) - 1
             position = int(rows[i].own[t - at[i]])
             b, offset = divmod(place, m.ids.shape[1])
-            first = 0 if m.positions is None else offset - int(m.positions[0, offset])
+            first = 0 if m.packed is None else offset - int(m.packed[0, offset])
             assert lead + offset - first == position - 1
             assert token == rows[i].input_ids[position]
             seen = [*(m.prefix.tolist() if m.prefix is not None else []), *m.ids[b, first : offset + 1].tolist()]
@@ -129,8 +129,8 @@ def test_packed_rows_restart_their_positions_and_see_nothing_of_each_other():
     rng = np.random.default_rng(4)
     rows = [row(f"s{i}", turns=(n - 1,), prompt=1, rng=rng) for i, n in enumerate(case["segments"]) if n > 1]
     (m,) = plan(rows, pack=True)
-    assert m.positions is not None
-    assert m.positions.tolist() == [[p for n in sorted(case["segments"]) if n > 1 for p in range(n - 1)]]
+    assert m.packed is not None
+    assert m.packed.tolist() == [[p for n in sorted(case["segments"]) if n > 1 for p in range(n - 1)]]
     alone = torch.cat([score(tiny_model(), [r]).logprob for r in rows])
     torch.testing.assert_close(score(tiny_model(), rows, pack=True).logprob, alone, rtol=1e-9, atol=1e-12)
     other = [rows[0], row("other", turns=(4,), prompt=3, rng=rng), *rows[1:]]
