@@ -87,7 +87,7 @@ class Family:
                 f"the picture {name} has the grid {grid} and takes {len(ids)} tokens; its place has the grid "
                 f"{place.grid} and {place.length} tokens: the prompt was made with another image processor or picture"
             )
-        return Pixels(tensors, int((ids == self._id).sum()), self._patches(grid))
+        return Pixels(tensors, int((ids == self._id).sum()), self.patches(grid))
 
     def save(self, folder: Path) -> None:
         """Write the image processor's settings, which `load_vision` reads."""
@@ -100,7 +100,7 @@ class Family:
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
         raise NotImplementedError
 
-    def _patches(self, grid: tuple[int, ...]) -> int:
+    def patches(self, grid: tuple[int, ...]) -> int:
         raise NotImplementedError
 
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:

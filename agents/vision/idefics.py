@@ -72,7 +72,7 @@ class TiledVision(Family):
         text += "\n" * bool(rows) + f"{edge}<global-img>{picture}{edge}"
         return array("i", cast("list[int]", self._tokenizer(text, add_special_tokens=False)["input_ids"]))
 
-    def _patches(self, grid: tuple[int, ...]) -> int:
+    def patches(self, grid: tuple[int, ...]) -> int:
         return (grid[0] * grid[1] + 1) * self._side**2
 
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:

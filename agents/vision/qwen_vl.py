@@ -23,9 +23,6 @@ class QwenVision(Family):
 
     processors = ("Qwen2VLImageProcessorPil",)
 
-    def patches(self, place: Place) -> int:
-        return int(np.prod(place.grid))
-
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
         found = np.empty((3, length), dtype=np.int64)
         index = following = 0
@@ -48,7 +45,7 @@ class QwenVision(Family):
 
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
         visual = cast(Any, whole_model(model)).model.visual
-        return [visual, visual.merger]
+        return [visual, visual.merger, *getattr(visual, "deepstack_merger_list", ())]
 
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
@@ -64,7 +61,7 @@ class QwenVision(Family):
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
         return array("i", [self._id]) * prod(self._merged(grid))
 
-    def _patches(self, grid: tuple[int, ...]) -> int:
+    def patches(self, grid: tuple[int, ...]) -> int:
         return prod(grid)
 
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:

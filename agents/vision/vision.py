@@ -68,8 +68,8 @@ class Vision(PictureTokens, Protocol):
         ordinary tokens."""
         ...
 
-    def patches(self, place: Place) -> int:
-        """Patches that the tower computes for the place, without a look at its file: `Pixels.patches`."""
+    def patches(self, grid: tuple[int, ...]) -> int:
+        """`Pixels.patches` of a place with this grid."""
         ...
 
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:

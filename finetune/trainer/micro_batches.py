@@ -173,7 +173,7 @@ class _Batches:
         longest, total, patches = 0, 0, dict[int, int]()
         for i in order:
             n = int(self.length[i])
-            seen = {place.key: self.vision.patches(place) for place in self.shown[i]} if self.vision else {}
+            seen = {place.key: self.vision.patches(place.grid) for place in self.shown[i]} if self.vision else {}
             tokens = total + n if pack else prefix + (len(group) + 1) * (max(longest, n) - prefix)
             if group and tokens + sum((patches | seen).values()) > micro_tokens:
                 groups.append(group)
@@ -246,19 +246,20 @@ class _Batches:
     def _pictures(
         self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]]
     ) -> Pictures | None:
-        where, first, n = np.full(shape, -1, dtype=np.int64), dict[int, int](), 0
+        where, n = np.full(shape, -1, dtype=np.int64), 0
+        features: dict[int, NDArray[np.int64]] = {}
         shown: list[tuple[Place, Callable[[str], bytes]]] = []
         for i, (line, column) in zip(group, corners, strict=True):
             for place in self.shown[i]:
                 vision, file = self.vision, self.rows[i].file
                 assert vision is not None, "`plan` checked it"
                 assert file is not None, "`plan` checked it"
-                mask = vision.feature_mask(place)
-                if place.key not in first:
-                    first[place.key], n = n, n + int(mask.sum())
+                if place.key not in features:
+                    mask = vision.feature_mask(place)
+                    features[place.key] = np.where(mask, n + mask.cumsum() - 1, -1)
+                    n += int(mask.sum())
                     shown.append((place, file))
-                taken = where[line, column + place.offset : column + place.end]
-                taken[mask] = first[place.key] + np.arange(mask.sum())
+                where[line, column + place.offset : column + place.end] = features[place.key]
         return Pictures(self.vision, tuple(shown), torch.from_numpy(where)) if self.vision and shown else None
 
     def _positions(

@@ -84,15 +84,17 @@ def oracle(family: str, one: Row, model: Any = None) -> Tensor:
     assert vision is not None
     processor: Any = vision.processor  # type: ignore[attr-defined]
     ids = torch.tensor(one.input_ids.astype(np.int64))[None]
-    kinds, tensors = torch.zeros_like(ids), {}
+    kinds, tensors = torch.zeros_like(ids), dict[str, Any]()
     if one.places:
         assert one.file is not None
         images = [Image.open(io.BytesIO(one.file(place.media[0]))) for place in one.places]
         tensors = dict(processor(images=images, return_tensors="pt"))
         for place in one.places:
             kinds[0, place.offset : place.end] = 1
+    if "image_grid_thw" in tensors:
+        tensors["mm_token_type_ids"] = kinds
     with torch.no_grad():
-        made = model(input_ids=ids, mm_token_type_ids=kinds, **tensors).logits[0].log_softmax(-1)
+        made = model(input_ids=ids, **tensors).logits[0].log_softmax(-1)
     return made[one.own - 1, one.input_ids[one.own]]
 
 

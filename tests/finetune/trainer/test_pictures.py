@@ -50,8 +50,6 @@ def in_order(micros: list[Micro], values: list[Tensor]) -> Tensor:
 
 
 @FAMILY
-@pytest.mark.ledger("F93")
-@pytest.mark.ledger("F95")
 @pytest.mark.parametrize("how", [{}, {"pack": True}, {"micro_tokens": 1}, {"micro_tokens": 1, "pack": True}])
 def test_log_probs_are_those_of_the_model_itself(family: str, how: dict[str, Any]) -> None:
     rows = mixed(family)
@@ -62,7 +60,6 @@ def test_log_probs_are_those_of_the_model_itself(family: str, how: dict[str, Any
 
 
 @FAMILY
-@pytest.mark.ledger("F98")
 def test_text_alone_gives_the_body_nothing_but_ids(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = pretrained(family)
     body: Any = found.model.get_decoder()
@@ -91,15 +88,15 @@ def test_another_picture_and_flat_positions_give_other_log_probs(family: str, mo
 
 
 @FAMILY
-@pytest.mark.ledger("F96")
-@pytest.mark.ledger("F97")
 def test_a_sampled_placeholder_is_an_ordinary_token(family: str) -> None:
     """By id there are more places than features, which the model's own forward refuses."""
     plain = mixed(family)[0]
-    pad = int(plain.input_ids[plain.places[0].offset])
     found = pretrained(family)
+    assert found.vision is not None
+    mask = found.vision.feature_mask(plain.places[0])
+    pad = int(plain.input_ids[plain.places[0].offset + int(mask.argmax())])
     one = shown(family, [(["Where? ", A, " and ", B], [7, pad, 9, pad]), ([C, " now?"], [pad, 8, 9])])
-    with pytest.raises(ValueError, match="do not match"):
+    with pytest.raises(ValueError, match=r"do not match|divisible"):
         oracle(family, one)
     now = scored(family, [one, *mixed(family)])
     assert (now[len(one.own) :] - oracles(family, mixed(family))).abs().max() < 1e-4
@@ -115,8 +112,6 @@ def test_a_sampled_placeholder_is_an_ordinary_token(family: str) -> None:
 
 
 @FAMILY
-@pytest.mark.ledger("F11")
-@pytest.mark.ledger("F94")
 def test_rows_behind_a_shared_prefix_with_a_picture_forward_it_once(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,7 +157,7 @@ def test_64_rows_that_share_a_picture_forward_it_once_with_the_gradient_of_64(
 
     def gradient(copied: bool) -> dict[str, Tensor]:
         model: Any = copy.deepcopy(pretrained(family).model)
-        budget = 1 if copied else 64 * len(rows[0]) + vision.patches(rows[0].places[0])
+        budget = 1 if copied else 64 * len(rows[0]) + vision.patches(rows[0].places[0].grid)
         for micro in plan(rows, vision=vision, micro_tokens=budget):
             forward(model, micro).logprob.sum().div(128).backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -180,15 +175,14 @@ def test_the_budget_counts_patches(family: str) -> None:
     rows = [shown(family, [([png(64, 64, i), "?"], sampled(2, i))], f"t{i}", f"g{i}") for i in range(4)]
     text = [shown(family, [("?", sampled(2, i))], f"u{i}") for i in range(4)]
     vision: Any = pretrained(family).vision
-    patches, tokens = vision.patches(rows[0].places[0]), len(rows[0])
+    patches, tokens = vision.patches(rows[0].places[0].grid), len(rows[0])
     pixels = vision.pixels(rows[0].places[0], rows[0].file)
     assert pixels.patches == patches
 
-    def sizes(budget: int) -> list[int]:
-        return [len(m.ids) for m in plan([*rows, *text], vision=vision, micro_tokens=budget)]
-
-    assert sizes(2 * (tokens + patches)) == [5, 2, 1]
-    assert sizes(2 * tokens) == [4, 1, 1, 1, 1]
+    for most, budget in ((2, 2 * (tokens + patches)), (1, 2 * tokens)):
+        micros = plan([*rows, *text], vision=vision, micro_tokens=budget)
+        shown_in = [len(m.pictures.shown) for m in micros if m.pictures is not None]
+        assert (max(shown_in), sum(shown_in)) == (most, 4)
 
 
 def test_a_picture_for_a_model_that_cant_see_is_refused() -> None:
