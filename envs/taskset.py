@@ -7,6 +7,7 @@ is generated from another seed. `datasets` is imported when a file or a data set
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import inspect
 import json
@@ -17,10 +18,11 @@ from contextlib import contextmanager
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Any, cast, overload
 
-from pydantic import ValidationError
+from pydantic import JsonValue, ValidationError
 
+from ..tapes import BadPicture, Picture
 from ..tapes.common.hub import NotFound, snapshot, split_name
 from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.records import Task
@@ -236,7 +238,7 @@ def _items(source: Any) -> Iterator[Any]:
 def _task(item: Any, k: int, row: Row | None) -> Task:
     try:
         return Task.of(item if row is None else row(item))
-    except BadTasks as error:
+    except (BadTasks, BadPicture) as error:
         raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
         raise BadTasks(
@@ -248,10 +250,11 @@ def _task(item: Any, k: int, row: Row | None) -> Task:
 def standard_row(names: Mapping[str, str]) -> Row:
     """A `row` by names: `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
 
-    The column that is named `prompt` (a text, or chat messages as TRL has them) is the public part; the others are the
-    private one, under their new names. A row that lacks a column is a BadTasks error.
+    The columns that are named `prompt` (a text, or chat messages as TRL has them), `images` and `image` are the public
+    part; the others are the private one, under their new names. A row that lacks a column is a BadTasks error.
     """
-    return columns({k: v for k, v in names.items() if k == "prompt"}, {k: v for k, v in names.items() if k != "prompt"})
+    public = {k: v for k, v in names.items() if k in ("prompt", "images", "image")}
+    return columns(public, {k: v for k, v in names.items() if k not in public})
 
 
 def columns(
@@ -351,13 +354,25 @@ def _part(row: Mapping[str, Any], names: str | Sequence[str] | Mapping[str, str]
     if isinstance(names, str):
         return _column(row, names)
     pairs = names.items() if isinstance(names, Mapping) else [(name, name) for name in names]
-    return {name: _column(row, column) for name, column in pairs} or None
+    found = {name: _column(row, column) for name, column in pairs}
+    return {k: v for k, v in found.items() if v or k not in ("images", "image")} or None  # a row without pictures
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
         raise BadTasks(f"a row has no column {name!r}; it has {', '.join(map(repr, row))}")
-    return row[name]
+    return as_json(row[name])
+
+
+def as_json(value: object) -> JsonValue:
+    """A column's value with each image of `datasets` (PIL, or a dict with its `bytes`) as the data URL of its picture,
+    which a task can hold. BadPicture for an image that the limits refuse."""
+    if isinstance(value, list):
+        return [as_json(one) for one in value]
+    source: Any = value["bytes"] if isinstance(value, dict) and set(value) == {"bytes", "path"} else value
+    if not isinstance(source, bytes) and not hasattr(type(source), "getexif"):
+        return cast(JsonValue, value)
+    return f"data:image/png;base64,{base64.b64encode(Picture.of(source).data or b'').decode()}"
 
 
 @contextmanager

@@ -146,7 +146,7 @@ def text_of(message: Message) -> str:
     return "\n".join(
         f"[picture {part.get('width')}x{part.get('height')} {str(part['media'])[:12]}]"
         if "media" in part
-        else str(part.get("text", part))
+        else str(part.get("text", f"[{part.get('type')}]"))
         for part in content_parts(message)
     )
 

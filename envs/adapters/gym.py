@@ -175,10 +175,8 @@ class GymEnvironment(Environment[Action]):
         if self.pixels:
             frame = self._env.render()
             if frame is None or isinstance(frame, list | str):
-                raise CodecNeeded(
-                    f"pixels=True needs one frame of `render`, and render_mode={self._env.render_mode!r} gives "
-                    f'{type(frame).__name__}: make the environment with render_mode="rgb_array"'
-                )
+                mode = f"render_mode={self._env.render_mode!r}"
+                raise CodecNeeded(f'pixels=True needs one frame, not {mode}: make it with render_mode="rgb_array"')
             return GymPicture(picture=Picture.of(frame))
         return GymObservation(value=plain(observation, self._env.observation_space))
 

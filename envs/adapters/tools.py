@@ -29,8 +29,11 @@ from ...tapes import (
     ToolResult,
     ToolResults,
 )
-from ...tapes.errors import MissingExtra
-from ...tapes.steps import Prompt
+from ...tapes.errors import BadPicture, MissingExtra
+from ...tapes.messages import text_of
+from ...tapes.pictures import DATA_URL
+from ...tapes.records import Message
+from ...tapes.steps import PLACE, Prompt, content_parts
 from ..blocking import in_thread
 from ..environment import Effect, Environment, Outcome
 
@@ -217,6 +220,35 @@ def _image_in(value: Any) -> Any:
     return image if isinstance(image, bytes) or hasattr(type(image), "__array_interface__") else None
 
 
+async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Picture]]:
+    """(messages, pictures): a row's column `images` or `image`, as `as_json` has them, in its prompt.
+
+    Each picture has a content part `{"type": "image"}`. Where there are none, the pictures stand before the text of the
+    first message of the user, as in TRL. BadPicture for another number of parts.
+    """
+    pictures = [await Picture.read(image) for image in _images(row)]
+    # A column of Arrow gives every part the keys of all parts, with None.
+    parts: list[list[Any]] = [
+        [{k: v for k, v in p.items() if v is not None} for p in content_parts(m)] for m in messages
+    ]
+    places = sum(part.count(PLACE) for part in parts)
+    if pictures and not places:
+        at = next((k for k, message in enumerate(messages) if message.get("role") == "user"), 0)
+        parts[at] = [PLACE] * len(pictures) + (parts[at] or [{"type": "text", "text": messages[at].get("content")}])
+    elif places != len(pictures):
+        raise BadPicture(f"the prompt has {places} content parts of type 'image', and its row {len(pictures)} images")
+    return [{**m, "content": part} if part else m for m, part in zip(messages, parts, strict=True)], pictures
+
+
+def _images(row: object) -> list[str]:
+    """The data URLs in a row's `images` or `image`; empty where any value is another text. Nothing here reads a path:
+    a task may come from another process."""
+    found = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
+    listed = found if isinstance(found, list) else [found]
+    urls = [image for image in listed if isinstance(image, str) and DATA_URL.match(image)]
+    return urls if len(urls) == len(listed) else []
+
+
 def cut(text: str, limit: int) -> str:
     """At most `limit` characters and a note of the cut, without lone surrogates, which JSON can't hold."""
     if len(text) > limit:
@@ -260,7 +292,9 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     async def prompt(self, task: Task) -> str:
         """The question to the agent; by default the public part of the task, or its `prompt` (`dataset.columns`)."""
         public = task.public
-        return as_text(public["prompt"] if isinstance(public, dict) and set(public) == {"prompt"} else public)
+        if isinstance(public, dict) and (set(public) == {"prompt"} or _images(public)):
+            public = public["prompt"]
+        return as_text(public)
 
     async def answered(self, text: str) -> Outcome:
         """The outcome of an answer; by default the end, without a score."""
@@ -275,11 +309,13 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         sources = tuple(dict(source.described) for source in self._sources if isinstance(source, Described))
         public = self.task.public
         messages = public.get("prompt") if isinstance(public, dict) else None
-        if not isinstance(messages, list):
+        # Chat messages, which the model reads as they are.
+        given: list[Message] = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+        shown, pictures = await with_pictures(given or [{"role": "user", "content": text}], public)
+        if not isinstance(messages, list) and not pictures:
             return ToolOffer(text=text, tools=tools, sources=sources)
-        shown = tuple(m for m in messages if isinstance(m, dict))  # chat messages, which the model reads as they are
-        text = as_text(shown[-1].get("content")) if shown else text
-        return Prompt(text=text, messages=shown, tools=tools, sources=sources)
+        text = text_of(given[-1]) if given else text
+        return Prompt(text=text, messages=tuple(shown), tools=tools, sources=sources, pictures=tuple(pictures))
 
     async def step(self, action: ToolCalls | Answer) -> Outcome:
         if isinstance(action, Answer):

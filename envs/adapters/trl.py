@@ -7,7 +7,7 @@ TRL need not be installed.
 
 1. Every episode has its own instance; TRL resets one instance repeatedly.
 2. A reward function receives a batch of one. Functions that compare the completions of a batch can't be used.
-3. Text only: a `reset` that returns images is refused.
+3. A row's `images` or `image` are pictures of the prompt; `reset` and reward functions get them as PIL images.
 4. Missing values are not passed as None: `completion_ids` of an episode without token ids, `environments` of an episode
    that has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with an
    error that names it; a function with a default for it doesn't receive it.
@@ -17,6 +17,7 @@ TRL need not be installed.
 from __future__ import annotations
 
 import inspect
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from ...tapes import (
     Call,
     Message,
     NotATape,
+    Picture,
     Status,
     Tape,
     TapereelError,
@@ -35,12 +37,14 @@ from ...tapes import (
     ToolCalls,
     ToolResults,
 )
-from ...tapes.messages import heard
-from ...tapes.steps import Prompt
+from ...tapes.messages import heard, text_of
+from ...tapes.pictures import DATA_URL
+from ...tapes.steps import PLACE, Prompt, content_parts
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
 from ..rewards import Rewards, RewardSource, Scored
-from .tools import ToolEnvironment, tool
+from ..taskset import as_json
+from .tools import ToolEnvironment, as_parts, tool, with_pictures
 
 Factory = Callable[[], Any]
 TRLReward = Callable[..., Any]
@@ -66,13 +70,25 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
             "prompt, set it to None"
         )
     _messages(row["prompt"])
-    return Task(public={"prompt": row["prompt"]}, private={k: v for k, v in row.items() if k != "prompt"})
+    public = {k: as_json(v) for k, v in row.items() if k in ("prompt", "images", "image")}
+    return Task(public=public, private={k: v for k, v in row.items() if k not in public})
 
 
 def row_of(task: Task) -> dict[str, JsonValue]:
-    """All columns of the row from which a task was made."""
+    """All columns of the row from which a task was made; images as PIL images."""
     parts = (task.public, task.private)
-    return {key: value for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
+    return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items() if v is not None}
+
+
+def _back(value: Any) -> Any:
+    """A column's value, with PIL images for data URLs."""
+    if isinstance(value, list):
+        return [_back(one) for one in value]
+    if not isinstance(value, str) or not DATA_URL.match(value):
+        return value
+    from PIL import Image
+
+    return Image.open(io.BytesIO(Picture.of(value).data or b""))
 
 
 class TRLEnvironment(ToolEnvironment):
@@ -105,9 +121,13 @@ class TRLEnvironment(ToolEnvironment):
         if self._instance is not None:
             self.tools = {method.__name__: tool(method, effect=self.effect) for method in _methods(self._instance)}
             addition = await _called(self._instance.reset, **row)
-        messages = _opening(row.get("prompt"), addition, self._instance)
-        last = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-        return Prompt(text=last, messages=tuple(messages), tools=tuple(t.schema for t in self.tools.values()))
+        messages, pictures = await with_pictures(_messages(row.get("prompt")), self.task.public)
+        if addition is not None:
+            messages[-1], more = await _extended(messages[-1], addition, self._instance)
+            pictures += more
+        last = next((text_of(m) for m in reversed(messages) if m["role"] == "user"), "")
+        tools = tuple(t.schema for t in self.tools.values())
+        return Prompt(text=last, messages=tuple(messages), tools=tools, pictures=tuple(pictures))
 
     async def finish(self, status: Status) -> Outcome | None:
         reward: dict[str, float] = {}
@@ -251,20 +271,23 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
     return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS]
 
 
-def _opening(prompt: Any, addition: Any, instance: Any) -> list[Message]:
-    """The prompt as messages, with the result of `reset` appended to the last one."""
-    if addition is not None and not isinstance(addition, str):
-        raise NotTRL(
-            f"{type(instance).__qualname__}.reset returned {type(addition).__name__}, but only a text, or None, can "
-            "be recorded"
-        )
-    *before, last = _messages(prompt)
-    return [*before, {**last, "content": last["content"] + (addition or "")}]
+async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Message, list[Picture]]:
+    """The prompt's last message with the result of `reset`, a text or content parts, behind it, and its pictures."""
+    if isinstance(addition, str) and isinstance(last["content"], str):
+        return {**last, "content": last["content"] + addition}, []
+    parts = [addition] if isinstance(addition, str) else await as_parts(addition)
+    if isinstance(parts, str):
+        what = f"{type(instance).__qualname__}.reset returned {type(addition).__name__}"
+        raise NotTRL(f"{what}, but only a text, content parts with an image, or None, can be recorded")
+    before = content_parts(last) or [{"type": "text", "text": last["content"]}]
+    after = [PLACE if isinstance(part, Picture) else {"type": "text", "text": part} for part in parts]
+    return {**last, "content": [*before, *after]}, [part for part in parts if isinstance(part, Picture)]
 
 
 def _messages(prompt: Any) -> list[Message]:
     messages = [{"role": "user", "content": prompt or ""}] if prompt is None or isinstance(prompt, str) else prompt
-    if not isinstance(messages, Sequence) or not messages or not all(is_message(m) for m in messages):
+    chat = isinstance(messages, Sequence) and all(is_message(m) or content_parts(m) for m in messages)
+    if not chat or not messages:
         raise NotTRL(
             f"the prompt {prompt!r:.80} is neither a text nor a list of messages with `role` and a text `content`"
         )

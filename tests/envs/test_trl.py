@@ -327,7 +327,7 @@ def test_what_is_no_environment_class_is_named() -> None:
     assert "Bare has no method `reset`" in (tape.cause.message or "")
     tape = play(says("x"), lambda: TRLEnvironment(Painter))
     assert tape.cause is not None
-    assert "reset returned list, but only a text, or None, can be recorded" in (tape.cause.message or "")
+    assert "reset returned list, but only a text, content parts with an image, or None" in (tape.cause.message or "")
 
 
 def test_rows_become_tasks() -> None:
