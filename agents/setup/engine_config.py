@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..engines.servers.server_engine import RemoteEngine
     from ..rendering.codec import ChatTokenizer
     from ..rendering.renderer import Renderer
+    from ..vision.vision import PictureTokens
 
 
 class RendererConfig(Config):
@@ -44,12 +45,14 @@ class RendererConfig(Config):
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to those of the template."""
 
-    def make(self, tokenizer: ChatTokenizer) -> Renderer:
-        """Create the renderer for `tokenizer`. Raises RenderError if the tokenizer has no chat template."""
+    def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
+        """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees. Raises RenderError if the
+        tokenizer has no chat template."""
         from ..rendering.renderer import Renderer
 
         return Renderer(
             tokenizer,
+            pictures,
             history=self.history,
             special_text=self.special_text,
             template_kwargs=self.template_kwargs,
@@ -382,7 +385,7 @@ def _embedded(config: EmbeddedConfig) -> Made:
     version = f"{digest[:12]}:0"
     engine = EmbeddedEngine(
         found.model,
-        config.renderer.make(found.tokenizer),
+        config.renderer.make(found.tokenizer, found.vision),
         version=version,
         slots=config.slots,
         capacity=config.capacity,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ...tapes.places import Place
 
@@ -60,6 +60,7 @@ class Pixels:
     """Patches that the tower computes: its cost and memory."""
 
 
+@runtime_checkable
 class Vision(PictureTokens, Protocol):
     """One family of models, with the settings of one model."""
 

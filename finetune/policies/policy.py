@@ -108,7 +108,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention)
-    renderer = engine.renderer.make(found.tokenizer)
+    renderer = engine.renderer.make(found.tokenizer, found.vision)
     # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
     # on every machine.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)

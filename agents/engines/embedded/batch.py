@@ -11,8 +11,7 @@ This module has no event loop, requests or versions. The caller decides when to 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -22,7 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....tapes.arrays import floats, ints
-from .kv_cache import SlotDecoder
+from ....tapes.places import Place, keys
+from ...vision.vision import Pixels
+from .engine_caches import Parked, ParkingLot, PictureFeatures
+from .kv_cache import NOTHING, Seen, SlotDecoder
 from .sampler import draw, uniforms
 
 SPARE = 64
@@ -70,6 +72,12 @@ class Generation:
     min_tokens: int
     key: str
     """Key under which the KV is parked; the KV of an empty key is not parked."""
+    places: tuple[Place, ...] = ()
+    """The pictures of the prompt, in order."""
+    pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
+    """By `Place.key`; may block."""
+    positions: NDArray[np.int64] | None = None
+    """(axes, prompt + limit) rotary positions; None where positions are indices."""
     ids: array[int] = field(default_factory=ints)
     logprobs: array[float] = field(default_factory=floats)
     finish: Literal["stop", "length", "broken"] | None = None
@@ -82,59 +90,13 @@ class Generation:
     """False when the KV is not exact for one version of the weights, or not finite. Such KV must not be parked."""
 
 
-@dataclass(slots=True)
-class Parked:
-    """The first tokens of a conversation and their KV."""
-
-    ids: NDArray[np.int32]
-    kv: Tensor
-
-
-class ParkingLot:
-    """KV by conversation, at most `budget` tokens in total."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.tokens = 0
-        self._by_key: OrderedDict[str, Parked] = OrderedDict()
-
-    def put(self, key: str, entry: Parked) -> None:
-        """Keep `entry`, and evict the least recently used entries beyond the budget."""
-        self.forget(key)
-        self._by_key[key] = entry
-        self.tokens += len(entry.ids)
-        while self.tokens > self.budget:
-            self.forget(next(iter(self._by_key)))
-
-    def find(self, key: str, ids: NDArray[np.int32]) -> tuple[Parked | None, int]:
-        """The entry under `key`, and the length of the exact token prefix that `ids` shares with it.
-
-        The last token of `ids` never counts: a forward must compute it, since its logits give the next token."""
-        entry = self._by_key.get(key)
-        if entry is None:
-            return None, 0
-        n = min(len(entry.ids), len(ids) - 1)
-        differ = entry.ids[:n] != ids[:n]
-        return entry, int(differ.argmax()) if differ.any() else n
-
-    def forget(self, key: str) -> None:
-        """Drop the entry under `key`, if there is one."""
-        entry = self._by_key.pop(key, None)
-        if entry is not None:
-            self.tokens -= len(entry.ids)
-
-    def clear(self) -> None:
-        """Drop all entries."""
-        self._by_key.clear()
-        self.tokens = 0
-
-
 class Batch:
     """The running rows of one decoder."""
 
     def __init__(self, decoder: SlotDecoder, park_tokens: int, stats: Stats) -> None:
         self.decoder = decoder
         self.parked = ParkingLot(park_tokens)
+        self.pictures = None if decoder.vision is None else PictureFeatures(decoder, decoder.vision)
         self.stats = stats
         self.rows: list[Generation] = []
         n = decoder.slots
@@ -152,8 +114,11 @@ class Batch:
 
     def missing(self, generation: Generation) -> int:
         """Number of tokens that a forward must compute if the generation joins now."""
-        ids = _history(generation)
-        return len(ids) - self.parked.find(generation.key, ids)[1]
+        return len(generation.prompt) + len(generation.ids) - self.shared(generation)[1]
+
+    def shared(self, generation: Generation) -> tuple[Parked | None, int]:
+        """As `ParkingLot.find`."""
+        return self.parked.find(generation.key, _keys(generation), generation.places)
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Generation]]:
         """Split new rows into prefills of similar lengths, so that padding stays a small part of each prefill."""
@@ -180,7 +145,7 @@ class Batch:
         ids = np.zeros((len(group), int(new.max())), dtype=np.int64)
         for row, (history, n) in enumerate(found):
             ids[row, ids.shape[1] - new[row] :] = history[n:]
-        logits = self.decoder.extend(first, ids, have, new)
+        logits = self.decoder.extend(first, ids, have, new, self._seen(group, have, new))
         # Slots are assigned only after the forward. If the forward raises, the KV that it wrote lies in free slots,
         # and the next row there overwrites the KV or masks it.
         for i, generation in enumerate(group):
@@ -192,7 +157,8 @@ class Batch:
     def step(self) -> list[Generation]:
         """Feed the last token of every row and sample the next one. Returns the finished generations."""
         b = len(self.rows)
-        logits = self.decoder.extend(0, self._last[:b, None], self._length[:b], np.ones(b, dtype=np.int64))
+        have, one = self._length[:b], np.ones(b, dtype=np.int64)
+        logits = self.decoder.extend(0, self._last[:b, None], have, one, self._seen(self.rows, have, one))
         self._length[:b] += 1
         self.stats.steps += 1
         return self._sample(0, logits)
@@ -203,7 +169,8 @@ class Batch:
         if park and generation.key and generation.clean and length <= self.parked.budget:
             # Park before the last row moves in, since the move overwrites the slot. `_length` leaves out the last
             # sampled token: it has no KV, and a parked id without KV would break the next turn's prefix.
-            self.parked.put(generation.key, Parked(_history(generation)[:length], self.decoder.park(slot, length)))
+            parked = Parked(_keys(generation)[:length], generation.places, self.decoder.park(slot, length))
+            self.parked.put(generation.key, parked, length)
         last = self.rows.pop()
         generation.slot = -1
         if last is not generation:
@@ -225,10 +192,30 @@ class Batch:
 
         The parked entry stays valid: requests that share a key can use it at the same time."""
         ids = _history(generation)
-        entry, shared = self.parked.find(generation.key, ids)
+        entry, shared = self.shared(generation)
         if entry is not None and shared:
             self.decoder.restore(slot, entry.kv, shared)
         return ids, shared
+
+    def _seen(self, rows: Sequence[Generation], have: NDArray[np.int64], new: NDArray[np.int64]) -> Seen:
+        """Rotary positions and pictures of the `new` tokens of each row behind those that `have` KV."""
+        if self.pictures is None:
+            return NOTHING
+        rotary = None if rows[0].positions is None else np.zeros((len(rows[0].positions), len(rows), new.max()), int)
+        # Parked KV never ends inside a place, so a place is computed whole or not at all.
+        shown = [(row, place) for row, n in enumerate(have) for place in rows[row].places if place.offset >= n]
+        features = self.pictures.of({place.key: rows[row].pixels[place.key] for row, place in shown})
+        first = dict(zip(features, np.cumsum([0, *map(len, features.values())]), strict=False))
+        where = np.full((len(rows), new.max()), -1)
+        for row, generation in enumerate(rows):
+            end = have[row] + new[row]
+            if rotary is not None and generation.positions is not None:
+                rotary[:, row, -new[row] :] = generation.positions[:, have[row] : end]
+        for row, place in shown:
+            at = place.offset + np.flatnonzero(self.pictures.vision.feature_mask(place))
+            # The last column is the row's last token.
+            where[row, at - have[row] - new[row]] = first[place.key] + np.arange(len(features[place.key]))
+        return Seen(rotary, where, torch.cat(list(features.values()))) if shown else Seen(rotary)
 
     def _seat(self, slot: int, generation: Generation, have: int, new: int) -> None:
         generation.slot = slot
@@ -285,3 +272,7 @@ class Batch:
 def _history(generation: Generation) -> NDArray[np.int32]:
     """Prompt and completion so far, as one new array."""
     return np.frombuffer(generation.prompt + generation.ids, dtype=np.int32)
+
+
+def _keys(generation: Generation) -> NDArray[np.int64]:
+    return keys(_history(generation), generation.places)

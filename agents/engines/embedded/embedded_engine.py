@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from ....tapes.arrays import ints
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Sampling, Usage
+from ...vision.vision import Vision
 from ..engine import Completion, EngineError, Finish, Listener, PromptTooLong, PublishMode, Request, one_temperature
 
 try:
@@ -105,14 +106,18 @@ class EmbeddedEngine:
         autocast: torch.dtype | None = None,
     ) -> None:
         if capacity is None:
-            longest: int = getattr(model.config, "max_position_embeddings", None) or DEFAULT_CAPACITY
+            text = model.config.get_text_config()
+            longest: int = getattr(text, "max_position_embeddings", None) or DEFAULT_CAPACITY
             capacity = min(longest, DEFAULT_CAPACITY)
         self.version = version
         self.stats = Stats()
         own = renderer.end_ids if renderer is not None else ()
         self.end_ids = frozenset((*own, *eos_ids(model)) if end_ids is None else end_ids)
         self._renderer = renderer
-        self._decoder = SlotDecoder(copying.deepcopy(model) if copy else model, slots, capacity, autocast=autocast)
+        pictures = getattr(renderer, "pictures", None)
+        vision = pictures if isinstance(pictures, Vision) else None
+        model = copying.deepcopy(model) if copy else model
+        self._decoder = SlotDecoder(model, slots, capacity, vision=vision, autocast=autocast)
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Generation] = deque()
@@ -136,6 +141,11 @@ class EmbeddedEngine:
         return self._decoder.capacity
 
     @property
+    def sees(self) -> bool:
+        """Whether prompts may show pictures."""
+        return self._decoder.vision is not None
+
+    @property
     def changing(self) -> bool:
         """Whether a new request would wait: a weight sync drains the batch, or sampling is frozen."""
         return bool(self._drains) or self._frozen
@@ -151,12 +161,15 @@ class EmbeddedEngine:
         flight = _Flight(
             generation, asyncio.get_running_loop().create_future(), listener=request.listener, on_start=request.on_start
         )
-        self._flights[generation] = flight
-        if request.listener is not None:
-            self._heard.add(flight)
-        self._waiting.append(generation)
-        self._wake()
         try:
+            if generation.places:
+                await self._process(generation, request)
+                self._check_loop()  # the engine may have been closed meanwhile
+            self._flights[generation] = flight
+            if request.listener is not None:
+                self._heard.add(flight)
+            self._waiting.append(generation)
+            self._wake()
             return self._completion(flight, await flight.landed)
         except asyncio.CancelledError:
             self._withdraw(flight)
@@ -262,6 +275,10 @@ class EmbeddedEngine:
                 f"prompt id {ids[at]} at position {at} is outside the model's vocabulary of "
                 f"{self._decoder.vocabulary}; the tokenizer is another model's"
             )
+        places, positions, vision = tuple(request.places), None, self._decoder.vision
+        limit = min(sampling.max_tokens, self.context - len(prompt))
+        if vision is not None:
+            positions = vision.positions(places, len(prompt) + limit)
         stops = frozenset() if sampling.ignore_eos else self.end_ids.union(request.stop_ids)
         return Generation(
             prompt=prompt,
@@ -272,9 +289,28 @@ class EmbeddedEngine:
             stops=stops,
             barred=tuple(sorted(id for id in stops if 0 <= id < self._decoder.vocabulary)),
             key=request.cache_key,
-            limit=min(sampling.max_tokens, self.context - len(prompt)),
+            limit=limit,
             min_tokens=sampling.barring,
+            places=places,
+            positions=positions,
         )
+
+    async def _process(self, generation: Generation, request: Request) -> None:
+        """Process, in threads, the pictures that the prefill will need. EngineError for one that can't be."""
+        pictures, reused = self._batch.pictures, self._batch.shared(generation)[1]
+        if pictures is None or request.picture is None:
+            why = "the engine's model can't see" if pictures is None else "the request has no `picture` for its bytes"
+            raise EngineError(f"the prompt shows the picture {generation.places[0].media[0]}, and {why}")
+        for place in generation.places:
+            again = partial(pictures.pixels, place, request.picture)
+            generation.pixels[place.key] = again
+            if place.offset >= reused and pictures.features.get(place.key) is None:
+                try:
+                    held = [await asyncio.to_thread(again)]
+                except Exception as error:  # a bad file, or one that is gone
+                    raise EngineError(f"the picture {place.media[0]} can't be shown: {error}") from error
+                # Held until the first prefill, whatever the cache evicts: processing blocks the event loop there.
+                generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
         # A request that left the batch has closed its spans already. A weight sync between that moment and this call
@@ -456,6 +492,8 @@ class EmbeddedEngine:
         self._decoder.load(state)
         # Parked KV belongs to the old weights. A later turn that reuses it gets log-probs that belong to no version.
         self._batch.parked.clear()
+        if self._batch.pictures is not None:
+            self._batch.pictures.features.clear()
         if mode == "stale_kv":
             for generation in self._batch.rows:
                 generation.clean = False
@@ -470,7 +508,7 @@ class EmbeddedEngine:
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """All end-of-sequence ids in the model's configuration and generation configuration."""
     found: list[int] = []
-    for config in (model.config, model.generation_config):
+    for config in (model.config.get_text_config(), model.generation_config):
         eos = getattr(config, "eos_token_id", None)
         found.extend([eos] if isinstance(eos, int) else eos or ())
     return tuple(found)

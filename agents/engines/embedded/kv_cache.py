@@ -12,7 +12,7 @@ The cache supports full-attention decoders whose cached forward equals their pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ....tapes.errors import TapereelError
+from ...vision.vision import Pixels, Vision, body_inputs
 
 
 class UnsupportedModel(TapereelError, ValueError):
@@ -32,15 +33,15 @@ class WrongWeights(TapereelError, ValueError):
     """A state dict doesn't fit the model: names, shapes or tied values differ. The model's weights are unchanged."""
 
 
-def refuse_unfit(model: PreTrainedModel) -> None:
+def refuse_unfit(model: PreTrainedModel, vision: Vision | None = None) -> None:
     """Raise `UnsupportedModel` with the reason if the configuration alone shows that the model is unsupported."""
-    config = model.config
+    config = model.config if vision is None else model.config.get_text_config()
     name = type(model).__name__
 
     def refuse(reason: str) -> None:
         raise UnsupportedModel(
             f"{name}: {reason}. The embedded engine runs full-attention decoders of text "
-            "(Llama, Qwen2, Qwen3 and their like); serve this model with vLLM instead"
+            "(Llama, Qwen2, Qwen3 and their like) and of known vision models; serve this model with vLLM instead"
         )
 
     if getattr(config, "is_encoder_decoder", False):
@@ -106,17 +107,35 @@ class _SlotCache(Cache):
         return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
 
 
+class Seen(NamedTuple):
+    """What a vision model reads beside token ids."""
+
+    rotary: NDArray[np.int64] | None = None
+    """(axes, rows, columns) rotary positions; None: positions are indices."""
+    where: NDArray[np.int64] | None = None
+    """(rows, columns) index into `features` (N, levels, D), -1 for a token without one; None: no token has one."""
+    features: Tensor | None = None
+
+
+NOTHING = Seen()
+
+
 class SlotDecoder:
     """The model, its weights, and the KV of `slots` sequences with at most `capacity` tokens each."""
 
     def __init__(
-        self, model: PreTrainedModel, slots: int, capacity: int, *, autocast: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        slots: int,
+        capacity: int,
+        vision: Vision | None = None,
+        autocast: torch.dtype | None = None,
     ) -> None:
         """Takes ownership of `model`: sets it to evaluation mode, and `load` overwrites its weights. autocast: dtype in
         which the body computes, as a trainer does under the same setting; the output layer keeps the dtype of its
         weights. Raises UnsupportedModel."""
-        refuse_unfit(model)
-        longest = getattr(model.config, "max_position_embeddings", None)
+        refuse_unfit(model, vision)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
             raise ValueError(
                 f"slots={slots}, capacity={capacity}: there must be at least one slot of two tokens, and "
@@ -125,12 +144,14 @@ class SlotDecoder:
         self.model: Any = model.eval().requires_grad_(False)
         self.slots = slots
         self.capacity = capacity
-        self.vocabulary: int = self.model.get_input_embeddings().weight.shape[0]
+        self._embed: Any = model.get_input_embeddings()
+        self.vocabulary: int = self._embed.weight.shape[0]
         self.device: torch.device = model.device
+        self.vision = vision
         self._autocast = autocast
         self._body: Any = None
         """Computes hidden states, and `_head` the logits. None: the model's own forward computes both."""
-        if autocast is not None:
+        if autocast is not None or vision is not None:
             base: Any = getattr(model, "get_base_model", lambda: model)()
             self._body, self._head = base.get_decoder(), base.get_output_embeddings()
         dtype = autocast or model.dtype
@@ -154,7 +175,9 @@ class SlotDecoder:
                 f"{type(error).__name__}: {error}; serve this model with vLLM instead"
             ) from error
 
-    def extend(self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64]) -> Tensor:
+    def extend(
+        self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64], seen: Seen = NOTHING
+    ) -> Tensor:
         """Feed slots `first, first + 1, ...`. Returns float32 logits (rows, vocabulary) after each row's last token.
 
         `ids` (rows, columns) holds the `new` tokens of each row, right-aligned. `have` is the number of tokens per slot
@@ -168,26 +191,34 @@ class SlotDecoder:
         padding = position < have[:, None]
         write = np.where(padding, self.capacity, position)
         position[padding] = 0
-        return self._forward(first, ids, position, write, int((have + new).max()))
+        with torch.inference_mode():
+            return self._forward(first, self._inputs(ids, seen), position, write, int((have + new).max()))
 
-    @torch.inference_mode()
+    def _inputs(self, ids: NDArray[np.int64], seen: Seen) -> dict[str, Any]:
+        where, rotary = (None if one is None else self._there(one) for one in (seen.where, seen.rotary))
+        return body_inputs(self._embed, self._there(ids), where, seen.features, rotary)
+
+    def _there(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
+
     def _forward(
-        self, first: int, ids: NDArray[np.int64], position: NDArray[np.int64], write: NDArray[np.int64], attended: int
+        self, first: int, inputs: dict[str, Any], position: NDArray[np.int64], write: NDArray[np.int64], attended: int
     ) -> Tensor:
-        at = torch.from_numpy(position).to(self.device)
+        at = self._there(position)
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
         # Causal mask per row. It also hides KV of earlier sequences in the slot, which starts at `have + new`.
         # The lowest finite value and not -inf: a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
-        self._cache.aim(first, torch.from_numpy(write).to(self.device), attended)
-        return self._logits(
-            1,
-            input_ids=torch.from_numpy(ids).to(self.device),
-            attention_mask=mask[:, None],
-            position_ids=at,
-            past_key_values=self._cache,
-            use_cache=True,
-        )[:, -1]
+        self._cache.aim(first, self._there(write), attended)
+        inputs = {"position_ids": at, **inputs, "attention_mask": mask[:, None]}
+        return self._logits(1, **inputs, past_key_values=self._cache, use_cache=True)[:, -1]
+
+    @torch.inference_mode()
+    def features(self, pixels: Sequence[Pixels]) -> Tensor:
+        """As `Vision.features`, under the weights and the dtype that sample."""
+        assert self.vision is not None
+        with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
+            return self.vision.features(self.model, pixels)
 
     def _logits(self, keep: int, **inputs: Any) -> Tensor:
         """(rows, columns, vocabulary) float32 logits of the last `keep` columns; 0: of all."""

@@ -103,9 +103,9 @@ def test_settings_of_precision_reach_every_forward(
     seen: set[tuple[bool, bool]] = set()
     forward = scoring.states
 
-    def states(body: Any, micro: Any) -> Any:
+    def states(body: Any, micro: Any, *more: Any) -> Any:
         seen.add((torch.is_autocast_enabled("cpu"), body.training and body.is_gradient_checkpointing))
-        return forward(body, micro)
+        return forward(body, micro, *more)
 
     for place in ("logprobs", "trainer", "critic"):
         monkeypatch.setattr(f"tapereel.finetune.trainer.{place}.states", states)

@@ -319,7 +319,7 @@ def test_parked_kv_stays_within_its_budget_oldest_out_first() -> None:
         shared = engine(decoder(), park_tokens=30, end_ids=())
         for key in ("a", "b", "a", "c"):  # 13 tokens are parked each time: two conversations fit
             await shared.complete(ask(prompt_of(ord(key), 9), key=key, max_tokens=5))
-        held = shared._batch.parked.tokens
+        held = shared._batch.parked.used
         again = [await shared.complete(ask(prompt_of(ord(key), 9), key=key, max_tokens=5)) for key in "acb"]
         return [completion.usage.cached_tokens for completion in again], held
 
