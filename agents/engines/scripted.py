@@ -28,7 +28,7 @@ class ScriptedEngine:
         self._count = 0
         self.renderer = renderer
         self.context: int | None = None
-        self.sees = renderer is None
+        self.sees = renderer is None or renderer.pictures is not None
         """A script reads no prompt; with a renderer, the prompt becomes token ids, which hold no pictures."""
 
     async def complete(self, request: Request) -> Completion:

@@ -173,6 +173,7 @@ class LLM:
             self._check_sight(asked)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         rendered = self._render(path, conversation, asked, schemas)
+        self._check_shown(rendered)
         self.asked += 1
         rendered, sampling = self._fit(sampling or self.sampling, temperature, max_tokens, rendered)
         call = self.recorder.new_call_id()
@@ -342,6 +343,13 @@ class LLM:
                     f"the engine {self.engine.name!r} can't see, and the prompt holds {picture}: use a hosted model "
                     "that takes pictures (engine.kind: litellm), or an environment that shows text"
                 )
+
+    def _check_shown(self, rendered: Rendered | None) -> None:
+        """RenderFailed where a part of the messages names a file that the tape doesn't show: a text wrote the part."""
+        for place in rendered.places if rendered is not None else ():
+            name = next((name for name in place.media if name not in self.recorder.shown), None)
+            if name is not None:
+                raise RenderFailed(f"the messages name the picture {name[:80]!r}, which no step shows: show it in one")
 
     async def _check_limits(self) -> None:
         if self._closed:

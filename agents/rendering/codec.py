@@ -121,6 +121,13 @@ class Codec:
             return items if items != value else value
         if isinstance(value, list | tuple):
             parts = [self._mark(part, where, only) for part in value]
+            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+            # A template writes content parts one behind the other: texts side by side must not make a control token.
+            if (only or self._pattern).search("".join(text for text in texts if isinstance(text, str))):
+                parts = [
+                    {**part, "text": f"{_BREAK}{text}"} if isinstance(part, Mapping) and isinstance(text, str) else part
+                    for part, text in zip(parts, texts, strict=True)
+                ]
             return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
         return value
 

@@ -90,8 +90,8 @@ class ReplayEngine:
 
     @property
     def sees(self) -> bool:
-        """True without a renderer: recorded answers need no pixels, and the comparison covers the pictures' hashes."""
-        return self._renderer is None
+        """True unless a renderer of text would have to render them: recorded answers need no pixels."""
+        return self._renderer is None or self._renderer.pictures is not None
 
     @property
     def left(self) -> int:
@@ -285,6 +285,12 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
                 Likely.RENDERING,
                 sentence,
             )
+        places = tape.call_places(call)
+        if places != request.places:
+            sentence = (
+                "the pictures of the prompt stand at other tokens: the image processor differs from the recording"
+            )
+            yield next(differences(places, request.places, "places")), Likely.RENDERING, sentence
 
 
 def _blame_messages(

@@ -62,6 +62,10 @@ async def replay(
     unable = _unable(tape, turn)
     if unable is not None:
         return unverifiable("replay", tape.id, unable)
+    processor = tape.begin.versions.get("processor")
+    if renderer is not None and renderer.pictures is not None and processor not in (None, renderer.pictures.hash):
+        reason = f"processor: the tape was recorded with the image processor {processor[:12]}, here it is"
+        return unverifiable("replay", tape.id, f"{reason} {renderer.pictures.hash[:12]}")
     script = Script(tape, turn)
     try:
         await _play(script, agent, renderer, seconds)

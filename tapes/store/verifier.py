@@ -17,7 +17,9 @@ from typing import cast
 from pydantic import JsonValue
 
 from ..errors import NoRun
+from ..places import Place
 from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Parent, StepRecord, fold, parse_record
+from ..steps import content_parts
 from ..value import Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
@@ -100,6 +102,7 @@ class _Fold:
         self.ended: set[str] = set()
         self.forks: list[tuple[str, Parent]] = []
         self.media: set[str] = set()
+        self.pictures = _Pictures()
         self.files: dict[str, str | None] = {}
         self.leads: dict[int, str] = {}
         """Epoch -> the segment with its record."""
@@ -119,6 +122,8 @@ class _Fold:
             self.digests[tape] = n + 1, fold(digest, line.body)
             if t == "end":
                 self.ended.add(tape)
+        if isinstance(record, Begin | StepRecord | Call):
+            self.broken += self.pictures.add(record)
         if isinstance(record, StepRecord | Call):
             self.media |= set(record.media)
         if isinstance(record, Files):
@@ -132,6 +137,41 @@ class _Fold:
                 self.broken.append(
                     f"tape {record.tape}: its task hashes to {record.task.hash}, not to the recorded {record.task_hash}"
                 )
+
+
+class _Pictures:
+    """Compares the places in each prompt with the pictures of its messages, and those with what the tape shows."""
+
+    def __init__(self) -> None:
+        self._shown: dict[str, set[str]] = {}
+        """Tape -> the files that its steps and requests name; no entry for a fork whose parent was not read before."""
+        self._calls: dict[str, tuple[list[tuple[int, str]], list[Place]]] = {}
+        """Call with pictures -> (index of the message, file) of each picture, and its places in the prompt."""
+
+    def add(self, record: Begin | StepRecord | Call) -> list[str]:
+        """Sentences on what doesn't agree."""
+        if isinstance(record, Begin):
+            if record.parent is None or record.parent.tape in self._shown:
+                self._shown[record.tape] = set(self._shown[record.parent.tape]) if record.parent is not None else set()
+            return []
+        shown = self._shown.get(record.tape)
+        if shown is None:
+            return []
+        shown |= set(record.media)
+        if isinstance(record, StepRecord):
+            return []
+        asked, places = self._calls.get(record.base or "", ([], []))
+        asked = [one for one in asked if one[0] < record.keep_messages]
+        places = [place for place in places if place.end <= record.keep] + list(record.places)
+        for i, message in enumerate(record.messages, record.keep_messages):
+            asked += [(i, str(part.get("media"))) for part in content_parts(message) if part.get("type") == "image"]
+        if asked or places:
+            self._calls[record.call] = asked, places
+        read, names = [name for _, name in asked], [name for place in places for name in place.media]
+        found = [f"the picture {name[:80]}, which no step shows" for name in names if name not in shown]
+        if record.prompt is not None and not record.cut and read != names:
+            found.append(f"the pictures {names} in its prompt, and {read} in its messages")
+        return [f"call {record.call} has {sentence}" for sentence in found]
 
 
 class _Pins:
