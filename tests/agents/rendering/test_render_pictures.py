@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -69,12 +69,15 @@ def oracle(
         holes.append(ids)
         return {"type": "text", "text": chr(0xE000 + len(holes) - 1)}
 
+    def chars(text: str) -> list[int]:
+        return [cast(int, tokens.convert_tokens_to_ids(char)) for char in text]
+
     def holed(m: Message, answers: list[list[int]]) -> Message:
         if m["role"] == "assistant":
             return {**m, "content": [hole(answers.pop(0))]}
         parts = [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str) else m["content"]
-        chars = [hole(tokens.convert_tokens_to_ids(list(p["text"]))) if p["type"] == "text" else PLACE for p in parts]
-        return {**m, "content": chars}
+        content = [hole(chars(p["text"])) if p["type"] == "text" else PLACE for p in parts]
+        return {**m, "content": content}
 
     answers = [ids[:-1] if ids[-1:] == [tokens.eos_token_id] else ids for ids in sampled]
     whole: Any = tokens.apply_chat_template(
