@@ -151,6 +151,11 @@ def text_of(message: Message) -> str:
     )
 
 
+def image_parts(messages: Sequence[Message]) -> list[Message]:
+    """The content parts of the messages that show a picture, in order."""
+    return [part for message in messages for part in content_parts(message) if part.get("type") == "image"]
+
+
 def image_of(picture: Picture) -> Message:
     """The content part that shows the picture; it names the picture's file."""
     return {"type": "image", "media": picture.name, "width": picture.width, "height": picture.height}

@@ -13,7 +13,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -96,7 +96,7 @@ class Received(dict[str, bytes]):
 class Picture(Value):
     """A picture in a step: `Picture.of(...)` makes it, a field of this type (or a tuple of them) holds it.
 
-    The bytes travel with the object until a recorder has stored them; a picture read from a run names its file only.
+    The bytes travel with the object; a picture of a tape that was read from a run reads them when they are asked for.
     """
 
     media: MediaReference
@@ -105,6 +105,7 @@ class Picture(Value):
     alt: str | None = Field(default=None, exclude_if=lambda alt: alt is None)
     """What it shows, for people; no model reads it."""
     _data: bytes | None = PrivateAttr(default=None)
+    _file: Callable[[str], bytes] | None = PrivateAttr(default=None)
 
     @classmethod
     def of(
@@ -160,8 +161,13 @@ class Picture(Value):
 
     @property
     def data(self) -> bytes | None:
-        """The PNG's bytes; None for a picture that was read from a run (`store.media.get(picture.media)` has them)."""
-        return self._data
+        """The PNG's bytes. Of a tape that was read from a run they are read from its file at each use, which blocks and
+        raises NotATape for a missing file and Corrupt for a changed one. None: the bytes are unknown."""
+        return self._file(self.name) if self._data is None and self._file is not None else self._data
+
+    def in_run(self, file: Callable[[str], bytes] | None) -> None:
+        """`data` comes from a run's files. file: bytes of a file by its name; None: they are nowhere."""
+        self._file = file
 
     def __eq__(self, other: object) -> bool:
         """Without the bytes, which the name stands for: a recorded picture equals the one that is shown again."""

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from ...tapes import BadPicture, Message, NotATape, Picture, Step, StoreFailed, Tape
 from ...tapes.journal import Durability, Journal
+from ...tapes.messages import image_parts
 from ...tapes.pictures import pictures_of
 from ...tapes.records import Begin, Record, StepRecord
-from ...tapes.steps import content_parts
 from ...tapes.tape import TapeLog
 
 
@@ -58,8 +58,8 @@ class Recorder:
 
     def asked_in(self, messages: Sequence[Message]) -> tuple[str, ...]:
         """Names of the pictures in the messages that came with a program's request."""
-        parts = (part for message in messages for part in content_parts(message)) if self.asked else ()
-        return tuple(dict.fromkeys(name for part in parts if (name := str(part.get("media"))) in self.asked))
+        names = (str(part.get("media")) for part in image_parts(messages)) if self.asked else ()
+        return tuple(dict.fromkeys(name for name in names if name in self.asked))
 
     def _show(self, shown: Step | Picture) -> None:
         for picture in pictures_of(shown):
@@ -85,14 +85,7 @@ class Recorder:
 
     def picture(self, name: str) -> bytes:
         """The PNG of a picture on the tape. BadPicture for any other name: no text can name a file. Blocks."""
-        picture = self.shown.get(name)
-        if picture is None:
-            raise BadPicture(f"no step of the tape shows a picture {name[:80]!r}: show it in a step first")
-        if picture.data is not None:
-            return picture.data
-        if self.journal is None:
-            raise BadPicture(f"{picture} was read from a run, and its bytes are there: record into that run's store")
-        return self.journal.media.get(picture.media)
+        return Tape(self.log).picture(name)
 
     def add_layer(self, record: Record) -> None:
         """Write a record about the tape that is not part of it: the tape's digest doesn't cover it."""

@@ -211,11 +211,7 @@ class Session:
             if own is not None and own.cancelling():
                 raise
             raise ended() from None
-        except StoreFailed as error:
-            self.broken = self.broken or error
-            self.over()
-            raise
-        except Refused:
+        except (Refused, StoreFailed):
             raise
         except LimitReached as error:
             raise _limit(error) from None
@@ -235,19 +231,19 @@ class Session:
             self.heard_at = time.monotonic()
 
     async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
-        # Recorded messages, not sent ones: with the message as the model wrote it, the renderer keeps the sampled ids
-        # as the prefix of this prompt. A re-serialised tool call could encode to other tokens and start a new row.
-        messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
-        conversation = _conversation(messages)
-        # Ids come from the conversation and a count, not from a clock or a random source: a replay makes the same ids,
-        # and so the same tool call ids in the program's next prompts.
-        self._numbers[conversation] += 1
-        name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
-        sampling = self._sampling(request)
-        if live is not None:
-            live.open(f"chatcmpl-{name}", self._renderer)
-        # `LLM` owns the retries: after ModelFailed none is left or none would help. The gateway doesn't retry.
         try:
+            # Recorded messages, not sent ones: with the message as the model wrote it, the renderer keeps the sampled
+            # ids as the prefix of this prompt. A re-serialised tool call could encode to other tokens and start a row.
+            messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
+            conversation = _conversation(messages)
+            # Ids come from the conversation and a count, not from a clock or a random source: a replay makes the same
+            # ids, and so the same tool call ids in the program's next prompts.
+            self._numbers[conversation] += 1
+            name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
+            sampling = self._sampling(request)
+            if live is not None:
+                live.open(f"chatcmpl-{name}", self._renderer)
+            # `LLM` owns the retries: after ModelFailed none is left or none would help. The gateway doesn't retry.
             reply = await self._llm(
                 self._tape,
                 messages=messages,
@@ -264,7 +260,7 @@ class Session:
         except LimitReached as error:
             self.limited = error
             raise
-        except (RenderFailed, asyncio.CancelledError):
+        except (Refused, RenderFailed, asyncio.CancelledError):
             raise
         except BaseException as error:
             self.broken = self.broken or error

@@ -16,6 +16,7 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from pydantic import JsonValue
@@ -24,7 +25,8 @@ from ...envs.rewards import RewardSource, Scored
 from ...envs.rewards.reward_models import as_script, sample_of
 from ...envs.rewards.sources import reference_of
 from ...tapes import Message, Sampling, Tape, TapereelError
-from ..engines.engine import Completion, Engine, EngineError, Request
+from ...tapes.messages import image_parts, text_of
+from ..engines.engine import Completion, Engine, EngineError, Request, sees
 from ..episode.seeds import derive_seed
 from .group import run_all
 
@@ -85,16 +87,26 @@ class Judge:
         self.concurrency = concurrency
         self._gate: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
-    async def ask(self, system: str, user: str, read: Callable[[str], ReadT]) -> tuple[ReadT, JsonValue]:
+    async def ask(
+        self, system: str, user: str, read: Callable[[str], ReadT], tapes: Sequence[Tape] = ()
+    ) -> tuple[ReadT, JsonValue]:
         """(the answer as parsed by `read`, the evidence). `read` raises ValueError for an answer that it can't parse.
-        Unjudged where no answer can be parsed; EngineError where the engine fails permanently."""
-        messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        Unjudged where no answer can be parsed, or the engine can't see a picture; EngineError where the engine fails
+        permanently. tapes: their pictures follow the text, in order, each behind its `[picture 80x60 a1bb0e2e75a7]`."""
+        seen = [(part, tape) for tape in tapes for part in image_parts(sample_of(tape).messages)]
+        named = [({"type": "text", "text": text_of({"content": [part]})}, part) for part, _ in seen]
+        if seen and not sees(self.engine):
+            why = f"tape {seen[0][1].id} shows {named[0][0]['text']}: use one that sees, or give `show`, its text"
+            raise Unjudged(f"the judge {self.engine.name} can't see, and {why}", None)
+        content = [{"type": "text", "text": user}, *chain.from_iterable(named)] if seen else user
+        messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": content}]
+        of = {part["media"]: tape for part, tape in seen}
         asked: list[JsonValue] = []
         problem = ""
         for k in range(self.tries):
             seed = derive_seed(self.seed, system, user, k)
             try:
-                found = await self._answer(messages, seed, k)
+                found = await self._answer(messages, seed, k, lambda name: of[name].picture(name))
             except EngineError as error:
                 if not error.retry or k == self.tries - 1:
                     raise
@@ -116,11 +128,16 @@ class Judge:
     def _evidence(self, messages: Sequence[Message], asked: list[JsonValue]) -> JsonValue:
         return {"judge": self.engine.name, "messages": [dict(m) for m in messages], "answers": asked}
 
-    async def _answer(self, messages: Sequence[Message], seed: int, k: int) -> Completion:
+    async def _answer(
+        self, messages: Sequence[Message], seed: int, k: int, picture: Callable[[str], bytes]
+    ) -> Completion:
         sampling = self.sampling or Sampling(temperature=0.0 if k == 0 else 1.0, max_tokens=1024)
         renderer = self.engine.renderer
-        prompt = renderer.prompt(messages).ids if renderer is not None else None
-        request = Request(messages=messages, prompt=prompt, sampling=sampling, seed=seed, path="judge")
+        made = renderer.prompt(messages) if renderer is not None else None
+        prompt, places = (made.ids, made.places) if made is not None else (None, ())
+        request = Request(
+            messages=messages, prompt=prompt, places=places, sampling=sampling, seed=seed, path="judge", picture=picture
+        )
         async with self._free(), asyncio.timeout(self.timeout):
             return await self.engine.complete(request)
 
@@ -151,7 +168,8 @@ def judge_reward(
 ) -> RewardSource[Tape]:
     """A reward source with the judge's grade, scaled from 0 (`low`) to 1 (`high`).
 
-    show: the text of a tape for the judge; None: the conversation and, where the task has one, the right answer."""
+    show: the text of a tape for the judge, which then sees no picture; None: the conversation, its pictures and, where
+    the task has one, the right answer."""
     if not low < high:
         raise ValueError(f"invalid grade range: low ({low:g}) must be below high ({high:g})")
     asked = _judge(judge)
@@ -167,7 +185,9 @@ def judge_reward(
         return (grade - low) / (high - low)
 
     async def score(tape: Tape) -> Scored:
-        grade, evidence = await asked.ask(system, _marked("transcript", (show or shown)(tape)), read)
+        grade, evidence = await asked.ask(
+            system, _marked("transcript", (show or shown)(tape)), read, () if show else (tape,)
+        )
         return Scored(grade, evidence)
 
     return RewardSource(score=score, name=name, weight=weight, pure=False, timeout=timeout)
@@ -196,23 +216,24 @@ def pairwise_reward(
     system = CHOOSE.format(rubric=rubric.strip())
     text = show or shown
 
-    async def versus(one: str, other: str) -> tuple[float, bool, list[JsonValue]]:
-        """(share that `one` wins, whether the order decided, evidence)."""
+    async def versus(one: str, other: str, *of: Tape) -> tuple[float, bool, list[JsonValue]]:
+        """(share that `one` wins, whether the order decided, evidence). of: the tapes, for their pictures."""
+        seen = of if show is None else ()
         (a, evidence), (b, swapped) = await asyncio.gather(
-            asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better),
-            asked.ask(system, f"{_marked('first', other)}\n\n{_marked('second', one)}", _better),
+            asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better, seen),
+            asked.ask(system, f"{_marked('first', other)}\n\n{_marked('second', one)}", _better, seen[::-1]),
         )
         return (a + 1 - b) / 2 if a == 1 - b else 0.5, a == b != 0.5, [evidence, swapped]
 
     async def alone(tape: Tape) -> Scored:
         assert against is not None
-        wins, by_order, evidence = await versus(text(tape), against(tape))
+        wins, by_order, evidence = await versus(text(tape), against(tape), tape)
         return _wins([wins], [by_order], evidence)
 
     async def compared(tapes: Sequence[Tape]) -> list[Scored | None]:
         texts = [text(tape) for tape in tapes]
         pairs = _pairs(len(tapes), rivals)
-        results = await run_all(pairs, lambda pair: versus(texts[pair[0]], texts[pair[1]]))
+        results = await run_all(pairs, lambda k: versus(texts[k[0]], texts[k[1]], tapes[k[0]], tapes[k[1]]))
         scores: list[Scored | None] = []
         for k in range(len(tapes)):
             own = [(i, j, *result) for (i, j), result in zip(pairs, results, strict=True) if k in (i, j)]

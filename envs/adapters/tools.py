@@ -202,22 +202,20 @@ async def as_parts(result: object) -> str | list[str | Picture]:
     """A tool's result as the model reads it. Pictures are shown where it is a `Picture`, or a list with one or with a
     content part as TRL has them, `{"type": "image", "image": ...}`; every other value is text."""
     values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
-    if not any(isinstance(value, Picture) or _image_in(value) is not None for value in values):
+    images = [_image_in(value) for value in values]
+    if all(image is None for image in images):
         return as_text(result)
-    parts: list[str | Picture] = []
-    for value in values:
-        image = _image_in(value)
-        text = value.get("text", value) if isinstance(value, dict) else value
-        shown = value if isinstance(value, Picture) else await Picture.read(image) if image is not None else None
-        parts.append(as_text(text) if shown is None else shown)
-    return parts
+    texts = [as_text(value.get("text", value) if isinstance(value, dict) else value) for value in values]
+    read = [image if image is None or isinstance(image, Picture) else await Picture.read(image) for image in images]
+    return [image or text for image, text in zip(read, texts, strict=True)]
 
 
 def _image_in(value: Any) -> Any:
-    """The image (PIL, array or bytes) of a content part; None for any other value. A path or URL is no image here: it
-    may be text that a tool got from somewhere."""
+    """A picture, or the image (PIL, array, bytes) of a content part; None for any other value. A path or URL is no
+    image here: it may be text that a tool got from somewhere."""
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
-    return image if isinstance(image, bytes) or hasattr(type(image), "__array_interface__") else None
+    known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
+    return value if isinstance(value, Picture) else image if known else None
 
 
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Picture]]:

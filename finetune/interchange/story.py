@@ -31,7 +31,7 @@ from ...agents.episode.recorder import Recorder
 from ...tapes import Answer, Cause, CauseType, Message, Sampling, Status, Tape, Task, ToolCall, ToolCalls
 from ...tapes.arrays import floats, ints
 from ...tapes.journal import Journal
-from ...tapes.messages import ENV, heard
+from ...tapes.messages import ENV, heard, text_of
 from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
 from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
 from ...tapes.store.store import Store
@@ -377,26 +377,21 @@ def _seen(turn: Turn, messages: Sequence[Message]) -> Iterable[Step]:
     if all(message["role"] == "tool" for message in messages):
         results = ToolResults(
             results=tuple(
-                ToolResult(id=str(m.get("tool_call_id") or ""), name=str(m.get("name") or ""), content=_text(m))
+                ToolResult(id=str(m.get("tool_call_id") or ""), name=str(m.get("name") or ""), content=text_of(m))
                 for m in messages
             )
         )
         if heard(results) == [dict(m) for m in messages]:
             yield results
             return
-    last = next((_text(m) for m in reversed(messages) if m["role"] == "user"), _text(messages[-1]))
+    last = next((text_of(m) for m in reversed(messages) if m["role"] == "user"), text_of(messages[-1]))
     yield Prompt(text=last, messages=tuple(dict(m) for m in messages), tools=turn.tools)
-
-
-def _text(message: Message) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
 
 
 def _action(reply: Message) -> Answer | ToolCalls:
     calls = reply.get("tool_calls")
     if not calls:
-        return Answer(text=_text(reply))
+        return Answer(text=text_of(reply))
     return ToolCalls(
         calls=tuple(
             ToolCall(

@@ -281,7 +281,8 @@ def test_a_tape_with_pictures_is_not_trained_on_as_text():
 
 
 def test_a_picture_without_its_bytes_is_refused(tmp_path: Path):
-    """A value from one run, shown in another: the environment is at fault, and no record names a missing file."""
+    """A value from one run, shown in another, has its file copied. Where the file is gone, the environment is at fault,
+    and no record names a missing file."""
     with Store.create(tmp_path / "a") as store:
         (tape,) = hosted(Corners, 1, journal=store.writer)
     with Store.open(tmp_path / "a") as store:
@@ -291,6 +292,12 @@ def test_a_picture_without_its_bytes_is_refused(tmp_path: Path):
         async def reset(self, task: int) -> Any:
             return shown
 
+    with Store.create(tmp_path / "c") as store:
+        third = played(Echo, ScriptedEngine(["1"] * TURNS), journal=store.writer)
+        assert third[0] == shown
+        assert store.media.get(shown.picture.media) == shown.picture.data
+    assert verify(tmp_path / "c").exit_code == 0
+    (tmp_path / "a/tapes/media" / shown.picture.name).unlink()
     with Store.create(tmp_path / "b") as store:
         second = played(Echo, ScriptedEngine(["1"]), journal=store.writer)
     assert second.cause is not None
