@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -45,6 +46,7 @@ def shape_of(model: str | None) -> Shape | None:
         if folder is None or not (folder / "config.json").is_file():
             return None
         about = json.loads((folder / "config.json").read_text())
+        about = about.get("text_config", {}) | about  # of a vision model, the part that reads text
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         width, layers, heads, vocabulary = (int(about[name]) for name in names)
         size, experts = about.get("head_dim") or width // heads, about.get("num_experts_per_tok")
@@ -55,8 +57,8 @@ def shape_of(model: str | None) -> Shape | None:
         for path in filter(Path.is_file, folder.glob("*.safetensors")):
             with path.open("rb") as file:  # the format allows headers of at most 100 MB
                 stored |= json.loads(file.read(min(int.from_bytes(file.read(8), "little"), 10**8)))
-        others = ("__metadata__", "lm_head.", "model.embed_tokens.")
-        body = sum(prod(one["shape"]) for name, one in stored.items() if not name.startswith(others))
+        others = re.compile(r"__metadata__|lm_head\.|model\.(\w+\.)?embed_tokens\.")
+        body = sum(prod(one["shape"]) for name, one in stored.items() if not others.match(name))
         body = body or layers * (2 * width * (queries + keys) + 3 * width * feed + 2 * width) + width
         drops = any(value for name, value in about.items() if "drop" in name)
         return Shape(body, body + tables, layers, width, heads, queries, keys, feed, vocabulary, drops)

@@ -38,28 +38,24 @@ class Family:
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
         """config: the model's; folder: the one with the image processor. Raises BadProcessor."""
         import PIL
-        import transformers
+        from transformers import AutoImageProcessor, __version__
 
+        source, found = f"the image processor in {folder}", cast(Any, None)
         try:
-            found: Any = transformers.AutoImageProcessor.from_pretrained(
+            found = AutoImageProcessor.from_pretrained(
                 str(folder), backend="pil", local_files_only=True, trust_remote_code=False
             )
+            reason = f"is {type(found).__name__}, do_resize={found.do_resize}, do_convert_rgb={found.do_convert_rgb}"
         except Exception as error:  # transformers raises many types for a broken folder
+            reason = f"can't be loaded ({type(error).__name__}: {error!s:.300})"
+        if type(found).__name__ not in self.processors or not (found.do_resize and found.do_convert_rgb):
             raise BadProcessor(
-                f"the image processor in {folder} can't be loaded ({type(error).__name__}: {error!s:.300}): copy "
-                "preprocessor_config.json from the model's original folder"
-            ) from error
-        self.processor = found
-        kind = type(found).__name__
-        if kind not in self.processors or not (found.do_resize and found.do_convert_rgb):
-            raise BadProcessor(
-                f"the image processor in {folder} is {kind} with do_resize={found.do_resize} and do_convert_rgb="
-                f"{found.do_convert_rgb}; {config.model_type} needs {' or '.join(self.processors)}, both true: copy "
-                "preprocessor_config.json from the model's original folder"
+                f"{source} {reason}; {config.model_type} needs {' or '.join(self.processors)}, and both settings true: "
+                "copy preprocessor_config.json from the model's original folder"
             )
-        versions = {"transformers": transformers.__version__, "pillow": PIL.__version__}
-        about = {"class": kind, "backend": "pil", "settings": json.loads(found.to_json_string()), **versions}
+        about = [type(found).__name__, "pil", json.loads(found.to_json_string()), __version__, PIL.__version__]
         self.hash = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        self.processor: Any = found
         self._config: Any = config
         self._tokenizer = tokenizer
         self._id: int = self._config.image_token_id
@@ -90,7 +86,6 @@ class Family:
         return Pixels(tensors, int((ids == self._id).sum()), self.patches(grid))
 
     def save(self, folder: Path) -> None:
-        """Write the image processor's settings, which `load_vision` reads."""
         self.processor.save_pretrained(str(folder))
 
     def _grid(self, width: int, height: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ...tapes.places import Place
@@ -45,6 +46,10 @@ class PictureTokens(Protocol):
 
     def expand(self, width: int, height: int) -> Expansion:
         """The tokens in place of the marker, for a picture of this size. Computed without pixels."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the image processor's settings beside the tokenizer's, from which `load_vision` reads them."""
         ...
 
 

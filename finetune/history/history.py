@@ -250,6 +250,7 @@ class History:
             state,
             update=self.updates,
             tokenizer=self.tokenizer,
+            pictures=self.renderer.pictures if self.renderer is not None else None,
             taught=self.taught,
         )
         self.store.record_files(*sorted(made.path.rglob("*")))

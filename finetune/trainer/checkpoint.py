@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...agents.engines.embedded.pretrained import quiet_transformers, weights_digest
+from ...agents.vision.vision import PictureTokens
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
 from ...tapes.store.disk import REAL, read_file
@@ -110,6 +111,7 @@ def save_checkpoint(
     *,
     update: int,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    pictures: PictureTokens | None = None,
     taught: Mapping[str, Sequence[str]] | None = None,
 ) -> Checkpoint:
     """Writes `directory/update-NNNNNN` durably; replaces an existing one.
@@ -137,6 +139,8 @@ def save_checkpoint(
                 cast("PreTrainedModel", one).save_pretrained(partial / folder)
         if one is not None and tokenizer is not None:
             tokenizer.save_pretrained(partial / folder)
+        if one is not None and pictures is not None:
+            pictures.save(partial / folder)
     (partial / STATE).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
     _sync_tree(partial)
     if target.exists():

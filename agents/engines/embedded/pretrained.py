@@ -17,6 +17,7 @@ from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
 from ...vision.families import FAMILIES, UnknownFamily, family_of, load_vision
+from ...vision.proof import prove_vision
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +66,8 @@ def load_pretrained(
     with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
-    folder or device is missing, or if the model reads more than text and its family is unknown; BadModel if the folder
-    has no usable model, Corrupt as `check_folder`."""
+    folder or device is missing, or the model reads more than text and its family is unknown or not proven; BadModel if
+    the folder has no usable model, Corrupt as `check_folder`."""
     folder = model_folder(folder)
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
@@ -76,7 +77,10 @@ def load_pretrained(
     vision = load_vision(model.config, tokenizer, Path(folder)) if model.config.model_type in FAMILIES else None
     if base is not None:
         model = _adapted(model, folder)
-    return Pretrained(placed(model.eval(), where), tokenizer, vision)
+    model = placed(model.eval(), where)
+    if vision is not None:
+        prove_vision(model, vision)
+    return Pretrained(model, tokenizer, vision)
 
 
 def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from pydantic import Field
@@ -35,12 +36,16 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "peft", "lora", "training LoRA adapters") from error
     targets = list(config.targets) or "all-linear"
+    body = next(name for name, part in model.named_modules() if part is model.get_decoder())
+    # A vision tower has layers of the same names as the language model's (q_proj), and is left as it is.
+    outside = rf"(?!{re.escape(body)}\.).*" if model.config.get_text_config() is not model.config else None
     wanted = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,
         lora_dropout=0.0,
         bias="none",
         target_modules=targets,
+        exclude_modules=outside,
         task_type="CAUSAL_LM",
     )
     # fork_rng restores the global generators, so the adapters don't change the caller's random numbers.
