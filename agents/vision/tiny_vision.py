@@ -6,12 +6,9 @@ Made without a download, and saved as any other model's folder.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 from ...tapes.errors import MissingExtra
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 TinyFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"]
 
@@ -33,27 +30,6 @@ CHAT_TEMPLATE = (
 )
 
 
-def byte_tokenizer(control: tuple[str, ...], picture: str) -> PreTrainedTokenizerFast:
-    """A token per byte, then the roles, then `control`. picture: what the chat template writes for a picture."""
-    try:
-        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise MissingExtra(error.name or "transformers", "train", "the byte-level tokenizer") from None
-    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *ROLES, *control]
-    backend = Tokenizer(models.BPE(vocab={name: id for id, name in enumerate(names)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (*ROLES, *control)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE.replace("IMAGE", picture),
-    )
-
-
 def save_tiny_vision(
     folder: str | Path, family: TinyFamily = "qwen2_vl", *, seed: int = 0, context: int = 2048
 ) -> None:
@@ -66,50 +42,48 @@ def save_tiny_vision(
     try:
         import torch
         import transformers
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     except ImportError as error:
         raise MissingExtra(error.name or "torch", "train", "the tiny vision model") from None
     tiled = family in ("idefics3", "smolvlm")
-    control = ("<image>", "<fake_token_around_image>", "<global-img>", *_TILES) if tiled else _QWEN
-    tokenizer = byte_tokenizer(control, "<image>" if tiled else "<|vision_start|><|image_pad|><|vision_end|>")
-    id = cast("dict[str, int]", tokenizer.get_vocab())
-    # With the usual range of 0.02, models of this width spend their first hundred updates on larger weights.
-    shape: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}
-    text: dict[str, Any] = {
-        **shape,
-        "vocab_size": len(tokenizer),
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,  # head size 32: vLLM's attention on a CPU knows neither 16 nor 24
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": context,
-        "bos_token_id": None,
-        "eos_token_id": id["<|end|>"],
-        "pad_token_id": id["<|pad|>"],
-        "tie_word_embeddings": True,
-    }
-    vision: dict[str, Any] = {**shape, "num_heads": 2, "num_attention_heads": 2, "patch_size": 4}
+    control = (*ROLES, *(("<image>", "<fake_token_around_image>", "<global-img>", *_TILES) if tiled else _QWEN))
+    id = {name: i for i, name in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *control])}
+    backend = Tokenizer(models.BPE(vocab=id, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in control])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<|pad|>", eos_token="<|end|>", clean_up_tokenization_spaces=False
+    )
+    picture = "<image>" if tiled else "<|vision_start|><|image_pad|><|vision_end|>"
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", picture)
+    ends = {"bos_token_id": None, "eos_token_id": id["<|end|>"], "pad_token_id": id["<|pad|>"]}
+    # Head size 32: vLLM on a CPU knows neither 16 nor 24. With the usual range of 0.02, models of this width
+    # spend their first hundred updates on larger weights.
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "initializer_range": 0.1}
+    text: dict[str, Any] = {**shape, **ends, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32}
+    text |= {"vocab_size": len(id), "max_position_embeddings": context, "tie_word_embeddings": True}
+    vision: dict[str, Any] = {**shape, "patch_size": 4}
     if tiled:
         text["model_type"] = "llama"
         vision |= {"image_size": 16, "num_hidden_layers": 2}
         more = {"image_token_id": id["<image>"], "scale_factor": 2}
-        tiles = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
         kind = "Idefics3ImageProcessorPil" if family == "idefics3" else "SmolVLMImageProcessorPil"
-        processor = getattr(transformers, kind)(**tiles)
+        settings = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     else:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-        vision |= {"depth": 2, "embed_dim": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
+        vision |= {"depth": 2, "num_heads": 2, "embed_dim": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "window_size": 32}
-        names = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-        more = {f"{key}_token_id": id[f"<|{name}|>"] for key, name in names.items()}
-        size = {"shortest_edge": 16 * 16, "longest_edge": 128 * 128}
-        processor = transformers.Qwen2VLImageProcessorPil(patch_size=4, size=size)
-    config = transformers.AutoConfig.for_model(
-        family, text_config=text, vision_config=vision, tie_word_embeddings=True, **more
-    )
+        more = {f"{name}_token_id": id[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
+        more |= {f"{name}_token_id": id[f"<|{name}_pad|>"] for name in ("image", "video")}
+        kind = "Qwen2VLImageProcessorPil"
+        settings = {"patch_size": 4, "size": {"shortest_edge": 16 * 16, "longest_edge": 128 * 128}}
+    parts = {"text_config": text, "vision_config": vision, "tie_word_embeddings": True}
+    config = transformers.AutoConfig.for_model(family, **parts, **more)
     # fork_rng restores the global generator, so a new model doesn't change the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForImageTextToText.from_config(config)
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = id["<|end|>"], id["<|pad|>"]
-    for part in (model, tokenizer, processor):
+    model.generation_config.update(**ends)
+    for part in (model, tokenizer, getattr(transformers, kind)(**settings)):
         part.save_pretrained(str(folder))

@@ -49,7 +49,7 @@ class PictureTokens(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the image processor's settings beside the tokenizer's, from which `load_vision` reads them."""
+        """Write the image processor's settings beside the tokenizer's."""
         ...
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
-from ...vision.families import FAMILIES, UnknownFamily, family_of, load_vision
-from ...vision.proof import prove_vision
+from ...vision.families import family_of
+from ...vision.family import UnsupportedVision, prove_vision
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,8 @@ def load_pretrained(
     where = device_of(device)
     base = _base_of(Path(folder))
     model = _loaded(Path(folder if base is None else base), dtype, attention)
-    vision = load_vision(model.config, tokenizer, Path(folder)) if model.config.model_type in FAMILIES else None
+    family = family_of(model.config, folder)
+    vision = None if family is None else family(model.config, tokenizer, folder)
     if base is not None:
         model = _adapted(model, folder)
     model = placed(model.eval(), where)
@@ -99,7 +100,7 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:
                 attn_implementation=attention,
                 output_loading_info=True,
             )
-        except UnknownFamily:
+        except UnsupportedVision:
             raise
         except Exception as error:  # transformers raises many types for a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from tapereel.agents.engines.embedded.pretrained import load_tokenizer
-from tapereel.agents.vision.families import load_vision
+from tapereel.agents.vision.families import FAMILIES
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.tapes.places import Place
 
@@ -36,7 +36,7 @@ def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
     folder = tmp_path_factory.mktemp(request.param)
     save_tiny_vision(folder, request.param)
-    return load_vision(AutoConfig.from_pretrained(folder), load_tokenizer(folder), folder)
+    return FAMILIES[request.param](AutoConfig.from_pretrained(folder), load_tokenizer(folder), folder)
 
 
 def with_settings(vision: Any, settings: dict[str, Any]) -> Any:
@@ -95,7 +95,7 @@ def test_tiles_are_written_as_the_processor_of_the_model_writes_them(tmp_path: P
 
     save_tiny_vision(tmp_path, "idefics3")
     tokenizer: Any = load_tokenizer(tmp_path)
-    vision: Any = load_vision(AutoConfig.from_pretrained(tmp_path), tokenizer, tmp_path)
+    vision: Any = FAMILIES["idefics3"](AutoConfig.from_pretrained(tmp_path), tokenizer, tmp_path)
     for longest in (16, 32, 48):
         vision = with_settings(vision, {"size": {"longest_edge": longest}})
         own = Idefics3Processor(vision.processor, copy.deepcopy(tokenizer), image_seq_len=4)
