@@ -222,9 +222,7 @@ class _Bench:
         self.decode: Callable[[int], str] = lambda token: str(rebuilt.training.policy.tokenizer.decode([token]))
         every = [rebuilt.training.recipe, *(recipe for _, recipe in recipes if recipe is not None)]
         wants = any(recipe.needs_reference for recipe in every)
-        self.reference = (
-            EarlierWeights(rebuilt.history.model, "base", vision=rebuilt.training.policy.vision) if wants else None
-        )
+        self.reference = EarlierWeights(rebuilt.history.model, "base") if wants else None
 
     def experiment(self, epochs: Sequence[Use]) -> Experiment:
         use, history = epochs[0], self.history

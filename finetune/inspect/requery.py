@@ -190,11 +190,24 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
                 parts.setdefault(policy.digest, (policy, []))[1].append((t, own))
     seen: list[list[Scored]] = [[] for _ in tapes]
     for policy, batch in parts.values():
+        batch = [(t, row) for t, row in batch if _sees(tapes[t], row, policies.loaded(policy), missing[t])]
         logprob = policies.logprobs(policy, [row for _, row in batch])
         ends = np.cumsum([len(row.own) for _, row in batch])
         for (t, row), now in zip(batch, np.split(logprob, ends[:-1]), strict=True):
             seen[t].append(Scored(row, now, policy.name))
     return [_verdict(tape, seen[t], missing[t], tolerance) for t, tape in enumerate(tapes)]
+
+
+def _sees(tape: Tape, row: Row, found: Pretrained, missing: list[str]) -> bool:
+    """Whether the model reads the row's pictures as the engine did. Else `missing` gets the reason."""
+    recorded = tape.begin.versions.get("processor")
+    if row.places and (found.vision is None or found.vision.hash != recorded):
+        here = "none" if found.vision is None else found.vision.hash[:12]
+        missing.append(
+            f"processor: the tape's pictures went through {(recorded or 'none')[:12]}, and the model has {here}"
+        )
+        return False
+    return True
 
 
 def _tokens(tape: Tape) -> bool:

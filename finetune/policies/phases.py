@@ -111,7 +111,7 @@ class Phases:
         """The reference of a phase that begins. A resumed run makes it too, then loads the weights that it had."""
         how = self._how
         return self._others.get("reference") or EarlierWeights(
-            work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks, vision=self.policy.vision
+            work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks
         )
 
     @property

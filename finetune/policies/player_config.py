@@ -64,15 +64,6 @@ class TrainerConfig(ComputeConfig):
     freeze: Frozen | None = None
     """What of a vision model keeps its weights: `tower` (the default), `vision` (tower and projector) or `nothing`."""
 
-    @model_validator(mode="after")
-    def _freezes_once(self) -> TrainerConfig:
-        if self.lora is not None and self.freeze is not None:
-            raise ValueError(
-                f"freeze={self.freeze} does nothing with lora, which trains adapters of the language model alone: "
-                "remove one of them"
-            )
-        return self
-
 
 class PlayerConfig(PartnerConfig):
     """Another model in the episodes: it learns by the settings of `loop`, as the run's own model does, or is frozen."""

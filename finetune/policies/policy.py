@@ -41,10 +41,14 @@ class Policy:
     """The model's attention implementation in training; None: as transformers chose."""
     autocast: torch.dtype | None = None
     """The dtype in which the model's body computes, in training and in embedded engines; None: that of its weights."""
-    vision: Vision | None = None
-    """How the model sees; None: it reads text alone."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
     """Connects to the servers that sample for the loop; None: an engine in this process samples."""
+
+    @property
+    def vision(self) -> Vision | None:
+        """How the model sees; None: it reads text alone."""
+        pictures = self.renderer.pictures
+        return pictures if isinstance(pictures, Vision) else None
 
     def copy(self, version: str) -> EmbeddedEngine:
         """An engine with a copy of the present weights, under the name `version`. The copy lets the trainer change the
@@ -112,10 +116,9 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
     # on every machine.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
-    if found.vision is None and trainer.freeze is not None:
-        raise UsageError(
-            f"trainer.freeze={trainer.freeze}: the model in {engine.model} reads text alone and has no tower: remove it"
-        )
+    if trainer.freeze is not None and (found.vision is None or trainer.lora is not None):
+        why = "trainer.lora trains adapters alone" if found.vision else f"the model in {engine.model} reads text alone"
+        raise UsageError(f"trainer.freeze={trainer.freeze} would do nothing, since {why}: remove it")
     if found.vision is not None and trainer.lora is None:
         freeze(model, found.vision, trainer.freeze or "tower")
     return Policy(
@@ -125,7 +128,6 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
         engine.slots,
         engine.capacity,
         trainer.attention,
-        vision=found.vision,
         servers=_connection(engine, trainer),
     )
 

@@ -296,12 +296,9 @@ class DistributedTrainer(PolicyTrainer):
 
 def with_files(rows: Sequence[Row]) -> Sequence[Row]:
     """The rows with the bytes of their pictures, each once, for processes that don't read the run directory."""
-    files: dict[str, bytes] = {}
-    for row in rows:
-        for name in (name for place in row.places for name in place.media):
-            if row.file is not None and name not in files:
-                files[name] = row.file(name)
-    return [replace(row, file=files.__getitem__) if row.places else row for row in rows] if files else rows
+    ways = {name: row.file for row in rows for place in row.places for name in place.media}
+    files = {name: file(name) for name, file in ways.items() if file is not None}
+    return [replace(row, file=files.__getitem__) if row.file is not None else row for row in rows]
 
 
 def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:

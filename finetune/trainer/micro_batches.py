@@ -226,9 +226,7 @@ class _Batches:
         before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
         barred = [row.barred(mine, first) for (row, mine, _), first in zip(wanted, before, strict=False) if row.bars]
         shape = (len(ids), ids.shape[1] + (0 if prefix is None else len(prefix)))
-        pictures = self._pictures(group, shape, corners)
-        # A packed row needs them also without a picture: its body finds the rows' boundaries beside them alone.
-        positions = self._positions(group, shape, corners) if pictures or packed is not None else None
+        positions, pictures = self._seen(group, shape, corners, packed is not None)
         return Micro(
             ids=torch.from_numpy(ids),
             at=_joined(at),
@@ -243,37 +241,32 @@ class _Batches:
             barred=torch.from_numpy(np.concatenate(barred).T) if barred else None,
         )
 
-    def _pictures(
-        self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]]
-    ) -> Pictures | None:
-        where, n = np.full(shape, -1, dtype=np.int64), 0
-        features: dict[int, NDArray[np.int64]] = {}
+    def _seen(
+        self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]], packed: bool
+    ) -> tuple[Tensor | None, Pictures | None]:
+        """(rotary positions, pictures). Packed rows need positions also without a picture: only beside them does the
+        body find where a row ends."""
+        vision = self.vision
+        if vision is None or not (packed or any(self.shown[i] for i in group)):
+            return None, None
+        positions: NDArray[np.int64] | None = None
+        where, n, features = np.full(shape, -1, dtype=np.int64), 0, dict[int, NDArray[np.int64]]()
         shown: list[tuple[Place, Callable[[str], bytes]]] = []
         for i, (line, column) in zip(group, corners, strict=True):
+            end, file = column + int(self.length[i]), self.rows[i].file
+            if (mine := vision.positions(self.shown[i], end - column)) is not None:
+                positions = np.zeros((len(mine), *shape), dtype=np.int64) if positions is None else positions
+                positions[:, line, column:end] = mine
             for place in self.shown[i]:
-                vision, file = self.vision, self.rows[i].file
-                assert vision is not None, "`plan` checked it"
-                assert file is not None, "`plan` checked it"
                 if place.key not in features:
                     mask = vision.feature_mask(place)
                     features[place.key] = np.where(mask, n + mask.cumsum() - 1, -1)
                     n += int(mask.sum())
+                    assert file is not None, "`plan` refuses a row with pictures and without files"
                     shown.append((place, file))
                 where[line, column + place.offset : column + place.end] = features[place.key]
-        return Pictures(self.vision, tuple(shown), torch.from_numpy(where)) if self.vision and shown else None
-
-    def _positions(
-        self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]]
-    ) -> Tensor | None:
-        positions: NDArray[np.int64] | None = None
-        for i, (line, column) in zip(group, corners, strict=True):
-            n = int(self.length[i])
-            mine = self.vision.positions(self.shown[i], n) if self.vision else None
-            if mine is None:
-                return None
-            positions = np.zeros((len(mine), *shape), dtype=np.int64) if positions is None else positions
-            positions[:, line, column : column + n] = mine
-        return None if positions is None else torch.from_numpy(positions)
+        pictures = Pictures(vision, tuple(shown), torch.from_numpy(where)) if shown else None
+        return None if positions is None else torch.from_numpy(positions), pictures
 
 
 def _joined(columns: Sequence[NDArray]) -> Tensor:

@@ -28,17 +28,19 @@ from .ranks import Ranks
 class OtherModel:
     """A model beside the policy, with the same token ids."""
 
+    vision: Vision | None = None
+    """How `model` sees, where it isn't the policy's; None: it reads text alone."""
+
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
-        """vision: how `model` sees; None: a model of text."""
         self.model, self.name, self.vision = model.eval(), name, vision
         self.digest = weights_digest(model.state_dict())
 
     def __str__(self) -> str:
         return f"{self.name} sha256:{self.digest}"
 
-    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module, Vision | None], Tensor]) -> Tensor:
-        """(T,) log-probs of the own tokens of `rows`; `score` gives those of a model that sees in this way."""
-        return score(self.model, self.vision)
+    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
+        """(T,) log-probs of the own tokens of `rows`; `score` gives those of a model."""
+        return score(self.model)
 
     def end_update(self) -> None:
         """Called after each update of the policy, which doesn't change this model."""
@@ -61,11 +63,11 @@ class ServedTeacher(OtherModel):
 
     def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
         """ask: from rows to the log-probs of their own tokens, at temperature 1; it may block."""
-        self.model, self.name, self.ask, self.vision = nn.Module(), name, ask, None
+        self.model, self.name, self.ask = nn.Module(), name, ask
         self.digest = ""
         """Of what it said last."""
 
-    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module, Vision | None], Tensor]) -> Tensor:
+    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(_known(row.teacher) for row in rows)]))
 
     def said(self, rows: Sequence[Row], folder: Path, *, ask: bool) -> tuple[list[Row], Path]:
@@ -107,21 +109,20 @@ class EarlierWeights(OtherModel):
         every: int | None = None,
         decay: float = 0.0,
         ranks: Ranks | None = None,
-        vision: Vision | None = None,
     ) -> None:
         """weights: by name, whole; None: those that `model` has now. After each `every` updates they become
-        decay * weights + (1 - decay) * policy; None: never. vision: how `model` sees."""
+        decay * weights + (1 - decay) * policy; None: never."""
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)  # it replaces the parameters, so they are read after it
-        self.model, self.name, self.every, self.decay, self.vision = model, name, every, decay, vision
+        self.model, self.name, self.every, self.decay = model, name, every, decay
         self._policy = trainable(model)
         self._weights = {key: p.detach().clone() for key, p in self._policy.items()}
         self.load_state_dict({"weights": self._weights if weights is None else weights, "updates": 0})
 
-    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module, Vision | None], Tensor]) -> Tensor:
+    def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         self._exchange()
         try:
-            return score(self.model, self.vision)
+            return score(self.model)
         finally:
             self._exchange()
 

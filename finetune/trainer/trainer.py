@@ -175,8 +175,10 @@ class Trainer(PolicyTrainer):
         batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
         return rows, batch.part(add_up=self.ranks.add_up)
 
-    def _scored_by(self, other: str, rows: Sequence[Row]) -> Tensor:
-        return self.others[other].logprobs(rows, lambda model, vision: self._score(model, rows, vision).logprob)
+    def _scored_by(self, name: str, rows: Sequence[Row]) -> Tensor:
+        other = self.others[name]
+        vision = self.vision if other.model is self.model else other.vision
+        return other.logprobs(rows, lambda model: self._score(model, rows, vision).logprob)
 
     def _score(self, model: nn.Module, rows: Sequence[Row], vision: Vision | None, **options: Any) -> Scores:
         with casting(self.model, self.autocast):

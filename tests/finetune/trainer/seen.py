@@ -30,7 +30,7 @@ Part = str | bytes
 
 
 @cache
-def pretrained(family: str = "qwen2_vl") -> Pretrained:
+def pretrained(family: str) -> Pretrained:
     """The tiny model of a family. Shared by tests: copy it before it is changed."""
     with TemporaryDirectory() as folder:
         save_tiny_vision(folder, family)  # type: ignore[arg-type]

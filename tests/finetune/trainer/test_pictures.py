@@ -188,6 +188,6 @@ def test_the_budget_counts_patches(family: str) -> None:
 def test_a_picture_for_a_model_that_cant_see_is_refused() -> None:
     rows = mixed("qwen2_vl")
     with pytest.raises(BadBatch, match="tape a shows pictures, and the model that should score it can't see"):
-        score(pretrained().model, rows)
+        score(pretrained("qwen2_vl").model, rows)
     with pytest.raises(BadBatch, match="tape a shows pictures, and its row has no way to their files"):
         scored("qwen2_vl", [replace(rows[0], file=None)])

@@ -19,7 +19,8 @@ from tapereel.finetune.trainer.micro_batches import Micro
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks
 
 from ..build import episode, mixture, row, tiny_model
-from .two_ranks import CASES, SHARED, Case, SharedCase, led, trained
+from .seen import pretrained
+from .two_ranks import CASES, SEEN, SHARED, Case, SharedCase, led, seen, trained
 
 KINDS = ("group", "sharded")
 GOOD = [case for case in CASES if case.poison is None]
@@ -76,6 +77,23 @@ def test_two_processes_take_the_steps_of_one(found, kind: str, case: Case):
         same(one["again"], one["state"], "loaded")
     losses = [[found[kind][rank][case.name]["steps"][k]["loss"] for rank in (0, 1)] for k in range(case.steps)]
     assert [sum(pair) for pair in losses] == pytest.approx([step["loss"] for step in alone["steps"]], rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", SEEN)
+def test_a_rank_without_a_picture_steps_with_one_that_has_some(found, kind: str, case: str):
+    """With the tower trained, both must sum the same gradients in each pass, or the one waits for the other's."""
+    alone = seen(case, Ranks())
+    before = pretrained("qwen2_vl").model.state_dict()
+    moved = {name for name, tensor in alone["weights"].items() if not torch.equal(tensor, before[name])}
+    tower = {name for name in moved if ".visual." in name and ".merger." not in name}
+    assert any(".merger." in name for name in moved)
+    assert bool(tower) == (case != "tower")
+    ranks = [found[f"{kind} seen"][rank][case] for rank in (0, 1)]
+    for one in ranks:
+        same(dict(one["weights"]), dict(alone["weights"]), case, atol=1e-5)
+    assert ranks[0]["skipped"] == [None, None]
+    assert ranks[0]["norms"] == pytest.approx(alone["norms"], rel=1e-4)
 
 
 def _counted(sums: dict[str, float]) -> dict[str, float]:
