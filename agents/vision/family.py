@@ -104,30 +104,30 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
 
     whole, processor = cast(Any, whole_model(model)), cast(Any, vision).processor
     random, files, places, ids = np.random.default_rng(0), dict[str, bytes](), list[Place](), [*range(40, 47)]
-    for width, height in ((60, 15), (30, 90)):
-        written, name = io.BytesIO(), f"{width}x{height}"
-        Image.fromarray(random.integers(0, 256, (height, width, 3), dtype="uint8")).save(written, "PNG")
-        found, files[name] = vision.expand(width, height), written.getvalue()
-        places.append(Place((name,), "image", len(ids), len(found.ids), found.grid))
-        ids += [*found.ids, *range(50, 50 + width // 10)]
-    mask = np.zeros((1, len(ids)), dtype=np.bool_)
-    for place in places:
-        mask[0, place.offset : place.end] = vision.feature_mask(place)
-    tokens, seen = torch.tensor([ids], device=whole.device), torch.from_numpy(mask).to(whole.device)
-    positions = vision.positions(places, len(ids))
-    axes = None if positions is None else torch.from_numpy(positions)[:, None].to(whole.device)
-    kinds = {} if axes is None else {"mm_token_type_ids": seen.int()}
     cause = "its image processor or configuration is of another model, or this version of transformers has changed it"
-    with torch.no_grad():
-        try:
-            own = processor(images=[_image(data) for data in files.values()], return_tensors="pt").to(whole.device)
+    try:
+        for width, height in ((60, 15), (30, 90)):
+            written, name = io.BytesIO(), f"{width}x{height}"
+            Image.fromarray(random.integers(0, 256, (height, width, 3), dtype="uint8")).save(written, "PNG")
+            found, files[name] = vision.expand(width, height), written.getvalue()
+            places.append(Place((name,), "image", len(ids), len(found.ids), found.grid))
+            ids += [*found.ids, *range(50, 50 + width // 10)]
+        mask = np.zeros((1, len(ids)), dtype=np.bool_)
+        for place in places:
+            mask[0, place.offset : place.end] = vision.feature_mask(place)
+        tokens, seen = torch.tensor([ids], device=whole.device), torch.from_numpy(mask).to(whole.device)
+        positions = vision.positions(places, len(ids))
+        axes = None if positions is None else torch.from_numpy(positions)[:, None].to(whole.device)
+        kinds = {} if axes is None else {"mm_token_type_ids": seen.int()}
+        own = processor(images=[_image(data) for data in files.values()], return_tensors="pt").to(whole.device)
+        with torch.no_grad():
             expected = whole(input_ids=tokens, **own, **kinds, use_cache=False).logits
             features = vision.features(model, [vision.pixels(place, files.__getitem__) for place in places])
             where = torch.where(seen, seen.cumsum(1) - 1, -1)
             inputs = body_inputs(whole.get_input_embeddings(), tokens, where, features, axes)
             made = whole.get_output_embeddings()(whole.get_decoder()(**inputs, use_cache=False).last_hidden_state)
-        except (RuntimeError, ValueError, IndexError) as error:
-            raise UnsupportedVision(f"{type(whole).__name__} can't read a picture: {error}; {cause}") from error
+    except Exception as error:  # a processor's settings or a model's shapes that don't fit raise any type
+        raise UnsupportedVision(f"{type(whole).__name__} can't read a picture: {error!r}; {cause}") from error
     off = float((made - expected).abs().max())
     # Relative to the range of the logits, which an untrained model has small.
     tolerance = (1e-3 if whole.dtype == torch.float32 else 0.1) * float(expected.max() - expected.min()) + 1e-6

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,6 +95,7 @@ def kinds(ids: list[int], places: list[Place]) -> torch.Tensor:
 SIZES = [(16, 16), (40, 24), (90, 33), (8, 60)]
 
 
+@pytest.mark.ledger("F94")
 def test_the_own_forward_of_the_model_gives_the_same_log_probs(loaded: Pretrained) -> None:
     files = {f"{i}.png": png(*size, i) for i, size in enumerate(SIZES)}
     ids, places = prompt(loaded.vision, files)
@@ -116,3 +119,51 @@ def test_positions_are_those_of_the_model(loaded: Pretrained) -> None:
         grids = torch.tensor([place.grid for place in places]) if places else None
         expected, _ = model.model.get_rope_index(torch.tensor([ids]), kinds(ids, places), grids)
         np.testing.assert_array_equal(loaded.vision.positions(places, len(ids)), expected[:, 0])
+
+
+@pytest.mark.ledger("F95")
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_three_pictures_of_several_tiles_in_one_message_are_exact(tmp_path: Path, family: Any) -> None:
+    save_tiny_vision(tmp_path, family)
+    settings = tmp_path / "preprocessor_config.json"
+    settings.write_text(settings.read_text().replace('"longest_edge": 32', '"longest_edge": 48'))
+    tiled = load_pretrained(tmp_path)
+    files = {f"{i}.png": png(*size, i) for i, size in enumerate([(90, 30), (60, 80), (10, 60), (50, 50)])}
+    ids, places = prompt(tiled.vision, files)
+    assert [place.grid for place in places] == [(1, 3), (3, 3), (3, 1), (3, 3)]
+    own = own_forward(tiled, ids, places, files)
+    assert (forward(tiled, ids, places, files) - own).abs().max() < 1e-4
+    assert (forward(tiled, ids, places, {**files, "2.png": png(10, 60, 99)}) - own).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["idefics3", "smolvlm"])
+def test_a_black_picture_keeps_its_tiles(tmp_path: Path, family: Any) -> None:
+    """transformers takes tiles whose values are all 0 for padding and drops them; with a mean of 0, black is 0."""
+    save_tiny_vision(tmp_path, family)
+    settings = tmp_path / "preprocessor_config.json"
+    about = json.loads(settings.read_text())
+    settings.write_text(json.dumps({**about, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}))
+    tiled = load_pretrained(tmp_path)
+    assert tiled.vision is not None
+    found = tiled.vision.expand(40, 40)
+    written = io.BytesIO()
+    Image.new("RGB", (40, 40)).save(written, "PNG")
+    place = Place(("a.png",), "image", 0, len(found.ids), found.grid)
+    pixels = tiled.vision.pixels(place, lambda name: written.getvalue())
+    assert len(tiled.vision.features(tiled.model, [pixels])) == pixels.count == 20
+
+
+@pytest.mark.ledger("F96")
+def test_a_sampled_picture_token_is_an_ordinary_token(loaded: Pretrained) -> None:
+    files = {"0.png": png(40, 24, 0), "1.png": png(24, 40, 1)}
+    ids, places = prompt(loaded.vision, files)
+    vision: Any = loaded.vision
+    sampled = vision.expand(16, 16).ids[0]
+    # The model samples the token between the pictures: the second one's tokens stand one further back.
+    at = places[0].end
+    longer, moved = [*ids[:at], sampled, *ids[at:]], [places[0], places[1].moved(1)]
+    made, before = forward(loaded, longer, moved, files), forward(loaded, ids, places, files)
+    assert (made[:at] - before[:at]).abs().max() < 1e-4
+    another = forward(loaded, longer, moved, {**files, "1.png": png(24, 40, 9)})
+    assert (made[: at + 1] - another[: at + 1]).abs().max() < 1e-4
+    assert (made[moved[1].end :] - another[moved[1].end :]).abs().max() > 0.1
