@@ -79,11 +79,12 @@ class _Answer(NamedTuple):
 
 
 class Delivery:
-    """The check of one policy's samplers. `model`: the trainer's, which updates change in place. `autocast`: the dtype
-    in which the trainer forwards its body; None: that of its weights."""
+    """The check of one policy's samplers. `model`: the trainer's, which updates change in place."""
 
-    def __init__(self, model: nn.Module, autocast: torch.dtype | None = None) -> None:
-        self.model, self.autocast = model, autocast
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.autocast: torch.dtype | None = None
+        """The dtype in which the trainer forwards its body; None: that of its weights."""
         self.found: dict[str, JsonValue] = {}
         """The last check, for metrics and the next `use` record."""
         self._tape = ""

@@ -85,10 +85,9 @@ class History:
         tokenizer: PreTrainedTokenizerBase | None = None,
         keep: int | None = 3,
         keep_bytes: int | None = None,
-        autocast: torch.dtype | None = None,
     ) -> None:
         """model: with the base weights. make_trainer: from a phase to a fresh trainer of the model. keep, keep_bytes:
-        as in `prune`. autocast: as for `Delivery`."""
+        as in `prune`."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -109,7 +108,7 @@ class History:
         """update -> held-out reward of its weights, where it was measured; the best checkpoint is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
-        self.delivery = Delivery(model, autocast)
+        self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
         """Records of epochs of the last update that `restore` made and the store lacks, because a crash cut them off.
         The caller must append them before the next update."""

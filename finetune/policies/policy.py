@@ -93,7 +93,7 @@ class Policy:
         loop: LoopConfig,
     ) -> History:
         """Its history of that lineage, with checkpoints in `directory`."""
-        return History(
+        history = History(
             store,
             lineage,
             directory,
@@ -103,8 +103,9 @@ class Policy:
             tokenizer=self.tokenizer,
             keep=loop.keep_checkpoints,
             keep_bytes=loop.keep_checkpoint_bytes,
-            autocast=self.autocast,
         )
+        history.delivery.autocast = self.autocast
+        return history
 
 
 def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:

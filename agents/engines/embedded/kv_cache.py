@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from ....tapes.errors import TapereelError
 from ...vision.vision import Pixels, Vision, body_inputs
@@ -63,20 +63,6 @@ def refuse_unfit(model: PreTrainedModel, vision: Vision | None = None) -> None:
     scaling = {part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)}
     if scaling & {"dynamic", "longrope"}:
         refuse("its rotary frequencies depend on the longest sequence of a batch, so cached keys go stale")
-
-
-class _Geometry(Cache):
-    """Returns keys and values unchanged and records (layer, heads, head size of keys, head size of values)."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.seen: list[tuple[int, int, int, int]] = []
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.seen.append((layer_idx, key_states.shape[1], key_states.shape[-1], value_states.shape[-1]))
-        return key_states, value_states
 
 
 class _SlotCache(Cache):
@@ -290,38 +276,45 @@ class SlotDecoder:
     @torch.inference_mode()
     def _geometry(self) -> tuple[int, int, int]:
         """(layers, key-value heads, head size), read from the tensors that the attention layers pass to a cache."""
-        probe = _Geometry()
-        mask = torch.zeros(1, 1, 1, 1, dtype=self._autocast or self.model.dtype, device=self.device)
-        at = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self._logits(1, input_ids=at, attention_mask=mask, position_ids=at, past_key_values=probe, use_cache=True)
-        shapes = {seen[1:] for seen in probe.seen}
-        if [seen[0] for seen in probe.seen] != list(range(len(probe.seen))) or len(shapes) != 1:
+        probe = DynamicCache()
+        self._logits(1, input_ids=self._there(np.zeros((1, 1), dtype=np.int64)), past_key_values=probe, use_cache=True)
+        shapes = {(one.keys.shape, one.values.shape) for one in probe.layers}  # type: ignore[union-attr]
+        keys, values = shapes.pop()
+        if shapes or keys != values:
             raise UnsupportedModel(
-                f"{type(self.model).__name__}: its layers cache keys and values of different shapes "
-                f"or not once each ({probe.seen}); serve this model with vLLM instead"
+                f"{type(self.model).__name__}: its layers cache keys and values of different shapes ({keys}, {values} "
+                f"{shapes or ''}); serve this model with vLLM instead"
             )
-        heads, keys, values = shapes.pop()
-        if keys != values:
-            raise UnsupportedModel(
-                f"{type(self.model).__name__}: keys of size {keys} and values of size {values}; "
-                "serve this model with vLLM instead"
-            )
-        return len(probe.seen), heads, keys
+        return len(probe.layers), keys[1], keys[3]
 
     def _prove(self) -> None:
         """Compare a ragged prefill and a decoding step with the plain forward. Leaves all slots zero."""
         n = min(7, self.capacity)
         rows = min(2, self.slots)
         ids = (np.arange(1, n + 1) * 7919 % self.vocabulary)[None].repeat(rows, 0)
-        with torch.inference_mode():
-            plain = self._logits(0, input_ids=torch.from_numpy(ids[:1]).to(self.device), use_cache=False)[0]
         have = np.array([n - 1, (n + 1) // 2])[:rows]
-        prompt = np.zeros((rows, int(have.max())), dtype=np.int64)
+        prompt, one = np.zeros((rows, int(have.max())), dtype=np.int64), np.ones(rows, dtype=np.int64)
+        whole = begun = then = NOTHING
+        axes = None if self.vision is None else self.vision.positions((), n)
+        if self.vision is not None:
+            # The first token has a feature, and rotary positions jump behind it as behind a picture.
+            features = self._embed(self._there(ids[:1, 1:2])).detach()
+            whole = Seen(None, np.where(np.arange(n) > 0, -1, 0)[None], features)
+            begun = whole._replace(where=np.full_like(prompt, -1))
+        if axes is not None:
+            axes[:, 1:] += np.arange(len(axes))[:, None] + 2
+            whole, then = whole._replace(rotary=axes[:, None]), Seen(axes[:, have, None])
+            begun = begun._replace(rotary=np.zeros((len(axes), *prompt.shape), dtype=np.int64))
         for row, length in enumerate(have):
-            prompt[row, prompt.shape[1] - length :] = ids[row, :length]
-        one = np.ones(rows, dtype=np.int64)
-        first = self.extend(0, prompt, np.zeros_like(have), have)
-        second = self.extend(0, ids[np.arange(rows), have][:, None], have, one)
+            prompt[row, -length:] = ids[row, :length]
+            if begun.where is not None:
+                begun.where[row, -length] = 0
+            if begun.rotary is not None and axes is not None:
+                begun.rotary[:, row, -length:] = axes[:, :length]
+        with torch.inference_mode():
+            plain = self._logits(0, **self._inputs(ids[:1], whole), use_cache=False)[0]
+        first = self.extend(0, prompt, np.zeros_like(have), have, begun)
+        second = self.extend(0, ids[np.arange(rows), have][:, None], have, one, then)
         off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
         self._cache.kv.zero_()
         # The tolerance is relative to the range of the logits. An untrained model has logits so small that an absolute

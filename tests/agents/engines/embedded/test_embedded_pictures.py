@@ -329,6 +329,8 @@ def test_a_group_that_shows_one_picture_processes_and_computes_it_once(
     async def group() -> list[Completion]:
         sampling = engine(loaded, slots=8)
         found = await asyncio.gather(*map(sampling.complete, requests))
+        await sampling.complete(requests[0])
+        assert towers == [2]
         await sampling.sync_weights(loaded.model.state_dict(), "v1")
         return [*found, await sampling.complete(requests[0])]
 
@@ -429,3 +431,20 @@ def test_a_token_of_text_is_scored_on_a_vision_model(loaded: Pretrained) -> None
         exact = loaded.model(input_ids=torch.tensor([ids.tolist()])).logits[0].log_softmax(-1)
     exact = exact[:-1].gather(1, torch.tensor(ids.tolist())[1:, None])[:, 0]
     assert float((exact - torch.tensor(scores)).abs().max()) < EXACT
+
+
+def test_a_body_that_flattens_positions_beside_a_cache_is_refused(
+    qwen: Pretrained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body: Any = type(qwen.model.get_decoder())
+    forward = body.forward
+
+    def flat(self: Any, *args: Any, **inputs: Any) -> Any:
+        if inputs.get("use_cache") and inputs.get("position_ids") is not None:
+            inputs["position_ids"] = inputs["position_ids"][:1].expand(3, -1, -1)
+        return forward(self, *args, **inputs)
+
+    engine(qwen, slots=1, capacity=2)
+    monkeypatch.setattr(body, "forward", flat)
+    with pytest.raises(UnsupportedModel, match="differ from the plain forward"):
+        engine(qwen)
