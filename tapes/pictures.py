@@ -36,13 +36,11 @@ if TYPE_CHECKING:
 MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
 """A media file's name: the SHA-256 of its bytes, and a suffix."""
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
-"""The column of a record that names media files."""
 RECORDED = {"recorded": True}
 """Validation context of content that stands on a tape."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 """File formats that `Picture.of` decodes. Pillow knows over 40; some start other programs."""
 DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
-"""The beginning of a URL that holds the file itself."""
 MAX_BYTES = 20_000_000
 """Bytes of a file, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
@@ -89,7 +87,7 @@ class Received(dict[str, bytes]):
             if name != _name(data):
                 raise BadPicture(f"a picture sent as {name[:80]!r} holds other bytes: their name is {_name(data)}")
             with _decoding("a picture that another process sent"):
-                image = _opened(data)
+                image = opened(data)
                 image.verify()  # the checksums of all chunks; decodes no pixel
 
 
@@ -241,7 +239,7 @@ def _may_refer(cls: type[BaseModel]) -> bool:
 def _normalised(source: object) -> tuple[bytes, int, int]:
     """(the bytes of the PNG, width, height)."""
     with _decoding(_named(source)):
-        image = _opened(_bytes_of(source)) if isinstance(source, bytes | str | os.PathLike) else _image_of(source)
+        image = opened(_bytes_of(source)) if isinstance(source, bytes | str | os.PathLike) else _image_of(source)
         image.load()
         rgb = _rgb(image)
         written = io.BytesIO()
@@ -294,8 +292,8 @@ def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def _opened(data: bytes) -> PILImage:
-    """The image, of which the header alone is read."""
+def opened(data: bytes) -> PILImage:
+    """The image in a file, of which the header alone is read. BadPicture for one that its header rules out."""
     Image = _pillow()
     if len(data) > MAX_BYTES:
         raise BadPicture(f"has more than {MAX_BYTES:,} bytes, the limit of a file: make it smaller")

@@ -351,25 +351,25 @@ class Session:
 
     async def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
         """The messages with pictures, which are stored, in place of data URLs. A program repeats its conversation in
-        every request, so a URL is decoded once. Raises Refused for a URL that is no picture, and for too many pixels.
-        """
+        every request, so a URL is decoded once. Raises Refused for a bad picture, and for too many pixels."""
         found, pixels = list[Message](), 0
         for k, message in enumerate(messages):
             parts: list[Message] = [*content_parts(message)]
             for n, part in enumerate(parts):
                 if part["type"] != "image_url":
                     continue
-                url, place = part["image_url"]["url"], f"messages.{k}.content.{n}.image_url.url"
+                url = part["image_url"]["url"]
                 digest = hashlib.sha256(url.encode()).digest()
                 if digest not in self._pictures:
                     try:
                         picture = await Picture.read(url)
+                        pixels += picture.width * picture.height
+                        if pixels > PIXELS:
+                            raise BadPicture(
+                                f"the request's new pictures have over {PIXELS:,} pixels: send smaller ones"
+                            )
                     except BadPicture as error:
-                        raise Refused(400, f"{place}: {error}", param="messages") from None
-                    pixels += picture.width * picture.height
-                    if pixels > PIXELS:
-                        why = f"{place}: the new pictures of a request have over {PIXELS:,} pixels; send smaller ones"
-                        raise Refused(400, why, param="messages")
+                        raise Refused(400, f"messages.{k}.content.{n}.image_url: {error}", param="messages") from None
                     await self._llm.recorder.keep_asked(picture)
                     self._pictures[digest] = picture
                 parts[n] = image_of(self._pictures[digest])

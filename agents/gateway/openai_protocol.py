@@ -203,12 +203,9 @@ def read_request(data: Mapping[str, JsonValue]) -> ChatRequest:
         messages = _messages.validate_python(fields.get("messages"))
     except ValidationError as error:
         raise invalid(error, "messages") from None
-    with_picture = [k for k, m in enumerate(messages) for part in m.content if isinstance(part, _ImagePart)]
-    if len(with_picture) > PICTURES:
-        raise _bad(f"messages: {len(with_picture):,} pictures, at most {PICTURES} are read; send fewer", "messages")
-    for k in with_picture:
-        if messages[k].role not in ("user", "tool"):
-            raise _bad(f"messages.{k}: the role {messages[k].role} can't show pictures; send them as user", "messages")
+    pictures = sum(isinstance(part, _ImagePart) for message in messages for part in message.content)
+    if pictures > PICTURES:
+        raise _bad(f"messages: {pictures:,} pictures, at most {PICTURES} are read; send fewer", "messages")
     try:
         return ChatRequest.model_validate({**fields, "messages": [message.plain() for message in messages]})
     except ValidationError as error:

@@ -100,13 +100,14 @@ class Judge:
             raise Unjudged(f"the judge {self.engine.name} can't see, and {why}", None)
         content = [{"type": "text", "text": user}, *chain.from_iterable(named)] if seen else user
         messages: list[Message] = [{"role": "system", "content": system}, {"role": "user", "content": content}]
-        of = {part["media"]: tape for part, tape in seen}
         asked: list[JsonValue] = []
         problem = ""
         for k in range(self.tries):
             seed = derive_seed(self.seed, system, user, k)
             try:
-                found = await self._answer(messages, seed, k, lambda name: of[name].picture(name))
+                found = await self._answer(
+                    messages, seed, k, lambda name: next(t for p, t in seen if p["media"] == name).picture(name)
+                )
             except EngineError as error:
                 if not error.retry or k == self.tries - 1:
                     raise
@@ -128,15 +129,13 @@ class Judge:
     def _evidence(self, messages: Sequence[Message], asked: list[JsonValue]) -> JsonValue:
         return {"judge": self.engine.name, "messages": [dict(m) for m in messages], "answers": asked}
 
-    async def _answer(
-        self, messages: Sequence[Message], seed: int, k: int, picture: Callable[[str], bytes]
-    ) -> Completion:
+    async def _answer(self, messages: Sequence[Message], seed: int, k: int, file: Callable[[str], bytes]) -> Completion:
         sampling = self.sampling or Sampling(temperature=0.0 if k == 0 else 1.0, max_tokens=1024)
         renderer = self.engine.renderer
         made = renderer.prompt(messages) if renderer is not None else None
         prompt, places = (made.ids, made.places) if made is not None else (None, ())
         request = Request(
-            messages=messages, prompt=prompt, places=places, sampling=sampling, seed=seed, path="judge", picture=picture
+            messages=messages, prompt=prompt, places=places, sampling=sampling, seed=seed, path="judge", picture=file
         )
         async with self._free(), asyncio.timeout(self.timeout):
             return await self.engine.complete(request)

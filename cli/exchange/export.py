@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
         if args.format != "rows":
             return _answer_format(args, write(tapes, args.out, args.format))
-        done = export(tapes, args.out, agents=args.agents, renderer=renderer_of(args.tokenizer))
+        renderer, images = renderer_of(args.tokenizer), bool(store.media.names()) and not args.out.endswith(".jsonl")
+        done = export(tapes, args.out, agents=args.agents, renderer=renderer, images=images)
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids, and were left out: give --tokenizer")
     answer(

@@ -175,8 +175,7 @@ class GymEnvironment(Environment[Action]):
         if self.pixels:
             frame = self._env.render()
             if frame is None or isinstance(frame, list | str):
-                mode = f"render_mode={self._env.render_mode!r}"
-                raise CodecNeeded(f'pixels=True needs one frame, not {mode}: make it with render_mode="rgb_array"')
+                raise CodecNeeded(f'pixels=True needs render_mode="rgb_array", not {self._env.render_mode!r}')
             return GymPicture(picture=Picture.of(frame))
         return GymObservation(value=plain(observation, self._env.observation_space))
 

@@ -243,8 +243,7 @@ class _Session:
             await asyncio.wait({self._owner}, timeout=STOP_SECONDS)
 
     async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str | Sequence[str | Picture]:
-        """The tool's result. ToolFailed for an error that the tool reports, and for a bad picture. ToolsLost if the
-        server is gone.
+        """The tool's result. ToolFailed for an error of the tool or a bad picture; ToolsLost if the server is gone.
 
         After another exception a ping decides between the two: otherwise a dead server would look like a failing tool,
         and the episode would be trained on.

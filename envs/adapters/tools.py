@@ -219,11 +219,8 @@ def _image_in(value: Any) -> Any:
 
 
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Picture]]:
-    """(messages, pictures): a row's column `images` or `image`, as `as_json` has them, in its prompt.
-
-    Each picture has a content part `{"type": "image"}`. Where there are none, the pictures stand before the text of the
-    first message of the user, as in TRL. BadPicture for another number of parts.
-    """
+    """(messages, pictures): a row's pictures have a content part `{"type": "image"}` each; where the messages have
+    none, before the text of the first message of the user, as in TRL. BadPicture for another number of parts."""
     pictures = [await Picture.read(image) for image in _images(row)]
     # A column of Arrow gives every part the keys of all parts, with None.
     parts: list[list[Any]] = [
@@ -239,8 +236,7 @@ async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[
 
 
 def _images(row: object) -> list[str]:
-    """The data URLs in a row's `images` or `image`; empty where any value is another text. Nothing here reads a path:
-    a task may come from another process."""
+    """The data URLs in a row's `images` or `image`. Never a path or URL: a task may come from another process."""
     found = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
     listed = found if isinstance(found, list) else [found]
     urls = [image for image in listed if isinstance(image, str) and DATA_URL.match(image)]

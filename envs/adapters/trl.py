@@ -17,7 +17,6 @@ TRL need not be installed.
 from __future__ import annotations
 
 import inspect
-import io
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -38,7 +37,7 @@ from ...tapes import (
     ToolResults,
 )
 from ...tapes.messages import heard, text_of
-from ...tapes.pictures import DATA_URL
+from ...tapes.pictures import DATA_URL, opened
 from ...tapes.steps import PLACE, Prompt, content_parts
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
@@ -84,11 +83,8 @@ def _back(value: Any) -> Any:
     """A column's value, with PIL images for data URLs."""
     if isinstance(value, list):
         return [_back(one) for one in value]
-    if not isinstance(value, str) or not DATA_URL.match(value):
-        return value
-    from PIL import Image
-
-    return Image.open(io.BytesIO(Picture.of(value).data or b""))
+    is_url = isinstance(value, str) and DATA_URL.match(value)
+    return opened(Picture.of(value).data or b"") if is_url else value
 
 
 class TRLEnvironment(ToolEnvironment):

@@ -4,7 +4,7 @@ Columns aligned to `input_ids`, one value per token: `labels` (-100 except for o
 `old_logprobs`, `ref_logprobs`, `temperature`, `turn`, `version`. Columns with one value per row: `tape_id`, `group_id`,
 `reward`, `status`, `cause`, `split`, `task_hash`, `overflow` (the episode or one of the row's completions was cut off),
 `num_labels` (own tokens), and `turn_rewards` (a list over the episode's turns). A renderer adds `text`, `prompt_text`,
-`output_text` and `n_predicted`.
+`output_text` and `n_predicted`. A run with pictures has `images`, a list of `datasets.Image`.
 
 A missing number is NaN (null in JSON), never 0: a log-prob or an advantage of a token that isn't the agent's own, an
 advantage that isn't computed yet, the reward of an unscored episode. `rl_dataset` trains on these columns.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-from datasets import Dataset, Features, Value
+from datasets import Dataset, Features, Image, List, Value
 
 from ...tapes import NotATape, Status, Tape
 from ..data.provenance import episode_of
@@ -33,8 +33,8 @@ TABLE_ROWS = 1000
 """Rows that are converted to Arrow at once: as Python lists they take about twenty times the memory."""
 
 
-def rl_features(*, text: bool = False) -> Features:
-    """The type of each column. text: with those that need a renderer.
+def rl_features(*, text: bool = False, images: bool = False) -> Features:
+    """The type of each column. text: with those that need a renderer. images: with `images`.
 
     For `Dataset.from_json(path, features=rl_features())`: without it, a column that is null in the first 10 MB of a
     file has no type, and a number further down is an error.
@@ -59,7 +59,8 @@ def rl_features(*, text: bool = False) -> Features:
     }
     if text:
         row |= {"text": "string", "prompt_text": "string", "output_text": "string", "n_predicted": "int32"}
-    return Features({name: [Value(kind)] for name, kind in token.items()} | {k: Value(v) for k, v in row.items()})
+    columns = {name: [Value(kind)] for name, kind in token.items()} | {k: Value(v) for k, v in row.items()}
+    return Features(columns | ({"images": List(Image())} if images else {}))
 
 
 def prepare_rl_fields(
@@ -133,12 +134,14 @@ def records(
     *,
     agents: Collection[str] | None = None,
     renderer: Renderer | None = None,
+    images: bool = False,
     counts: Counter[str] | None = None,
 ) -> Iterator[Mapping[str, object]]:
     """The rows of closed tapes one by one, as mappings of column to value; one tape is in memory at a time.
 
     agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
-    spells the text columns. Without one, a tape of text is an error that says so; with `counts`, which counts tapes,
+    spells the text columns. images: with the files of pictures. Without a
+    renderer, a tape of text is an error that says so; with `counts`, which counts tapes,
     rows and tokens, it is left out and counted.
     """
     for tape in tapes:
@@ -156,10 +159,12 @@ def records(
             counts["tokens"] += sum(map(len, found))
             counts["own_tokens"] += sum(len(row.own) for row in found)
         for row in found:
+            names = [name for place in row.places for name in place.media]  # of a video its frames
             yield {
                 **_record(row, episode, renderer, cut),
                 "split": tape.begin.split,
                 "task_hash": tape.begin.task_hash,
+                **({"images": [{"bytes": tape.picture(name), "path": name} for name in names]} if images else {}),
             }
 
 
@@ -196,9 +201,9 @@ def _record(row: Row, episode: Episode, renderer: Renderer | None, cut: Collecti
     return record
 
 
-def tables(made: Iterable[Mapping[str, object]], *, text: bool) -> Iterator[pa.Table]:
-    """Records as Arrow tables of up to TABLE_ROWS rows; at least one table. text: with the columns of a renderer."""
-    schema, made = rl_features(text=text).arrow_schema, iter(made)
+def tables(made: Iterable[Mapping[str, object]], *, text: bool, images: bool = False) -> Iterator[pa.Table]:
+    """Records as Arrow tables of up to TABLE_ROWS rows; at least one table. text, images: as in `rl_features`."""
+    schema, made = rl_features(text=text, images=images).arrow_schema, iter(made)
     while chunk := list(islice(made, TABLE_ROWS)):
         yield pa.Table.from_pylist(chunk, schema=schema)
     yield schema.empty_table()

@@ -41,13 +41,18 @@ class Exported(Value):
 
 
 def export(
-    tapes: Iterable[Tape], path: str | Path, *, agents: Sequence[str] | None = None, renderer: Renderer | None = None
+    tapes: Iterable[Tape],
+    path: str | Path,
+    *,
+    agents: Sequence[str] | None = None,
+    renderer: Renderer | None = None,
+    images: bool = False,
 ) -> Exported:
     """Write the rows of closed `tapes` to `path`.
 
     agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
-    adds the text columns. UsageError if `path` exists or has an ending other than .jsonl, .parquet or none (a dataset
-    folder). NothingToExport if no tape has a row; nothing is written then.
+    adds the text columns. images: with the pictures' files (not in JSONL). UsageError if `path` exists or has an ending
+    other than .jsonl, .parquet or none (a dataset folder). NothingToExport if no tape has a row; nothing is written.
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
@@ -62,14 +67,16 @@ def export(
 
     disable_progress_bars()
     counts = Counter(dict.fromkeys(Exported.model_fields.keys() - {"path"}, 0))
-    made = _some(columns.records(tapes, agents=agents, renderer=renderer, counts=counts), counts, path)
+    made = columns.records(tapes, agents=agents, renderer=renderer, images=images, counts=counts)
+    made = _some(made, counts, path)
     if path.suffix == ".jsonl":
         write_records(made, path)
         return Exported(path=str(path), **counts)
-    tables = columns.tables(made, text=renderer is not None)
+    tables = columns.tables(made, text=renderer is not None, images=images)
     with completed(path) as partial:
         if path.suffix:
-            with ParquetWriter(partial, columns.rl_features(text=renderer is not None).arrow_schema) as writer:
+            features = columns.rl_features(text=renderer is not None, images=images)
+            with ParquetWriter(partial, features.arrow_schema) as writer:
                 for table in tables:
                     writer.write_table(table)
         else:
@@ -91,15 +98,17 @@ def run_dataset(
 
     with Store.open(run) as store:
         check_split(store, where.get("split"))
-    options = {"run": run, "where": where, "agents": agents, "tokenizer": tokenizer}
+        images = bool(store.media.names())
+    options = {"run": run, "where": where, "agents": agents, "tokenizer": tokenizer, "images": images}
     text = tokenizer is not None
     if streaming:
-        return IterableDataset.from_generator(_run_records, features=columns.rl_features(text=text), gen_kwargs=options)
-    return Dataset(pa.concat_tables(columns.tables(_run_records(**options), text=text)))
+        features = columns.rl_features(text=text, images=images)
+        return IterableDataset.from_generator(_run_records, features=features, gen_kwargs=options)
+    return Dataset(pa.concat_tables(columns.tables(_run_records(**options), text=text, images=images)))
 
 
 def _run_records(
-    run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None
+    run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None, images: bool
 ) -> Iterator[Mapping[str, object]]:
     """A module's function with plain arguments, so that a worker of a data loader can be sent it."""
     from .rl_columns import records
@@ -107,7 +116,7 @@ def _run_records(
     renderer = renderer_of(tokenizer)
     with Store.open(run) as store:
         tapes = store.tapes(**{**where, "closed": True})
-        yield from _some(records(tapes, agents=agents, renderer=renderer), Counter(), run)
+        yield from _some(records(tapes, agents=agents, renderer=renderer, images=images), Counter(), run)
 
 
 def renderer_of(tokenizer: str | Path | None) -> Renderer | None:

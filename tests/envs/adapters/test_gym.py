@@ -373,7 +373,7 @@ def test_pixels_need_a_frame_and_pixels_alone_are_no_picture_by_themselves():
     with pytest.raises(CodecNeeded, match="pixels=True to show the rendered frame"):
         _started(GymEnvironment("Painted-v0"))
     for make in (lambda: Painted("rgb_array_list"), lambda: gymnasium.make("CartPole-v1")):
-        with pytest.raises(CodecNeeded, match='make it with render_mode="rgb_array"'):
+        with pytest.raises(CodecNeeded, match='pixels=True needs render_mode="rgb_array", not '):
             _started(GymEnvironment(make, pixels=True))
     with pytest.raises(TypeError, match="give one of them"):
         GymEnvironment("Painted-v0", pixels=True, observe=lambda observation, env: GymObservation(value=1))
