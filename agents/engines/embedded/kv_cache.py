@@ -302,7 +302,7 @@ class SlotDecoder:
             whole = Seen(None, np.where(np.arange(n) > 0, -1, 0)[None], features)
             begun = whole._replace(where=np.full_like(prompt, -1))
         if axes is not None:
-            axes[:, 1:] += np.arange(len(axes))[:, None] + 2
+            axes[:, 1:] += 9 * np.arange(len(axes))[:, None] + 2
             whole, then = whole._replace(rotary=axes[:, None]), Seen(axes[:, have, None])
             begun = begun._replace(rotary=np.zeros((len(axes), *prompt.shape), dtype=np.int64))
         for row, length in enumerate(have):
