@@ -1,23 +1,25 @@
 """Reads from a run directory how its tapes were recorded: the agent, the environment and the tokenizer.
 
 The functions import code that the run's configuration names, as a resumed run does. They never import names that a
-tape holds, since a tape may come from an untrusted source. The demo's agent is recognised by its name.
+tape holds, since a tape may come from an untrusted source. The demos' agents are recognised by their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import JsonValue
 
 from ...envs.adapters.calculator import read_action
+from ...envs.adapters.lamps import read_way
 from ...envs.load_named import load_named
 from ...tapes.common.hub import local_folder
 from ...tapes.common.renamed import current_path
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity
+from ...tapes.steps import Action
 from ...tapes.store.run_directory import CONFIG, recorded_settings
 from ..episode.agent import Agent, qualified
 from ..episode.chat import ChatAgent
@@ -25,6 +27,9 @@ from .setup import is_unnamed, load_agent
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
+
+PARSERS: Mapping[str, Callable[[str], Action]] = {qualified(parse): parse for parse in (read_action, read_way)}
+"""Path on a tape -> parser, of the demos' agents."""
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
@@ -76,18 +81,18 @@ def import_steps(run: str | Path) -> None:
 
 
 def _own(identity: Identity) -> Agent | None:
-    """The demo's agent, a `ChatAgent` with the calculator's `read_action` as its parser; None for any other agent.
+    """A demo's agent, a `ChatAgent` with one of `PARSERS`; None for any other agent.
 
     The function compares the names on the tape with known names and never imports them."""
-    paths = identity.cls, str(identity.config.get("parse"))
-    if tuple(map(current_path, paths)) != (qualified(ChatAgent), qualified(read_action)):
+    parse = PARSERS.get(current_path(str(identity.config.get("parse"))))
+    if parse is None or current_path(identity.cls) != qualified(ChatAgent):
         return None
     known: dict[str, Any] = {
         key: identity.config[key]
         for key in ("system", "misreads", "temperature", "max_tokens")
         if key in identity.config
     }
-    return ChatAgent(**known, parse=read_action, name=identity.name)
+    return ChatAgent(**known, parse=parse, name=identity.name)
 
 
 def with_trainer_settings(engine: Mapping[str, JsonValue], trainer: Mapping[str, JsonValue]) -> dict[str, JsonValue]:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from ...finetune.run.demonstrations import DemoSummary
 
-EXAMPLE = "tapereel demo --seed 1 --out runs/demo\ntapereel demo --out runs/demo --resume"
+EXAMPLE = """tapereel demo --seed 1 --out runs/demo
+tapereel demo --out runs/demo --resume
+tapereel demo --pictures --out runs/lamps"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="25 thousand to 770 thousand parameters (default small: 340 thousand)",
     )
+    parser.add_argument("--pictures", action="store_true", help="a vision model learns which way coloured lamps say")
+    parser.add_argument("--blind", action="store_true", help="with --pictures, a control: lamps of another episode")
     parser.add_argument(
         "--controls",
         action="store_true",
@@ -51,11 +55,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the demo and print its table."""
-    from ...finetune.run.demonstrations import DemoConfig, demo
+    from ...finetune.run.demonstrations import DemoConfig, PicturesDemoConfig, demo
 
+    if args.blind and not args.pictures:
+        raise UsageError("--blind is a control of the demo with pictures: add --pictures, or remove --blind")
+    if args.pictures and args.model_size not in (None, "small"):
+        raise UsageError(f"--model-size {args.model_size}: the model of --pictures has one size; remove --model-size")
     options = {name: getattr(args, name) for name in ("seed", "algo", "model_size") if getattr(args, name) is not None}
-    config = load_config(DemoConfig(**options), args.config, args.sets)
-    out = Path(args.out or f"runs/demo-{config.algo}-{config.seed}")
+    made = PicturesDemoConfig(blind=args.blind, **options) if args.pictures else DemoConfig(**options)
+    config = load_config(made, args.config, args.sets)
+    kind = "blind-" if args.blind else "pictures-" if args.pictures else ""
+    out = Path(args.out or f"runs/demo-{kind}{config.algo}-{config.seed}")
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
@@ -71,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(summary: DemoSummary) -> Table:
-    title = f"Held-out reward (exact answers), {summary.held_out['n']} tasks, seed {summary.seed}"
+    title = f"Held-out reward, {summary.held_out['n']} tasks, seed {summary.seed}"
     made = table("policy", "#sampled", "#greedy", "note", fold=("note",))
     made.title, made.title_justify = title, "left"
     for row in summary.scores:

@@ -375,13 +375,16 @@ def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
 
 
 def own_environment(identity: Identity) -> EnvironmentFactory | None:
-    """The calculator with the settings on the tape, where the tape was recorded in one; None for any other.
+    """A demo's environment with the settings on the tape, where the tape was recorded in one; None for any other.
 
     A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
     caller or the run's configuration names it.
     """
     from ..adapters.calculator import Calculator
+    from ..adapters.lamps import Lamps
 
+    if identity.cls == f"{Lamps.__module__}:{Lamps.__qualname__}":
+        return Lamps
     if current_path(identity.cls) != f"{Calculator.__module__}:{Calculator.__qualname__}":
         return None
     config: dict[str, Any] = {key: identity.config[key] for key in CALCULATOR_SETTINGS if key in identity.config}

@@ -21,7 +21,7 @@ from ..policies.player_config import TrainerConfig
 from ..policies.players import Team, lineage_of
 from ..policies.policy import load_policy
 from ..recipes import BrokenRecipes
-from ..run.demonstrations import DemoConfig
+from ..run.demonstrations import DemoConfig, PicturesDemoConfig
 from ..run.train_config import TrainConfig
 from ..run.training import Training
 from ..trainer.checkpoint import checkpoints
@@ -91,7 +91,7 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
     except (OSError, YamlProblem) as error:
         raise Unknown(f"{run / CONFIG} can't be read: {error}") from error
     if "demonstrations" in keys:
-        demo = _read(DemoConfig, run)
+        demo = _read(PicturesDemoConfig if "blind" in keys else DemoConfig, run)
         config, policy, base = demo.training(), demo.policy(), demo.model_name
     elif "engine" in keys and "loop" in keys:
         config = _on_present_devices(_read(TrainConfig, run))

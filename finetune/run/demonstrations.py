@@ -6,6 +6,9 @@ reward, greedy or sampled, can't come near 1 by a drift.
 
 It is a run of `train` whose model is drawn from the seed, and whose warm start imitates demonstrations that the demo
 records in the run itself. `controls` adds two runs on as many tokens, without the rewards that are claimed to teach.
+
+With pictures, a vision model learns which way the lamps at crossings say. The demonstrations go any way, so what a
+lamp's colour means is in the rewards alone.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -21,8 +25,9 @@ from ...agents import ChatAgent, Limits, Request, ScriptedEngine, rollout
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import run_all
 from ...agents.setup.engine_config import EmbeddedConfig
-from ...agents.setup.setup import SeedConfig
+from ...agents.setup.setup import LoadedSetup, SeedConfig
 from ...envs.adapters.calculator import Calculator, demonstrate, read_action, word_problems
+from ...envs.adapters.lamps import WAYS, Lamps, lamp_tasks, read_way
 from ...tapes import Sampling, Tape, Task
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
@@ -39,6 +44,7 @@ try:
 
     from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
     from ...agents.rendering.renderer import Renderer
+    from ...agents.vision.tiny_vision import save_tiny_vision
     from ..data.provenance import episode_of
     from ..data.rows import Row, rows
     from ..data.stream import Episode
@@ -46,7 +52,7 @@ try:
     from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from ..loop.warm_start import bring_in, warm_start
     from ..policies.player_config import TrainerConfig
-    from ..policies.policy import Policy
+    from ..policies.policy import Policy, load_policy
     from ..report.trackers import TrackedConfig
     from ..trainer.checkpoint import checkpoints
     from ..trainer.ranks import Ranks
@@ -141,6 +147,70 @@ class DemoConfig(SeedConfig, TrackedConfig):
         model = tiny_model(tokenizer, self.model_size, seed=self.seed, context=CONTEXT)
         return Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=CONTEXT)
 
+    def resolved(self) -> tuple[TrainConfig, LoadedSetup]:
+        """The same, with agent, environment and tasks."""
+        tasks = word_problems(self.tasks, self.seed)
+        return self.training().resolve(agent=calculator_agent(), env=calculator, tasks=tasks)
+
+    def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
+        """The task of each demonstration."""
+        n = self.demonstrations
+        # Other numbers than those of the word problems: with the same ones, a symbol would say what a word means.
+        symbols = word_problems((n + 1) // 2, self.seed + 10**9, symbols=True)
+        return [train_tasks[k % len(train_tasks)] if k % 2 else symbols[k // 2] for k in range(n)]
+
+    def demonstrate(self, request: Request) -> str:
+        """The next text of the demonstrator."""
+        heard = [m["content"] for m in request.messages if m["role"] == "user"]
+        return demonstrate(heard[0], heard[1:], random.Random(request.seed))
+
+
+class PicturesDemoConfig(DemoConfig):
+    """The settings of the demo with pictures."""
+
+    model_size: Literal["small"] = "small"  # pyright: ignore[reportIncompatibleVariableOverride]
+    blind: bool = False
+    """A control: each walk shows the lamps of another one."""
+    tasks: int = Field(default=1_000, ge=64)
+    held_out: int = Field(default=256, ge=16)
+    demonstrations: int = Field(default=1_280, ge=64)
+    warm: WarmStartConfig = WarmStartConfig(
+        updates=40,
+        batch=64,
+        optimiser=OptimiserConfig(lr=2e-3, schedule=Schedule(kind="cosine", warmup=10, total=40)),
+    )
+    loop: LoopConfig = LoopConfig(
+        updates=60,
+        groups=16,
+        group_size=16,
+        sampling=Sampling(max_tokens=2),
+        limits=Limits(turns=3, agent_seconds=120.0),
+        optimiser=OptimiserConfig(lr=5e-4),
+    )
+
+    def training(self) -> TrainConfig:
+        made = super().training()
+        # The tower begins with random weights, so it must learn too.
+        return made.model_copy(update={"trainer": made.trainer.model_copy(update={"freeze": "nothing"})})
+
+    def policy(self) -> Policy:
+        config = self.training()
+        with TemporaryDirectory() as folder:
+            save_tiny_vision(folder, "qwen2_5_vl", seed=self.seed, context=CONTEXT)
+            return load_policy(config.engine.model_copy(update={"model": folder}), config.trainer, self.seed)
+
+    def resolved(self) -> tuple[TrainConfig, LoadedSetup]:
+        walker = ChatAgent(parse=read_way, name="walker", misreads=0)
+        return self.training().resolve(
+            agent=walker, env=Lamps, tasks=lamp_tasks(self.tasks, self.seed, blind=self.blind)
+        )
+
+    def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
+        return [train_tasks[k % len(train_tasks)] for k in range(self.demonstrations)]
+
+    def demonstrate(self, request: Request) -> str:
+        return random.Random(request.seed).choice(list(WAYS))
+
 
 class DemoFailed(TapereelError, RuntimeError):
     """A part of the demo doesn't do what the demo relies on; names the part."""
@@ -207,10 +277,7 @@ class DemoRun(TrainingRun):
     """A run of `train` that records what it imitates, and runs the controls."""
 
     def __init__(self, config: DemoConfig, out: Path, controls: bool, progress: Progress) -> None:
-        setup = config.training().resolve(
-            agent=calculator_agent(), env=calculator, tasks=word_problems(config.tasks, config.seed)
-        )
-        super().__init__(*setup, out, progress, Ranks(), config.policy())
+        super().__init__(*config.resolved(), out, progress, Ranks(), config.policy())
         self.demo, self.controls = config, controls
         self.title = f"Tapereel demo: {config.algo}, seed {config.seed}"
         self.demos: dict[str, tuple[list[Row], Episode]] = {}
@@ -240,7 +307,7 @@ class DemoRun(TrainingRun):
         history = self.training.history
         if not self.demo.warm.updates and not checkpoints(history.directory):
             history.settle()  # the controls begin with these weights too
-        n, store, tasks = self.demo.demonstrations, self.directory.store, self._shown_tasks()
+        n, store, tasks = self.demo.demonstrations, self.directory.store, self.demo.shown(self.scene.train_tasks)
         have = {}
         for summary in store.summaries(split="demo", closed=True):
             tape = store.tape(summary.id, refresh=False)
@@ -263,19 +330,8 @@ class DemoRun(TrainingRun):
     def _keep(self, tape: Tape) -> None:
         self.demos[tape.id] = (rows(tape), episode_of(tape))
 
-    def _shown_tasks(self) -> list[Task]:
-        """The task of each demonstration."""
-        words, n = self.scene.train_tasks, self.demo.demonstrations
-        # Other numbers than those of the word problems: with the same ones, a symbol would say what a word means.
-        symbols = word_problems((n + 1) // 2, self.demo.seed + 10**9, symbols=True)
-        return [words[k % len(words)] if k % 2 else symbols[k // 2] for k in range(n)]
-
     async def _record(self, missing: list[int], have: dict[int, str], tasks: list[Task]) -> None:
-        def policy(request: Request) -> str:
-            heard = [m["content"] for m in request.messages if m["role"] == "user"]
-            return demonstrate(heard[0], heard[1:], random.Random(request.seed))
-
-        engine = ScriptedEngine(policy, renderer=self.policy.renderer)
+        engine = ScriptedEngine(self.demo.demonstrate, renderer=self.policy.renderer)
 
         async def record(k: int) -> None:
             tape = await rollout(

@@ -11,7 +11,7 @@ from tapereel.agents import Limits
 from tapereel.finetune.history.history import History
 from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 from tapereel.finetune.policies.players import Team
-from tapereel.finetune.run.demonstrations import DemoConfig
+from tapereel.finetune.run.demonstrations import DemoConfig, PicturesDemoConfig
 from tapereel.finetune.run.training import Training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling, Status
@@ -41,6 +41,15 @@ MICRO = DemoConfig(
         changes={"regulariser": [{"kind": "entropy", "coefficient": 0.05}]},
     ),
 )
+
+PICTURED = PicturesDemoConfig(
+    tasks=64,
+    held_out=16,
+    demonstrations=64,
+    warm=MICRO.warm,
+    loop=MICRO.loop.model_copy(update={"sampling": Sampling(max_tokens=2)}),
+)
+"""The same with pictures."""
 
 
 def closed_tapes(path: Path) -> dict[str, str]:
@@ -85,11 +94,11 @@ def assert_sound(path: Path, kept: dict[str, str], lineage: str) -> None:
     store.close()
 
 
-def assert_reproduced(path: Path, fresh: Path, lineage: str) -> None:
+def assert_reproduced(path: Path, fresh: Path, lineage: str, config: DemoConfig = MICRO) -> None:
     """The final weights are those that the `use` records make of the base weights, bit for bit."""
     torch.set_num_threads(1)
     store = Store.open(path, cache=False)
-    history = history_of(store, fresh, lineage)
+    history = history_of(store, fresh, lineage, config)
     base = weights_digest(copied_weights(history.model))
     assert history.restore() == WARM + UPDATES, "from the base weights: there is no checkpoint here"
     found = weights_digest(copied_weights(history.model))
@@ -103,8 +112,8 @@ def assert_reproduced(path: Path, fresh: Path, lineage: str) -> None:
     store.close()
 
 
-def history_of(store: Store, fresh: Path, lineage: str) -> History:
+def history_of(store: Store, fresh: Path, lineage: str, config: DemoConfig = MICRO) -> History:
     """The demo's history with the base weights, in a directory without checkpoints."""
     fresh.mkdir()
     directory = RunDir(fresh, Results(lineage=lineage), store, resumed=True)
-    return Training(MICRO.training(), directory, MICRO.policy(), Team()).history
+    return Training(config.training(), directory, config.policy(), Team()).history

@@ -20,10 +20,10 @@ import pytest
 from tapereel.tapes.common.config import dump_config
 from tapereel.tapes.store.store import Store
 
-from .micro import MICRO, assert_reproduced, assert_sound, closed_tapes
+from .micro import MICRO, PICTURED, assert_reproduced, assert_sound, closed_tapes
 
 KILLS = 7
-"""Of each run; three runs."""
+"""Of each run."""
 BYTES = 240_000
 """A process is killed within this many bytes of tapes; the whole run writes about 1.5 MB, with controls twice that."""
 
@@ -73,18 +73,20 @@ def lived(process: subprocess.Popen[str], condition: Callable[[], bool]) -> bool
 
 @pytest.mark.kill
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_demo_that_is_killed_and_resumed(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "options"), [(0, []), (1, []), (2, ["--controls"]), pytest.param(3, ["--pictures"], id="pictures")]
+)
+def test_a_demo_that_is_killed_and_resumed(tmp_path: Path, seed: int, options: list[str]) -> None:
     rng = random.Random(seed)
     run = tmp_path / "run"
-    (tmp_path / "micro.yaml").write_text(dump_config(MICRO))
-    options = ["--controls"] if seed == 2 else []
+    config = PICTURED if options == ["--pictures"] else MICRO
+    (tmp_path / "micro.yaml").write_text(dump_config(config))
     kept: dict[str, str] = {}
     kills = 0
     while kills < KILLS:
         resume = ["--resume"] if (run / "config.yaml").exists() else []
         process = start(tmp_path, *options, *resume)
-        if lived(process, moment(run, rng, 1 + len(options))):
+        if lived(process, moment(run, rng, 2 if options == ["--controls"] else 1)):
             break
         kills += 1
         assert process.returncode == -9, (tmp_path / "log").read_text()[-3000:]
@@ -97,8 +99,8 @@ def test_a_demo_that_is_killed_and_resumed(tmp_path: Path, seed: int) -> None:
     assert summary["held_out"]["after"] is not None
     lineage = json.loads((run / "results.json").read_text())["lineage"]
     assert_sound(run, kept, lineage)
-    assert_reproduced(run, tmp_path / "fresh", lineage)
-    if options:
+    assert_reproduced(run, tmp_path / "fresh", lineage, config)
+    if options == ["--controls"]:
         assert set(summary["controls"]) == {"sft", "shuffled"}
         for name in summary["controls"]:
             store = Store.open(run / "controls" / name, cache=False)
