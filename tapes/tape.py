@@ -479,7 +479,9 @@ class Tape(Sequence[Step]):
         picture = log.shown.get(name) or next((p for step in self for p in pictures_of(step) if p.name == name), None)
         if picture is not None and picture.data is not None:
             return picture.data
-        if picture is None and not any(name in call.media for _, call in log.call_order):
+        # A step whose class this process hasn't imported has no fields of type Picture; the places name its pictures.
+        named = ((call.media, *(place.media for place in call.places)) for _, call in log.call_order)
+        if picture is None and not any(name in media for names in named for media in names):
             if log.parent is not None:
                 return log.parent.picture(name)
             raise BadPicture(f"tape {self.id} shows no picture {name[:80]!r}: show it in a step first")

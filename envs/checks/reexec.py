@@ -42,6 +42,7 @@ from ...tapes.records import Identity
 from ...tapes.status import trains
 from ...tapes.steps import Unknown
 from ...tapes.store.run_directory import recorded_settings
+from ..adapters.lamps import Lamps
 from ..environment import (
     AnyEnvironment,
     Environment,
@@ -381,7 +382,6 @@ def own_environment(identity: Identity) -> EnvironmentFactory | None:
     caller or the run's configuration names it.
     """
     from ..adapters.calculator import Calculator
-    from ..adapters.lamps import Lamps
 
     if identity.cls == f"{Lamps.__module__}:{Lamps.__qualname__}":
         return Lamps
