@@ -30,10 +30,6 @@ class MediaFiles(Protocol):
         """The bytes of a reference. Blocks."""
         ...
 
-    def file(self, name: str, /) -> bytes:
-        """The bytes of the file with this name. Blocks."""
-        ...
-
 
 class Journal(Protocol):
     """An ordered, append-only sink of record bodies."""

@@ -164,7 +164,7 @@ class Conversations:
             messages=tuple(pending.request.messages[keep:]),
             media=self._recorder.asked_in(pending.request.messages[keep:]),
             prompt=rendered.new,
-            places=rendered.new_places,
+            places=tuple(place for place in rendered.places if place.offset >= rendered.keep),
             completion=ids,
             logprobs=completion.logprobs,
             spans=completion.spans,
@@ -204,11 +204,7 @@ class Conversations:
         """Record text that the agent wrote without a model. Returns the id of the call."""
         call = self._recorder.new_call_id()
         request = Request(
-            messages=messages,
-            prompt=rendered.ids if rendered is not None else None,
-            places=rendered.places if rendered is not None else (),
-            sampling=Sampling(),
-            seed=0,
+            messages=messages, prompt=rendered.ids if rendered is not None else None, sampling=Sampling(), seed=0
         )
         # Without token ids the function calls are part of the step alone.
         calls = reply.get("tool_calls") if rendered is not None else None

@@ -22,7 +22,7 @@ from pydantic import BaseModel, JsonValue
 
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
 from ...tapes.common.run_async import GRACE
-from ...tapes.messages import said
+from ...tapes.messages import image_of, said
 from ...tapes.records import Attempt
 from ...tapes.steps import content_parts
 from ..engines.engine import (
@@ -169,11 +169,10 @@ class LLM:
             raise ValueError(f"agent {path!r} asks a model, but the rollout has no engine: pass `engine=` to rollout")
         await self._check_limits()
         asked = messages if messages is not None else tape.messages(system)
-        if self.recorder.shown:
+        if self.recorder.shown or (self.engine.renderer is not None and sees(self.engine)):
             self._check_sight(asked)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         rendered = self._render(path, conversation, asked, schemas)
-        self._check_shown(rendered)
         self.asked += 1
         rendered, sampling = self._fit(sampling or self.sampling, temperature, max_tokens, rendered)
         call = self.recorder.new_call_id()
@@ -332,24 +331,20 @@ class LLM:
     # Inside
 
     def _check_sight(self, messages: Sequence[Message]) -> None:
-        """RenderFailed where the messages hold a picture and the engine can't see."""
+        """RenderFailed where the messages hold a picture and the engine can't see, or a part that a text wrote."""
         assert self.engine is not None
-        if sees(self.engine):
-            return
+        blind, renderer = not sees(self.engine), self.engine.renderer
         for part in (part for message in messages for part in content_parts(message)):
             picture = self.recorder.shown.get(str(part.get("media")))
-            if picture is not None:
+            if blind and picture is not None:
                 raise RenderFailed(
                     f"the engine {self.engine.name!r} can't see, and the prompt holds {picture}: use a hosted model "
-                    "that takes pictures (engine.kind: litellm), or an environment that shows text"
+                    "that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
                 )
-
-    def _check_shown(self, rendered: Rendered | None) -> None:
-        """RenderFailed where a part of the messages names a file that the tape doesn't show: a text wrote the part."""
-        for place in rendered.places if rendered is not None else ():
-            name = next((name for name in place.media if name not in self.recorder.shown), None)
-            if name is not None:
-                raise RenderFailed(f"the messages name the picture {name[:80]!r}, which no step shows: show it in one")
+            if renderer is not None and part.get("type") == "image" and (not picture or part != image_of(picture)):
+                raise RenderFailed(
+                    f"the part {part!r:.200} is not that of a picture which a step shows: show it in a step"
+                )
 
     async def _check_limits(self) -> None:
         if self._closed:

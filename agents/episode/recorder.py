@@ -30,7 +30,7 @@ class Recorder:
         for entry in self.log.entries:  # of a fork's parent, whose files are in this run
             self.shown.update({picture.name: picture for picture in pictures_of(entry.step)})
         if journal is not None:
-            self.log.file = journal.media.file
+            self.log.file = lambda name: journal.media.get(f"media:{name}")
             journal.append(body)
 
     @property

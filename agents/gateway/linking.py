@@ -19,11 +19,12 @@ import hashlib
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ...tapes import Call, Tape
+from ...tapes.places import Place, keys
 from ...tapes.records import Label
 
 Use = Literal["agent", "auxiliary", "discarded"]
@@ -131,15 +132,19 @@ def _adopt(parent: _Node, child: _Node, asked: str) -> None:
 
 
 def _delta(call: Call) -> str:
-    return _digest(call.prompt) if call.prompt is not None else json.dumps(call.messages)
+    places = [place.moved(-call.keep) for place in call.places]
+    return _digest(call.prompt, places) if call.prompt is not None else json.dumps(call.messages)
 
 
 def _whole(tape: Tape, call: Call) -> str:
-    return _digest(tape.call_prompt(call)) if call.prompt is not None else json.dumps(tape.call_messages(call))
+    if call.prompt is None:
+        return json.dumps(tape.call_messages(call))
+    return _digest(tape.call_prompt(call), tape.call_places(call))
 
 
-def _digest(ids: array[int]) -> str:
-    return hashlib.sha256(ids.tobytes()).hexdigest()
+def _digest(ids: array[int], places: Sequence[Place], start: int = 0, end: int | None = None) -> str:
+    """The hash of ids[start:end] and of the pictures among them: equal ids with another picture have another."""
+    return hashlib.sha256(keys(ids, places)[start:end].tobytes()).hexdigest()
 
 
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
@@ -152,16 +157,16 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
     """Number of tokens -> digest of prompt and completion -> the call; of calls with equal tokens, the last."""
     for node in with_ids:
         whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
-        known[len(whole)][_digest(whole)] = node
+        known[len(whole)][_digest(whole, tape.call_places(node.call))] = node
     for root in roots:
         if root.call.prompt is None:
             continue
-        prompt = tape.call_prompt(root.call)
-        found = (known[n].get(_digest(prompt[:n])) for n in sorted(known, reverse=True) if n <= len(prompt))
+        prompt, places = tape.call_prompt(root.call), tape.call_places(root.call)
+        found = (known[n].get(_digest(prompt, places, end=n)) for n in sorted(known, reverse=True) if n <= len(prompt))
         parent = next((node for node in found if node is not None), None)
         if parent is not None:
             length = tape.log.prompt_length(parent.call) + len(parent.call.completion or ())
-            _adopt(parent, root, _digest(prompt[length:]))
+            _adopt(parent, root, _digest(prompt, places, length))
             late[root.call.call] = parent.call.call
 
 

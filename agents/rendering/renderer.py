@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
 """Unicode noncharacters. One of them replaces the text of answers where that text must not matter."""
 
-__all__ = ["Authored", "NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
+__all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,11 +102,6 @@ class Rendered:
     places: tuple[Place, ...] = ()
     """As `Track.places`."""
 
-    @property
-    def new_places(self) -> tuple[Place, ...]:
-        """The places in `new`; offsets count in `ids`."""
-        return tuple(place for place in self.places if place.offset >= self.keep)
-
     def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
         """The prompt without what is beyond its first or last `tokens` tokens; a picture across the cut goes whole."""
         start, end = (0, tokens) if keep == "start" else (max(len(self.ids) - tokens, 0), len(self.ids))
@@ -118,15 +113,6 @@ class Rendered:
         split = None if self.base is None or kept == len(self.base.ids) else "the prompt was cut"
         cut = self.cut + len(self.ids) - len(ids)
         return replace(self, ids=ids, places=places, keep=kept, new=ids[kept:], split=self.split or split, cut=cut)
-
-
-class Authored(NamedTuple):
-    """The tokens of an answer that no model sampled."""
-
-    prompt: array[int]
-    completion: array[int]
-    places: tuple[Place, ...]
-    """Which prompt ids stand for pictures, in order."""
 
 
 class Renderer:
@@ -189,7 +175,7 @@ class Renderer:
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
         text = self._template.render(marked, marked_tools)
-        pictures = self._pictures_of(messages, marked, marked_tools, text)
+        pictures = self._pictures_of(messages, text)
         tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
@@ -289,10 +275,10 @@ class Renderer:
 
     def authored(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, JsonValue]] | None = None
-    ) -> Authored:
-        """The tokens of an answer that no model sampled."""
+    ) -> tuple[array[int], array[int], tuple[Place, ...]]:
+        """(prompt ids, completion ids, pictures of the prompt) of an answer that no model sampled."""
         rendered = self.prompt(messages, tools)
-        return Authored(rendered.ids, self.completion(rendered, reply), rendered.places)
+        return rendered.ids, self.completion(rendered, reply), rendered.places
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of a completion without its turn-ending tokens; other control tokens are spelled out."""
@@ -342,18 +328,13 @@ class Renderer:
         content = message.get("content")
         if isinstance(content, list):
             for part in content_parts(message):
-                if part.get("type") != "text" and (self.pictures is None or part.get("type") != "image"):
-                    known = "text only" if self.pictures is None else "parts of the types 'text' and 'image'"
+                image = part.get("type") == "image" and part.keys() >= {"media", "width", "height"}
+                if part.get("type") != "text" and (self.pictures is None or not image):
+                    known = "text only" if self.pictures is None else "texts, and pictures with media, width and height"
                     raise RenderError(
-                        f"message {index} ({role}) has a part of type {part.get('type')!r}; this renderer takes {known}"
+                        f"message {index} ({role}) has a part of type {part.get('type')!r} ({part!r:.200}); this "
+                        f"renderer takes {known}"
                     )
-                sides = part.get("width"), part.get("height")
-                if _is_image(part) and not (isinstance(part.get("media"), str) and all(type(n) is int for n in sides)):
-                    raise RenderError(
-                        f"message {index} ({role}) has a part {part!r:.200} without a picture's name and size: show "
-                        "the picture in a step, whose messages have such parts"
-                    )
-            message = {**message, "content": [PLACE if _is_image(part) else part for part in content]}
         if len(message) == 2 and isinstance(content, str):
             text = self._codec.mark(content, f"message {index} ({role})", only)
             return message if text is content else {"role": role, "content": text}
@@ -371,28 +352,20 @@ class Renderer:
         inside = {self._codec.token(id) for id in pictures.expand(64, 64).ids}
         return {*self._codec.controls(text)} | (inside & self._codec.special)
 
-    def _pictures_of(
-        self, messages: tuple[Message, ...], marked: tuple[Message, ...], marked_tools: Any, text: str
-    ) -> list[Message]:
+    def _pictures_of(self, messages: tuple[Message, ...], text: str) -> list[Message]:
         """The parts that name the pictures of the messages. RenderError where `text`, the template's rendering, doesn't
-        have one place for each: whatever content spells the marker is split by a mark."""
+        have one place for each. Whatever content spells the marker is split by a mark."""
         if self.pictures is None:
             return []
-        found = [[part for part in content_parts(message) if _is_image(part)] for message in messages]
-        parts = [part for some in found for part in some]
-        marker = self.pictures.marker
-        if text.count(marker) == len(parts):
-            return parts
-        roles = []
-        for i, some in enumerate(found):
-            bare = [part for part in marked[i]["content"] if not _is_image(part)] if some else []
-            without = [*marked[:i], {**marked[i], "content": bare or ""}, *marked[i + 1 :]]
-            if some and text.count(marker) - self._template.render(without, marked_tools).count(marker) != len(some):
-                roles.append(f"message {i} ({marked[i].get('role')})")
-        raise RenderError(
-            f"the chat template writes {text.count(marker)} places for {len(parts)} pictures: it drops or repeats "
-            f"those of {', '.join(roles) or 'some'}. Show pictures in messages of the user, or load another template"
-        )
+        found = [(i, part) for i, m in enumerate(messages) for part in content_parts(m) if part.get("type") == "image"]
+        written = text.count(self.pictures.marker)
+        if written != len(found):
+            among = dict.fromkeys(f"message {i} ({messages[i].get('role')})" for i, _ in found)
+            raise RenderError(
+                f"the chat template writes {written} places for {len(found)} pictures ({', '.join(among)}): it drops "
+                "or repeats some. Show pictures in messages of the user, or load another template"
+            )
+        return [part for _, part in found]
 
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
         """(ids with each marker replaced by the tokens of its picture, their places). The markers are those of the last
@@ -477,10 +450,6 @@ class Renderer:
         if found < 0:
             return None, "the end of the last answer can't be found in the template's text"
         return rest[found if ended is None else found + len(closing) :], None
-
-
-def _is_image(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "image"
 
 
 def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) -> int:

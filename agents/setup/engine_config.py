@@ -9,6 +9,7 @@ import inspect
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
@@ -58,6 +59,13 @@ class RendererConfig(Config):
             template_kwargs=self.template_kwargs,
             end_tokens=self.end_tokens,
         )
+
+    def load(self, folder: str | Path) -> Renderer:
+        """Create the renderer of the model in `folder`, which may hold the tokenizer alone."""
+        from ..engines.embedded.pretrained import load_pictures, load_tokenizer
+
+        tokenizer = load_tokenizer(folder)
+        return self.make(tokenizer, load_pictures(folder, tokenizer))
 
 
 class ComputeConfig(Config):
@@ -342,9 +350,7 @@ def _hosted(config: LiteLLMConfig) -> Engine:
 def _scripted(config: ScriptedConfig) -> ScriptedEngine:
     renderer = None
     if config.tokenizer is not None:
-        from ..engines.embedded.pretrained import load_tokenizer
-
-        renderer = config.renderer.make(load_tokenizer(config.tokenizer))
+        renderer = config.renderer.load(config.tokenizer)
     return ScriptedEngine(_policy(config), renderer=renderer)
 
 

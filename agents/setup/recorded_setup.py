@@ -48,11 +48,10 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | 
     folder = folder or tokenizer_folder(run)
     if folder is None:
         return None
-    from ..engines.embedded.pretrained import load_tokenizer
     from .engine_config import RendererConfig
 
     recorded = (recorded_settings(run).get("engine") or {}).get("renderer") or {}
-    return RendererConfig.model_validate(recorded).make(load_tokenizer(folder))
+    return RendererConfig.model_validate(recorded).load(folder)
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:

@@ -96,9 +96,7 @@ def renderer_of(config: AnyEngineConfig) -> Renderer | None:
     folder = config.tokenizer if isinstance(config, ScriptedConfig) else config.model
     if folder is None:
         return None
-    from ..engines.embedded.pretrained import load_tokenizer
-
-    return config.renderer.make(load_tokenizer(folder))
+    return config.renderer.load(folder)
 
 
 def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> None:

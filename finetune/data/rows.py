@@ -219,8 +219,7 @@ def _tokens_of(
             f"call {call.call} of tape {tape.id} shows pictures to the model, and the model that will be trained can't "
             "see: train a vision model, leave the tape out, or record the task with text"
         )
-    found = renderer.authored(messages, call.reply, tape.call_tools(call))
-    return found.prompt, found.completion, found.places
+    return renderer.authored(messages, call.reply, tape.call_tools(call))
 
 
 def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:

@@ -484,7 +484,8 @@ def _differing_machine(use: Use, again: Use) -> str:
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
-    """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks."""
+    """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks,
+    and the image processor of a model that sees."""
     device = next(trainer.model.parameters()).device
     chip = (
         torch.cuda.get_device_name(device)
@@ -499,6 +500,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
         "device": device.type,
         "chip": chip,
         "ranks": trainer.ranks.size,
+        **({"processor": trainer.vision.hash} if trainer.vision is not None else {}),
     }
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from ...agents.engines.embedded.pretrained import load_tokenizer
 from ...agents.rendering.renderer import Renderer
+from ...agents.setup.engine_config import RendererConfig
 from ...agents.setup.recorded_setup import tokenizer_folder
 from ...envs.rewards.relative import training_reward
 from ...tapes import NotATape, Tape
@@ -372,10 +372,9 @@ def token_reader(
     if folder is None:
         log.warning("the run has no tokenizer, so tokens are shown as numbers: name its folder by --tokenizer DIR")
         return None, None
-    tokenizer = load_tokenizer(folder)
-    renderer = Renderer(tokenizer)
+    renderer = RendererConfig().load(folder)
     recorded = {tape.begin.versions.get("tokenizer") for tape in tapes} - {None}
     if recorded - {renderer.tokenizer_hash}:
         log.warning("tokens are shown as numbers: the tokenizer in %s is not the tokenizer of these tapes", folder)
         return None, None
-    return lambda token: str(tokenizer.decode([token])), renderer
+    return lambda token: renderer.spell([token]), renderer

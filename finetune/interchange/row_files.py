@@ -123,10 +123,9 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
     """The renderer of the tokenizer in a folder."""
     if tokenizer is None:
         return None
-    from ...agents.engines.embedded.pretrained import load_tokenizer
-    from ...agents.rendering.renderer import Renderer
+    from ...agents.setup.engine_config import RendererConfig
 
-    return Renderer(load_tokenizer(tokenizer))
+    return RendererConfig().load(tokenizer)
 
 
 def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:

@@ -15,6 +15,7 @@ from ...agents.episode.seeds import derive_seed
 from ...tapes import Tape
 from ...tapes.errors import UsageError
 from ...tapes.records import Status, Tokens
+from ...tapes.store.media import references
 from ...tapes.store.store import Store
 from ..history.history import History, Plan, Source
 from ..history.loop_config import WarmStartConfig
@@ -82,6 +83,8 @@ def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set
     # A fork holds only its own turns: its parent must be in the store first.
     if parent is not None and parent.tape not in there:
         _copy(source.tape(parent.tape, refresh=False), source, into, renderer, there)
+    for name in sorted({name for body in tape.bodies for name in references(body)}):
+        into.media.put(source.media.get(f"media:{name}"), Path(name).suffix)
     for body in tape.bodies:
         into.writer.append(body)
     for layer in [*tape.layers, *_missing_tokens(tape, renderer)]:
@@ -95,8 +98,11 @@ def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
     made = []
     for call in tape.calls:
         if call.completion is None and call.call not in layered and call.finish != "error":
-            found = renderer.authored(tape.call_messages(call), call.reply)
-            made.append(Tokens(tape=tape.id, call=call.call, tokenizer=renderer.hash, **found._asdict()))
+            ids, said, places = renderer.authored(tape.call_messages(call), call.reply, tape.call_tools(call))
+            layer = Tokens(
+                tape=tape.id, call=call.call, prompt=ids, places=places, completion=said, tokenizer=renderer.hash
+            )
+            made.append(layer)
     return made
 
 

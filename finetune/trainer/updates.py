@@ -10,6 +10,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 import torch
 from torch import Tensor, nn
 
+from ...agents.vision.vision import Vision
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
 from ..objective import Sums
@@ -159,6 +160,7 @@ class PolicyTrainer(ABC):
     ranks: Ranks
     others: Mapping[str, OtherModel]
     """`reference` and `teacher`, as far as there are any."""
+    vision: Vision | None
     lr: float
     schedule: Schedule
     steps: int

@@ -62,10 +62,6 @@ class Media:
             raise Corrupt(f"{self.folder / name} does not have the bytes of its name; restore the file from a copy")
         return data
 
-    def file(self, name: str) -> bytes:
-        """As `get`, by the file's name."""
-        return self.get(f"media:{name}")
-
     def names(self) -> list[str]:
         """The complete media files."""
         try:

@@ -364,7 +364,7 @@ class Store:
             line.append(self._read(above.tape, above.records))
         found: Tape | None = None
         for bodies, layers in reversed(line):
-            found = Tape.of(bodies, layers=layers, parent=found, file=self.media.file)
+            found = Tape.of(bodies, layers=layers, parent=found, file=lambda name: self.media.get(f"media:{name}"))
         assert found is not None
         return found
 

@@ -151,27 +151,29 @@ class _Pictures:
     def add(self, record: Begin | StepRecord | Call) -> list[str]:
         """Sentences on what doesn't agree."""
         if isinstance(record, Begin):
-            if record.parent is None or record.parent.tape in self._shown:
-                self._shown[record.tape] = set(self._shown[record.parent.tape]) if record.parent is not None else set()
+            above = self._shown.get(record.parent.tape) if record.parent is not None else ()
+            if above is not None:
+                self._shown[record.tape] = set(above)
             return []
         shown = self._shown.get(record.tape)
-        if shown is None:
-            return []
-        shown |= set(record.media)
-        if isinstance(record, StepRecord):
+        if shown is not None:
+            shown.update(record.media)
+        if shown is None or isinstance(record, StepRecord):
             return []
         asked, places = self._calls.get(record.base or "", ([], []))
         asked = [one for one in asked if one[0] < record.keep_messages]
         places = [place for place in places if place.end <= record.keep] + list(record.places)
         for i, message in enumerate(record.messages, record.keep_messages):
             asked += [(i, str(part.get("media"))) for part in content_parts(message) if part.get("type") == "image"]
-        if asked or places:
-            self._calls[record.call] = asked, places
+        if (not asked and not places) or record.prompt is None:
+            return []
+        self._calls[record.call] = asked, places
         read, names = [name for _, name in asked], [name for place in places for name in place.media]
-        found = [f"the picture {name[:80]}, which no step shows" for name in names if name not in shown]
-        if record.prompt is not None and not record.cut and read != names:
-            found.append(f"the pictures {names} in its prompt, and {read} in its messages")
-        return [f"call {record.call} has {sentence}" for sentence in found]
+        if shown.issuperset(names) and (read == names or record.cut):
+            return []
+        return [
+            f"call {record.call} has the pictures {names} in its prompt, {read} in its messages, {sorted(shown)} shown"
+        ]
 
 
 class _Pins:

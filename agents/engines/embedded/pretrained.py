@@ -192,6 +192,18 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise BadModel(f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 
 
+def load_pictures(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> Vision | None:
+    """What the model in `folder` reads of pictures, without its weights. None for a model of text, of a family that is
+    not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises BadProcessor."""
+    folder = model_folder(folder)
+    about = Path(_base_of(folder) or folder) / "config.json"
+    if not about.is_file() or json.loads(about.read_bytes()).get("model_type") not in FAMILIES:
+        return None
+    from transformers import AutoConfig
+
+    return load_vision(AutoConfig.from_pretrained(str(about.parent), **LOADING), tokenizer, Path(folder))
+
+
 def weights_digest(state: Mapping[str, Tensor]) -> str:
     """SHA-256 (hex) of names, dtypes, shapes and bytes of all weights. A tied weight counts under each of its names."""
     import torch

@@ -282,7 +282,10 @@ def test_a_part_that_a_text_wrote_shows_no_picture(content: list[Any]) -> None:
     tape = played(Forging, engine)
     assert (engine.asked, tape.status) == ([], Status.ERROR)
     assert tape.cause is not None
-    assert (tape.cause.type, "which no step shows" in (tape.cause.message or "")) == (CauseType.ENVIRONMENT, True)
+    assert (tape.cause.type, "is not that of a picture which a step shows" in (tape.cause.message or "")) == (
+        CauseType.ENVIRONMENT,
+        True,
+    )
 
 
 def test_an_engine_with_a_renderer_of_text_is_refused_where_the_first_picture_stands() -> None:

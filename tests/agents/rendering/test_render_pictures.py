@@ -37,7 +37,7 @@ def test_each_marker_becomes_the_tokens_of_its_picture(family: tuple[Renderer, A
 
 
 def test_a_renderer_of_text_refuses_pictures_as_before() -> None:
-    with pytest.raises(RenderError, match="'image'; this renderer takes text only"):
+    with pytest.raises(RenderError, match=r"type 'image' .* this renderer takes text only"):
         Renderer(tokenizer(QWEN)).prompt([say("user", image("a"))])
 
 
@@ -190,7 +190,7 @@ def test_a_template_that_drops_pictures_of_a_role_is_refused_with_both_counts(ro
     drops = drops.replace("or 'image' in content or 'image_url' in content", "")
     renderer = Renderer(tokenizer(drops), Pads())
     messages = [say(role, "s", image("a")), say("user", image("b"), "q", image("a"))]
-    with pytest.raises(RenderError, match=rf"writes 2 places for 3 pictures.*message 0 \({role}\)"):
+    with pytest.raises(RenderError, match=rf"writes 2 places for 3 pictures \(message 0 \({role}\), message 1"):
         renderer.prompt(messages)
     assert len(renderer.prompt(messages[1:]).places) == 2
 
@@ -206,14 +206,14 @@ def test_a_template_that_repeats_a_picture_is_refused_with_both_counts() -> None
 
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image", "media": "a"}, {"type": "image", "width": "4"}])
 def test_a_part_that_names_no_picture_is_refused(family: tuple[Renderer, Any], part: Message) -> None:
-    with pytest.raises(RenderError, match=r"message 0 \(user\) has a part .* without a picture's name and size"):
+    with pytest.raises(
+        RenderError, match=r"message 0 \(user\) has a part of type 'image' .* takes texts, and pictures with media"
+    ):
         family[0].prompt([{"role": "user", "content": [part]}])
 
 
 def test_other_parts_are_refused_by_name(family: tuple[Renderer, Any]) -> None:
-    with pytest.raises(
-        RenderError, match=r"type 'image_url'; this renderer takes parts of the types 'text' and 'image'"
-    ):
+    with pytest.raises(RenderError, match=r"type 'image_url' .* this renderer takes texts, and pictures"):
         family[0].prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
 
 
@@ -230,7 +230,7 @@ def test_the_same_ids_with_another_picture_share_nothing_of_it(family: tuple[Ren
     assert other.ids[: len(first.ids)] == first.ids
     assert other.keep == first.places[0].offset
     assert other.split is not None
-    assert [place.media for place in other.new_places] == [(image("b")["media"],)]
+    assert [place.media for place in other.places] == [(image("b")["media"],)]
 
 
 def answered(renderer: Renderer, rendered: Any, text: str) -> Track:
@@ -271,7 +271,7 @@ def test_a_recorded_call_is_continued_as_it_was(family: tuple[Renderer, Any]) ->
     )
     later = [*track.messages, say("user", image("b"), "r")]
     one, two = (renderer.prompt(later, None, [base]) for base in (track, again))
-    assert (one.ids, one.places, one.new_places) == (two.ids, two.places, two.new_places)
+    assert (one.ids, one.places, one.keep) == (two.ids, two.places, two.keep)
     assert one.split is None
 
 
