@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
-from ...vision.families import family_of
+from ...vision.families import FAMILIES, family_of
 from ...vision.family import UnsupportedVision, prove_vision
 
 if TYPE_CHECKING:
@@ -194,14 +194,15 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 
 def load_pictures(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> Vision | None:
     """What the model in `folder` reads of pictures, without its weights. None for a model of text, of a family that is
-    not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises BadProcessor."""
+    not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises UnsupportedVision."""
     folder = model_folder(folder)
     about = Path(_base_of(folder) or folder) / "config.json"
     if not about.is_file() or json.loads(about.read_bytes()).get("model_type") not in FAMILIES:
         return None
     from transformers import AutoConfig
 
-    return load_vision(AutoConfig.from_pretrained(str(about.parent), **LOADING), tokenizer, Path(folder))
+    config = AutoConfig.from_pretrained(str(about.parent), **LOADING)
+    return FAMILIES[config.model_type](config, tokenizer, folder)
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:

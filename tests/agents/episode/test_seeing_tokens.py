@@ -16,6 +16,8 @@ from tapereel.agents.engines.engine import Completion, Request
 from tapereel.agents.episode.limits import Limits
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
+from tapereel.agents.setup.engine_config import RendererConfig
+from tapereel.agents.vision.tiny_vision import byte_tokenizer, save_tiny_vision
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, BadPicture, CauseType, NotATape, Picture, Status, Tape
@@ -292,3 +294,18 @@ def test_an_engine_with_a_renderer_of_text_is_refused_where_the_first_picture_st
     tape = played(engine=ScriptedEngine(["1"], renderer=Renderer(tokenizer(QWEN))))
     assert tape.cause is not None
     assert "can't see" in (tape.cause.message or "")
+
+
+def test_the_renderer_of_a_folder_sees_where_its_model_does(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path / "seeing")
+    byte_tokenizer(("<|image_pad|>",), "<|image_pad|>").save_pretrained(tmp_path / "blind")
+    seeing, blind = (RendererConfig().load(tmp_path / name) for name in ("seeing", "blind"))
+    assert blind.pictures is None
+    assert seeing.pictures is not None
+    tape = played(engine=Babbler(seeing))
+    assert tape.status is Status.FINISHED, tape.cause
+    assert tape.begin.versions["processor"] == seeing.pictures.hash
+    again = RendererConfig().load(tmp_path / "seeing")
+    assert run_async(replay(tape, Player(), renderer=again)).outcome == "verified"
+    (row,) = rows(tape)
+    assert [place.grid for place in row.places] == [seeing.pictures.expand(40, 30).grid] * 3
