@@ -17,7 +17,7 @@ from tapereel.agents.episode.limits import Limits
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
 from tapereel.agents.setup.engine_config import RendererConfig
-from tapereel.agents.vision.tiny_vision import byte_tokenizer, save_tiny_vision
+from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.envs import Environment, Outcome
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, BadPicture, CauseType, NotATape, Picture, Status, Tape
@@ -298,7 +298,7 @@ def test_an_engine_with_a_renderer_of_text_is_refused_where_the_first_picture_st
 
 def test_the_renderer_of_a_folder_sees_where_its_model_does(tmp_path: Path) -> None:
     save_tiny_vision(tmp_path / "seeing")
-    byte_tokenizer(("<|image_pad|>",), "<|image_pad|>").save_pretrained(tmp_path / "blind")
+    tokenizer(QWEN).save_pretrained(tmp_path / "blind")
     seeing, blind = (RendererConfig().load(tmp_path / name) for name in ("seeing", "blind"))
     assert blind.pictures is None
     assert seeing.pictures is not None
