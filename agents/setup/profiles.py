@@ -34,6 +34,10 @@ class Shape(NamedTuple):
     feed: int
     vocabulary: int
     drops: bool
+    tower: int = 0
+    """Weights of a vision model's tower, without the projector; part of `body`."""
+    seen: tuple[int, int] = (0, 0)
+    """(layers, width) of the tower."""
 
 
 def shape_of(model: str | None) -> Shape | None:
@@ -61,7 +65,11 @@ def shape_of(model: str | None) -> Shape | None:
         body = sum(prod(one["shape"]) for name, one in stored.items() if not others.match(name))
         body = body or layers * (2 * width * (queries + keys) + 3 * width * feed + 2 * width) + width
         drops = any(value for name, value in about.items() if "drop" in name)
-        return Shape(body, body + tables, layers, width, heads, queries, keys, feed, vocabulary, drops)
+        inside = re.compile(r"(model\.)?(visual|vision_model)\.(?!merger|deepstack)")
+        tower = sum(prod(one["shape"]) for name, one in stored.items() if inside.match(name))
+        sees = about.get("vision_config", {})
+        seen = (sees.get("depth", sees.get("num_hidden_layers", 0)), sees.get("embed_dim", sees.get("hidden_size", 0)))
+        return Shape(body, body + tables, layers, width, heads, queries, keys, feed, vocabulary, drops, tower, seen)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError):
         return None  # the load of the model says what is wrong with it
 

@@ -33,7 +33,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     own, output = NARROW if config.trainer.dtype == "bfloat16" else WIDE, shape.vocabulary * shape.width
     capacity = settings.capacity or 4096  # as the embedded engine
     rows = 2 * (2 * shape.width + shape.queries + shape.keys) + 3 * (shape.width + shape.feed)
-    trained = shape.parameters if lora is None else shape.layers * lora.rank * rows
+    still = 0 if config.trainer.freeze == "nothing" else shape.tower
+    trained = shape.parameters - still if lora is None else shape.layers * lora.rank * rows
     model = shape.parameters * own + (0 if lora is None else trained * WIDE)
     cache = settings.slots * capacity * 2 * shape.layers * shape.keys * own
     engine = {
@@ -57,7 +58,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
         "optimiser": trained * WIDE * (3 if loop.optimiser.ema else 2),
         "reference": (reference.parameters * own if reference is not None else trained * WIDE) if reads else 0,
         "teacher": teacher.parameters * own if teacher is not None else 0,
-        "critic": (shape.body + output) * 4 * WIDE if "critic" in second and body else 0,
+        "critic": ((shape.body + output) * 4 - still * 3) * WIDE if "critic" in second and body else 0,
         **(engine if embedded else {}),
         "engine of the evaluation": sum(engine.values()) if apart else 0,
     }
@@ -71,10 +72,12 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     # With checkpointing, the input of each layer and all of one; the way back has gradients of one layer beside.
     whole = 1 if loop.optimiser.gradient_checkpointing else shape.layers
     inputs = micro * shape.width * own * (shape.layers - whole + 3)
+    # `micro_tokens` counts tokens and patches together. Of a patch in a layer, 16 times the width is kept.
+    patches = 0 if still or lora else micro * shape.seen[1] * 16 * own * (shape.seen[0] if whole > 1 else 1)
     update = {
         # The gradient of the output layer is summed beside the others before it is added to them.
         "gradients": trained * WIDE + (output * WIDE if lora is None else 0),
-        "activations": layer * whole + inputs + micro * (3 * shape.feed + 2 * shape.width) * WIDE,
+        "activations": max(layer * whole, patches) + inputs + micro * (3 * shape.feed + 2 * shape.width) * WIDE,
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
         "logits": 64 << 20,
     }

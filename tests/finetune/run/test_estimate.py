@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
-from tapereel.agents.setup.profiles import fitted
+from tapereel.agents.setup.profiles import fitted, shape_of
 from tapereel.cli import main
 from tapereel.finetune.history.loop_config import RECIPES
 from tapereel.finetune.recipes import RECIPES as REAL
@@ -20,6 +21,9 @@ from tapereel.finetune.run.estimate import estimate
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.logprobs import be_still
 from tapereel.tapes.common.config import load_config
+
+from ..trainer.seen import png, shown
+from ..trainer.seen import saved as saved_vision
 
 LAYERS, TOKENS, RANK = 4, 1024, 16
 SHAPE: dict[str, Any] = {
@@ -164,3 +168,37 @@ def test_a_reference_and_a_teacher_are_counted(tmp_path: Path):
     assert memory(recipe="distill", teacher=str(tmp_path / "teacher"))["teacher"] == weights
     # What is no term is refused with the recipe, and not by the estimate.
     assert "reference" not in memory(changes={"regulariser": [3], "shape": None})
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "smolvlm"])
+def test_a_frozen_tower_has_no_gradient_and_a_trained_one_keeps_activations(family: str, tmp_path: Path):
+    found: Any = load_pretrained(saved_vision(tmp_path, family))
+    tower, *projector = found.vision.tower(found.model)
+    inside = {id(p) for module in projector for p in module.parameters()}
+    weights = sum(p.numel() for p in tower.parameters() if id(p) not in inside)
+    shape = shape_of(str(tmp_path))
+    assert shape is not None
+    assert shape.tower == weights
+    assert shape.parameters == sum(p.numel() for p in found.model.parameters())
+    budget = 100_000
+    sets = [f"engine.model={tmp_path}", f"loop.optimiser.micro_tokens={budget}"]
+    frozen, free = (
+        estimate(load_config(TrainConfig, None, [*sets, *more])) for more in ([], ["trainer.freeze=nothing"])
+    )
+    assert frozen is not None
+    assert free is not None
+    assert free["GiB"]["optimiser"] - frozen["GiB"]["optimiser"] == pytest.approx(2 * 4 * weights / 2**30, abs=0.001)
+    # What autograd really keeps of a patch.
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    row = shown(family, [(["", png(96, 96, 0), "?"], [1])])
+    seen = [found.vision.pixels(place, row.file) for place in row.places]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        features = found.vision.features(found.model, seen)
+    assert features.requires_grad
+    real = (sum(kept.values()) - sum(p.numel() * 4 for p in tower.parameters())) / seen[0].patches
+    assert 0.5 < shape.seen[0] * shape.seen[1] * 16 * 4 / real < 2
