@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
-from ...vision.families import FAMILIES, family_of
-from ...vision.family import UnsupportedVision, prove_vision
+from ...vision.families import FAMILIES, UnsupportedVision, family_of, prove_vision
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ import torch
 from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.setup.profiles import shape_of
-from tapereel.agents.vision.family import UnsupportedVision, prove_vision
+from tapereel.agents.vision.families import UnsupportedVision, prove_vision
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.finetune.trainer.checkpoint import save_checkpoint
 
