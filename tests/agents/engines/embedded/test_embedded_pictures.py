@@ -9,8 +9,9 @@ import asyncio
 import copy
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,18 +19,23 @@ import pytest
 import torch
 from PIL import Image
 
+from tapereel.agents import LLM, agent
 from tapereel.agents.engines.embedded import batch, engine_caches
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.kv_cache import SlotDecoder, UnsupportedModel
 from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
 from tapereel.agents.engines.engine import Completion, EngineError, Request
+from tapereel.agents.episode.rollout import rollout
 from tapereel.agents.rendering.renderer import Rendered, Renderer, Track
+from tapereel.agents.setup.engine_config import EmbeddedConfig, make_engine
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.tapes import Answer, Tape
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.places import Place
 from tapereel.tapes.records import Message, Sampling
 
 from ...embedded_lab import decoder, until
+from ...picture_worlds import Corners
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 EXACT = 1e-4
@@ -448,3 +454,36 @@ def test_a_body_that_flattens_positions_beside_a_cache_is_refused(
     monkeypatch.setattr(body, "forward", flat)
     with pytest.raises(UnsupportedModel, match="differ from the plain forward"):
         engine(qwen)
+
+
+@agent
+async def answering(tape: Tape, llm: LLM) -> AsyncIterator[Answer]:
+    reply = await llm(tape, system="Answer with a digit.")
+    yield Answer(text=reply.text)
+
+
+@pytest.mark.ledger("F93", "F95")
+@pytest.mark.parametrize("family", ["qwen3_vl", "idefics3"])
+def test_an_engine_of_a_configuration_records_episodes_that_the_model_confirms(family: Any, tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, family)
+    found, sampling = load_pretrained(tmp_path), Sampling(max_tokens=6, ignore_eos=True)
+
+    async def play() -> list[Tape]:
+        made = (await make_engine(EmbeddedConfig(model=str(tmp_path), slots=4, device="cpu"))).engine
+        return await asyncio.gather(
+            *(rollout(answering, Corners, task, engine=made, sampling=sampling) for task in range(4))
+        )
+
+    for tape in asyncio.run(play()):
+        assert found.vision is not None
+        assert tape.begin.versions["processor"] == found.vision.hash
+        assert [len(tape.call_places(call)) for call in tape.calls] == [1, 2, 3]
+        for call in tape.calls:
+            assert call.completion is not None
+            places = tape.call_places(call)
+            FILES.update({place.media[0]: tape.picture(place.media[0]) for place in places})
+            request = Request(
+                messages=(), prompt=tape.call_prompt(call), places=tuple(places), sampling=sampling, seed=0
+            )
+            exact = oracle(found, found.model, request, call.completion)
+            assert float((exact - torch.tensor(call.logprobs)).abs().max()) < EXACT
