@@ -2,6 +2,7 @@
 
     python benchmarks/mutate_objective.py                     every mutant of every file (20 minutes on a free core)
     python benchmarks/mutate_objective.py objective/baseline.py   of one file, or of several
+    python benchmarks/mutate_objective.py --since COMMIT          of the lines that changed after it
 
 A mutant is *killed* when a test fails. One that survives is printed with its line: a number that no test holds. Each
 runs in a fork of a process that has imported the heavy libraries once; sources on disk are never touched.
@@ -16,7 +17,9 @@ import copy
 import importlib.machinery
 import io
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -159,6 +162,13 @@ class _Drop(ast.NodeTransformer):
         return node.operand if node is self.target else self.generic_visit(node)
 
 
+def changed(file: Path, commit: str) -> set[int]:
+    """Numbers of the lines of `file` that aren't in `commit`."""
+    diff = subprocess.run(["git", "diff", "-U0", commit, "--", str(file)], capture_output=True, text=True, check=True)
+    spans = re.findall(r"^@@ .* \+(\d+)(?:,(\d+))? @@", diff.stdout, re.MULTILINE)
+    return {line for start, count in spans for line in range(int(start), int(start) + int(count or 1))}
+
+
 def survives(file: Path, tree: ast.Module, tests: list[str]) -> bool:
     """True when every test passes on the mutant. In a fork, so that nothing is left of it."""
     pid = os.fork()
@@ -198,7 +208,9 @@ def _run(file: Path, tree: ast.Module, tests: list[str]) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", help="below finetune/; default: all")
-    wanted = parser.parse_args().files or list(FILES)
+    parser.add_argument("--since", metavar="COMMIT", help="mutate only lines that changed after this commit")
+    args = parser.parse_args()
+    wanted = args.files or list(FILES)
     os.environ["OMP_NUM_THREADS"] = "1"
     os.chdir(ROOT)
     import hypothesis.strategies  # noqa: F401
@@ -214,11 +226,15 @@ def main() -> int:
         file = ROOT / "finetune" / name
         source = file.read_text(encoding="utf-8")
         lines = source.splitlines()
+        allowed = range(1, len(lines) + 1) if args.since is None else changed(file, args.since)
+        places = [(line, change, tree) for line, change, tree in mutants(source) if line in allowed]
+        if not places:
+            continue
         tests = [str(next(TESTS.rglob(f"test_{t}.py"))) for t in FILES[name].split()]
         if not survives(file, ast.parse(source), tests):
             sys.exit(f"{name}: its tests fail as it stands, so they can't tell a mutant from it")
         start, total, same, alive = time.monotonic(), 0, 0, []
-        for line, change, tree in mutants(source):
+        for line, change, tree in places:
             total += 1
             if survives(file, tree, tests):
                 if (name, lines[line - 1].strip()) in EQUIVALENT:
