@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import NotATape
+from ..messages import image_parts
+from ..places import Place
 from ..records import Call, Message, Use
 from ..store.ledger import FATES, Fate, ranges
 from ..store.store import Store
@@ -225,6 +227,12 @@ def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] |
             if use.fate == "trained":
                 weights[k] = use.weight
     new = list(call.prompt or ())[-PROMPT_TOKENS:]
+    first = call.keep + len(call.prompt or ()) - len(new)
+    size = {str(part.get("media")): f"{part.get('width')}x{part.get('height')}" for part in image_parts(call.messages)}
+
+    def says(place: Place) -> str:
+        return f"{' '.join(place.media)} {size.get(place.media[0], '')} grid {'x'.join(map(str, place.grid))}"
+
     logprobs = [None if x != x else x for x in call.logprobs] if call.logprobs is not None else None
     return {
         "ids": ids,
@@ -235,5 +243,6 @@ def _tokens(call: Call, uses: Sequence[TokenUse], decode: Callable[[int], str] |
         "pieces": [decode(one) for one in ids] if decode is not None else None,
         "new_ids": new,
         "new_pieces": [decode(one) for one in new] if decode is not None else None,
+        "new_places": [[p.offset - first, p.length, says(p)] for p in call.places if p.end > first],
         "new_total": len(call.prompt) if call.prompt is not None else None,
     }

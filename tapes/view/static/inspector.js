@@ -146,7 +146,16 @@ T.Inspector = class {
       call.tools ? T.fold("Tools", false, call.tools.schemas ? T.box(call.tools.schemas) : T.h("p", { class: "hole" }, "Their definitions are on an earlier call that is not in this page: ", call.tools.hash.slice(0, 16))) : null,
       call.new_total === null ? null : T.fold(`New prompt tokens (${T.count(call.new_total)})`, false,
         call.new_total > call.new_ids.length ? T.h("p", { class: "note" }, `the last ${T.count(call.new_ids.length)} of them`) : null,
-        T.h("div", { class: "tokens" }, call.new_ids.map((id, k) => T.h("span", { class: `tok context${call.new_pieces ? "" : " id"}`, title: `id ${id}` }, T.spelled(call.new_pieces ? call.new_pieces[k] || "∅" : String(id))))))];
+        T.h("div", { class: "tokens" }, this.folded(call, call.new_ids.map((id, k) => T.h("span", { class: `tok context${call.new_pieces ? "" : " id"}`, title: `id ${id}` }, T.spelled(call.new_pieces ? call.new_pieces[k] || "∅" : String(id)))))))];
+  }
+
+  // The tokens of each picture as one chip.
+  folded(call, spans) {
+    for (const [at, length, says] of call.new_places) {
+      spans.fill(null, Math.max(0, at), at + length);
+      spans[Math.max(0, at)] = T.chip(`picture, ${T.plural(length, "token")}`, "picture", T.plain(says));
+    }
+    return spans;
   }
 
   message(message, kind, marks) {

@@ -99,6 +99,7 @@ def oracle(
     return ids, places
 
 
+@pytest.mark.ledger("F95", "F96")
 @pytest.mark.parametrize("name", FAMILIES)
 @given(st.lists(TURN, min_size=1, max_size=5), st.booleans())
 @settings(max_examples=150, derandomize=True, deadline=None)

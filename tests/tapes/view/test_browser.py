@@ -14,6 +14,7 @@ from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.store.store import Store
 
 from ...agents.episode.test_seeing import played
+from ...agents.episode.test_seeing_tokens import Babbler
 from ...agents.picture_worlds import Corners
 from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served
@@ -499,3 +500,20 @@ def test_pictures_stand_in_their_steps(page: Any, tmp_path: Path):
         opened.value.wait_for_load_state()
         assert opened.value.url.endswith(f"/media/{names[0]}")
         assert opened.value.locator("img").evaluate("one => one.naturalWidth") == 40
+
+
+def test_the_tokens_of_a_picture_are_one_chip(page: Any, tmp_path: Path):
+    with Store.create(tmp_path / "run") as store:
+        tape = played(Corners, Babbler(), journal=store.writer)
+    (name,) = (picture.name for picture in pictures_of(tape[0]))
+    call = tape.calls[0]
+    with served(tmp_path / "run") as server:
+        _open(page, server, f"#/tape/{tape.id}")
+        page.locator("article.item.call").first.click()
+        page.locator("summary", has_text="New prompt tokens").click()
+        chip = page.locator(".tokens .chip.picture")
+        chip.wait_for()
+        assert chip.count() == 1
+        assert chip.inner_text() == "picture, 4 tokens"
+        assert chip.get_attribute("title") == f"{name} 40x30 grid 1x4x4"
+        assert page.locator(".tokens .tok.context").count() == len(call.prompt or ()) - 4
