@@ -70,6 +70,13 @@ def test_text_alone_gives_the_body_nothing_but_ids(family: str, monkeypatch: pyt
     assert seen[0] == {"input_ids", "use_cache"}
 
 
+@FAMILY
+def test_packed_text_of_a_vision_model_keeps_its_boundaries(family: str) -> None:
+    """Qwen's body takes positions of one axis for those of all three, and then attends across the packed rows."""
+    rows = [row for row in mixed(family) if not row.places]
+    assert (scored(family, rows, pack=True) - oracles(family, rows)).abs().max() < 1e-4
+
+
 def _noting(seen: list[set[str]], inner: Any, *args: Any, **kwargs: Any) -> Any:
     seen.append(set(kwargs))
     return inner(*args, **kwargs)
