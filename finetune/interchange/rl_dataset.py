@@ -152,6 +152,11 @@ def fill_ref_logprobs(
     """
     recipe = config.recipe()
     table = _table(dataset)
+    if "images" in table.column_names:
+        raise UsageError(
+            "the dataset has pictures (column `images`), whose tokens this pass would read as text: `tapereel train` "
+            "scores them. Where no row shows one, remove the column"
+        )
     columns = _Columns(table, recipe)
     ids, temperature = columns.values("input_ids"), columns.values("temperature")
     if recipe.score.temperature == "recorded":

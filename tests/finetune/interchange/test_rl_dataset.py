@@ -548,3 +548,9 @@ def test_rewards_that_were_changed_without_those_of_the_turns_are_refused():
     with pytest.raises(BadBatch, match="`turn_rewards` add up to 1, `rewards` says 2"):
         populate_rl_data(changed, config)
     assert populate_rl_data(changed.remove_columns("turn_rewards"), config)["advantages"][0][2] == 2.0
+
+
+def test_a_reference_refuses_a_dataset_with_pictures() -> None:
+    dataset = Dataset.from_dict({"input_ids": [[1, 2]], "images": [[None]]})
+    with pytest.raises(UsageError, match="the dataset has pictures"):
+        fill_ref_logprobs(dataset, tiny_model(), RLConfig())
