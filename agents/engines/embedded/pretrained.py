@@ -79,6 +79,11 @@ def load_pretrained(
         model = _adapted(model, folder)
     model = placed(model.eval(), where)
     if vision is not None:
+        import torch
+
+        # By default cuDNN rounds the input of a float32 convolution to 10 bits (TF32). A picture's features then depend
+        # on the other pictures of a batch, and a replay's log-probs are off by up to 5e-4 nats.
+        torch.backends.cudnn.allow_tf32 = False
         prove_vision(model, vision)
     return Pretrained(model, tokenizer, vision)
 

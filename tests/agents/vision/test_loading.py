@@ -135,3 +135,10 @@ def test_the_size_of_a_model_counts_its_text_and_its_tower(tmp_path: Path, famil
     assert shape is not None
     assert shape.parameters == sum(weight.numel() for weight in found.model.parameters())
     assert (shape.layers, shape.width, shape.vocabulary) == (2, 64, len(found.tokenizer))
+
+
+def test_a_vision_model_computes_convolutions_in_whole_precision(tmp_path: Path) -> None:
+    torch.backends.cudnn.allow_tf32 = True
+    save_tiny_vision(tmp_path)
+    load_pretrained(tmp_path)
+    assert not torch.backends.cudnn.allow_tf32
