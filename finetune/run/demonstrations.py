@@ -171,21 +171,21 @@ class PicturesDemoConfig(DemoConfig):
     model_size: Literal["small"] = "small"  # pyright: ignore[reportIncompatibleVariableOverride]
     blind: bool = False
     """A control: each walk shows the lamps of another one."""
-    tasks: int = Field(default=1_000, ge=64)
-    held_out: int = Field(default=256, ge=16)
-    demonstrations: int = Field(default=1_280, ge=64)
+    tasks: int = Field(default=800, ge=64)
+    held_out: int = Field(default=192, ge=16)
+    demonstrations: int = Field(default=640, ge=64)
     warm: WarmStartConfig = WarmStartConfig(
         updates=40,
         batch=64,
         optimiser=OptimiserConfig(lr=2e-3, schedule=Schedule(kind="cosine", warmup=10, total=40)),
     )
     loop: LoopConfig = LoopConfig(
-        updates=60,
-        groups=16,
+        updates=70,
+        groups=12,
         group_size=16,
         sampling=Sampling(max_tokens=2),
         limits=Limits(turns=3, agent_seconds=120.0),
-        optimiser=OptimiserConfig(lr=5e-4),
+        optimiser=OptimiserConfig(lr=8e-4),
     )
 
     def training(self) -> TrainConfig:
