@@ -1,4 +1,4 @@
-"""The demo learns, and what it learns from is what is claimed: three seeds, each with its two controls."""
+"""The demo learns, and what it learns from is what is claimed: three seeds, each with its two controls; and one with pictures."""
 
 from __future__ import annotations
 
@@ -54,6 +54,17 @@ def test_reinforce_learns_as_well(tmp_path):
     assert result["held_out"]["before"] < 0.4
     assert result["held_out"]["after"] >= 0.8
     assert result["held_out"]["greedy_after"] >= 0.8
+
+
+def test_pictures_are_learned_from_and_pictures_of_other_walks_are_not(tmp_path):
+    seeing = demo(tmp_path / "seeing", "--pictures", "--seed", "0")
+    blind = demo(tmp_path / "blind", "--pictures", "--blind", "--seed", "0")
+    print(json.dumps([seeing["held_out"], blind["held_out"]]))
+    assert seeing["held_out"]["before"] < 0.35
+    assert seeing["held_out"]["after"] >= 0.75
+    assert max(blind["held_out"]["after"], blind["held_out"]["greedy_after"]) <= 0.4
+    with Store.open(tmp_path / "seeing") as store:
+        assert store.books().closes
 
 
 def _updates(run: Path) -> int:

@@ -26,7 +26,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.ledger("F11", "F93")
 def test_rows_with_pictures_are_trained_on_and_the_books_close(run: Path):
     with Store.open(run) as store:
         assert store.books().closes
@@ -35,7 +34,7 @@ def test_rows_with_pictures_are_trained_on_and_the_books_close(run: Path):
     assert any(line["phase"] == "rl" for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
 
 
-@pytest.mark.parametrize("words", [["verify"], ["replay", "--env"], ["reproduce"]])
+@pytest.mark.parametrize("words", [["verify"], ["replay"], ["replay", "--env"], ["reproduce"]])
 def test_what_is_recorded_holds(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
     code = main([words[0], str(run), *words[1:], "--json"])
     assert code == 0, capsys.readouterr().out[-2000:]
