@@ -1,4 +1,4 @@
-"""The demo learns, and what it learns from is what is claimed: three seeds, each with its two controls; and one with pictures."""
+"""The demo learns, and what it learns from is what is claimed: three seeds with two controls each, and one with pictures."""
 
 from __future__ import annotations
 
