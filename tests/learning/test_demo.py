@@ -1,4 +1,4 @@
-"""The demo learns, and what it learns from is what is claimed: three seeds with two controls each, and one with pictures."""
+"""The demo learns from what it claims to learn from: three seeds with two controls each, and one with pictures."""
 
 from __future__ import annotations
 
