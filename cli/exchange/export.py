@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
         if args.format != "rows":
             return _answer_format(args, write(tapes, args.out, args.format))
-        renderer, images = renderer_of(args.tokenizer), bool(store.media.names()) and not args.out.endswith(".jsonl")
+        renderer, images = renderer_of(args.tokenizer), bool(store.media.names())
         done = export(tapes, args.out, agents=args.agents, renderer=renderer, images=images)
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids, and were left out: give --tokenizer")

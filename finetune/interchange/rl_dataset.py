@@ -415,6 +415,12 @@ def collate(
     """
     if not features or side not in ("right", "left"):
         raise BadBatch(f"{len(features)} rows padded on side {side!r}: give at least one row, and 'right' or 'left'")
+    shown = next((i for i, row in enumerate(features) if len(row.get("images") or ())), None)
+    if shown is not None:
+        raise BadBatch(
+            f"row {shown} shows pictures (column `images`), and a batch has token ids alone, which a model reads as "
+            "text: `tapereel train` trains on pictures; leave such rows out here"
+        )
     longest = max(len(row["input_ids"]) for row in features)
     width = -(-longest // multiple) * multiple
     fills: dict[str, tuple[Any, torch.dtype]] = {"input_ids": (pad_id, torch.int64), "labels": (IGNORED, torch.int64)}

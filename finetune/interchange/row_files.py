@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes import Tape
 from ...tapes.audit.checking import check_split
-from ...tapes.errors import MissingExtra
+from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.store import Store, Where
 from ...tapes.value import Value
 from .trace_files import check_new, completed, nothing, write_records
@@ -51,11 +51,16 @@ def export(
     """Write the rows of closed `tapes` to `path`.
 
     agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
-    adds the text columns. images: with the pictures' files (not in JSONL). UsageError if `path` exists or has an ending
-    other than .jsonl, .parquet or none (a dataset folder). NothingToExport if no tape has a row; nothing is written.
+    adds the text columns. images: with the pictures' files. UsageError if `path` exists, if it has an ending other than
+    .jsonl, .parquet or none (a dataset folder), and for JSONL with `images`. NothingToExport if no tape has a row;
+    nothing is written.
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
+    if images and path.suffix == ".jsonl":
+        raise UsageError(
+            f"{path} can't hold the run's pictures, and its rows would read as text: write .parquet or a folder"
+        )
     try:
         import pyarrow as pa
         from datasets import Dataset, disable_progress_bars

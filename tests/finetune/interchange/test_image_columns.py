@@ -12,6 +12,7 @@ from datasets import Dataset, Image, List, load_from_disk
 import tapereel as tr
 from tapereel.cli import main
 from tapereel.finetune.interchange.rl_columns import rl_features
+from tapereel.finetune.interchange.rl_dataset import BadBatch, collate
 from tapereel.tapes import Picture
 from tapereel.tapes.store.store import Store
 
@@ -46,8 +47,14 @@ def test_a_run_with_pictures_has_a_column_of_images(run: Path, tmp_path: Path):
         read: Any = Dataset.from_parquet(str(tmp_path / out)) if "." in out else load_from_disk(tmp_path / out)
         assert read.features["images"] == List(Image())
         assert [corners(row) for row in read] == [corners(row) for row in found]
-    assert main(["export", str(run), str(tmp_path / "x.jsonl")]) == 0
-    assert "images" not in Dataset.from_json(str(tmp_path / "x.jsonl"), features=rl_features()).column_names
+
+
+def test_rows_with_pictures_are_never_taken_for_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["export", str(run), str(tmp_path / "x.jsonl")]) == 64
+    assert "can't hold the run's pictures" in capsys.readouterr().err
+    assert not (tmp_path / "x.jsonl").exists()
+    with pytest.raises(BadBatch, match="row 0 shows pictures"):
+        collate(list(tr.open(run).dataset()))
 
 
 def test_a_run_of_texts_keeps_its_columns(tmp_path: Path):
