@@ -149,6 +149,8 @@ class Renderer:
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self.pictures = pictures
         """The model's tokens for a picture; None: of a model that can't see."""
+        self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
+        """The id that the template writes once for a picture, before it is expanded."""
         framing = (
             self._template.framing if pictures is None else self._template.framing | self._around_a_picture(pictures)
         )
@@ -370,13 +372,12 @@ class Renderer:
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
         """(ids with each marker replaced by the tokens of its picture, their places). The markers are those of the last
         of `pictures`; the first id is token `at` of the prompt."""
-        if self.pictures is None or not pictures:
+        if self.pictures is None or self.marker is None or not pictures:
             return ints(ids), ()
         # Text never encodes to a control token (`Codec.encode`), so the template wrote each of them.
-        marker = self._codec.control[self.pictures.marker]
-        new, places, left = array("i"), list[Place](), iter(pictures[len(pictures) - ids.count(marker) :])
+        new, places, left = array("i"), list[Place](), iter(pictures[len(pictures) - ids.count(self.marker) :])
         for id in ids:
-            if id != marker:
+            if id != self.marker:
                 new.append(id)
                 continue
             part = next(left)

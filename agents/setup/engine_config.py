@@ -315,11 +315,10 @@ async def connect_to(
     """Connect to the servers, or start vLLM on this machine. With `weights`, the engine accepts weight syncs.
 
     `adapters`: the LoRA settings for `publish: lora`. Raises ServerStart if vLLM doesn't start."""
-    from ..engines.embedded.pretrained import load_tokenizer
     from ..engines.servers.connect import connect
     from ..engines.servers.launch import LocalServer, OwnServer, flags_of
 
-    renderer = config.renderer.make(load_tokenizer(config.model))
+    renderer = config.renderer.load(config.model)
     if config.urls:
         return await connect(config, renderer, weights=weights, adapters=adapters)
     try:

@@ -23,6 +23,7 @@ from ...tapes.places import Place
 from .vision import Expansion, Pixels, Vision, body_inputs, whole_model
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
@@ -63,6 +64,9 @@ class Family:
     def expand(self, width: int, height: int) -> Expansion:
         grid = self._grid(width, height)
         return Expansion(self._ids(grid), grid)
+
+    def fitted(self, place: Place, png: bytes) -> bytes:
+        return png
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
         return np.array(self._ids(place.grid)) == self._id
@@ -129,6 +133,11 @@ class QwenVision(Family):
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
         visual = cast(Any, whole_model(model)).model.visual
         return [visual, visual.merger, *getattr(visual, "deepstack_merger_list", ())]
+
+    def fitted(self, place: Place, png: bytes) -> bytes:
+        height, width = (side * self.processor.patch_size for side in place.grid[1:])
+        _image(png).resize((width, height), self.processor.resample).save(found := io.BytesIO(), "PNG")
+        return found.getvalue()
 
     def patches(self, grid: tuple[int, ...]) -> int:
         return prod(grid)
@@ -286,7 +295,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
         )
 
 
-def _image(data: bytes) -> object:
+def _image(data: bytes) -> Image:
     from PIL import Image
 
     return Image.open(io.BytesIO(data), formats=["PNG"]).convert("RGB")

@@ -52,6 +52,11 @@ class PictureTokens(Protocol):
         """Write the image processor's settings beside the tokenizer's."""
         ...
 
+    def fitted(self, place: Place, png: bytes) -> bytes:
+        """The PNG for a server that processes it again: in the size that the processor would resize it to, where one
+        resize is all that it does. A server's own resize may differ, and with it the pixels. Blocks."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:

@@ -15,22 +15,24 @@ No engine is asked to score given tokens: vLLM's CPU build with adapters dies of
 from __future__ import annotations
 
 import asyncio
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
 from ...agents.engines.engine import EngineError, FleetEngine, Request, Sampler, TrainableEngine
 from ...agents.engines.team_engine import lead_of
+from ...agents.vision.vision import Vision
 from ...tapes.arrays import ints
 from ...tapes.errors import TapereelError
 from ...tapes.records import Sampling
 from ..data.rows import Row
-from ..trainer.logprobs import casting, parts
+from ..trainer.logprobs import casting, parts, plan, states
 
 PLACES = 8
 """Tokens that each sampler samples."""
@@ -85,13 +87,15 @@ class Delivery:
         self.model = model
         self.autocast: torch.dtype | None = None
         """The dtype in which the trainer forwards its body; None: that of its weights."""
+        self.vision: Vision | None = None
+        """How the model sees; None: it reads text."""
         self.found: dict[str, JsonValue] = {}
         """The last check, for metrics and the next `use` record."""
         self._tape = ""
-        self._ids: array[int] | None = None
+        self._row: Row | None = None
         """The beginning of a recorded row; None before `choose`."""
         self._places: list[int] = []
-        """Lengths of the beginnings of `_ids` after which a token is sampled."""
+        """Lengths of the beginnings of `_row` after which a token is sampled. None ends inside a picture."""
         self._clean: float | None = None
         """Largest difference in nats of a sync that surely arrived; None before the first comparison."""
         self._versions: deque[_Version] = deque(maxlen=KEPT)
@@ -99,33 +103,34 @@ class Delivery:
         """The last version that every sampler surely had."""
 
     def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]]) -> None:
-        """Take the longest row of these tapes, unless there is one already."""
-        if self._ids is None:
-            rows = [(row.input_ids, tape) for tape in tapes for row in source(tape)]
-            ids, self._tape = max(rows, key=lambda row: len(row[0]), default=((), ""))
-            length = min(max(sum(len(ids) for ids, _ in rows) // SHARE, LEAST), MOST)
-            self._ids = ints(ids[:length]) or None
+        """Take the longest row of these tapes, one with a picture if there is any, unless there is one already."""
+        rows = [(row, tape) for tape in tapes for row in source(tape)] if self._row is None else []
+        if rows:
+            row, self._tape = max(rows, key=lambda found: (bool(found[0].places), len(found[0])))
+            length = min(max(sum(len(row) for row, _ in rows) // SHARE, LEAST), MOST)
+            # It shows the first picture: a sampler that reads other pixels differs in the tokens after it.
+            self._row = _beginning(row, max([length, *(place.end + 1 for place in row.places[:1])]))
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
         """Go on from a recorded check: with its bound, and with its places unless a later layer took the row away."""
         self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
-        ids = max((row.input_ids for row in source(tape)), key=len, default=())
-        if len(ids) >= max(places):
-            self._tape, self._places, self._ids = tape, places, ints(ids[: max(places)])
+        row = max(source(tape), key=lambda row: (bool(row.places), len(row)), default=None)
+        if row is not None and len(row) >= max(places):
+            self._tape, self._places, self._row = tape, places, _beginning(row, max(places))
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
         """NotDelivered unless every sampler has the model's present weights, named `version`. Does nothing before
         `choose`. tolerance: difference in nats that counts as rounding in any case."""
         lead = lead_of(engine)
         samplers = lead.samplers if isinstance(lead, FleetEngine) else {lead.name: lead.complete}
-        if self._ids is None or not samplers:
+        if self._row is None or not samplers:
             return
         if not self._versions or self._versions[-1].name != version:
-            self._versions.append(await asyncio.to_thread(self._scored, self._ids, version, lead.context))
+            self._versions.append(await asyncio.to_thread(self._scored, self._row, version, lead.context))
         new = self._versions[-1]
         floor = max(FLOOR.get(self.autocast or next(self.model.parameters()).dtype, NARROW), tolerance or 0.0)
         bound = max(floor, FIRST if self._clean is None else MARGIN * self._clean)
-        asked = [self._ids[:place] for place in self._places]
+        asked = [_beginning(self._row, place) for place in self._places]
         answers = await asyncio.gather(*(_ask(name, sampler, asked) for name, sampler in samplers.items()))
         gaps = [answer.gaps(self._versions) for answer in answers]
         newest = [to_versions[-1] for to_versions in gaps]
@@ -145,17 +150,22 @@ class Delivery:
         self.found |= {"clean": self._clean, "tape": self._tape, "places": list[JsonValue](self._places)}
 
     @torch.no_grad()
-    def _scored(self, ids: array[int], version: str, context: int | None) -> _Version:
-        at = torch.tensor([ids.tolist()], device=next(self.model.parameters()).device)
+    def _scored(self, row: Row, version: str, context: int | None) -> _Version:
         body, output = parts(self.model)
+        # `states` gives what predicts each own token, so one more token makes the last of the row predict too.
+        own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
+        longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
         with casting(self.model, self.autocast):
-            hidden = body(input_ids=at, use_cache=False).last_hidden_state[0]
+            hidden = states(body, plan([longer], vision=self.vision)[0], self.model)
         logits = output(hidden.to(output.weight.dtype)).float()
         if not self._places:
             # Where the model is least sure, each change of the weights shows most; the longest place meets most caches.
-            longest = min(len(ids), (context or len(ids) + 1) - 1)
+            longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
             unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
-            self._places = sorted({longest, *(unsure.topk(min(PLACES - 1, longest - 1)).indices + 1).tolist()})
+            for place in row.places:
+                unsure[place.offset : place.end - 1] = -1.0  # the beginning would end inside the picture
+            least = unsure.topk(min(PLACES - 1, int((unsure >= 0).sum()))).indices + 1
+            self._places = sorted({longest, *least.tolist()})
         return _Version(version, logits[[place - 1 for place in self._places]].log_softmax(-1).cpu())
 
     def _sentence(self, answer: _Answer, gaps: list[float], bound: float) -> str:
@@ -165,6 +175,7 @@ class Delivery:
             what = f"it has {has.name}, and no weights arrived since"
         else:
             what = "it has weights of no known version, as after a part of a sync, or caches of older weights"
+            what += ", or reads other pixels of pictures" if self.vision is not None else ""
         sure = self._sure.name if self._sure is not None else "none"
         return (
             f"the weights {new.name} did not arrive at {answer.sampler}: its log-probs of {len(answer.ids)} tokens "
@@ -174,15 +185,24 @@ class Delivery:
         )
 
 
-async def _ask(name: str, sampler: Sampler, asked: Sequence[array[int]]) -> _Answer:
+def _beginning(row: Row, length: int) -> Row:
+    """The first `length` tokens; where the last would be inside a picture, those before it."""
+    end = next((place.offset for place in row.places if place.offset < length < place.end), length)
+    return replace(row, input_ids=row.input_ids[:end], places=tuple(p for p in row.places if p.end <= end))
+
+
+async def _ask(name: str, sampler: Sampler, asked: Sequence[Row]) -> _Answer:
     said = await asyncio.gather(*(_sample(name, sampler, prompt) for prompt in asked))
     return _Answer(name, torch.tensor([id for id, _ in said]), torch.tensor([logprob for _, logprob in said]))
 
 
-async def _sample(name: str, sampler: Sampler, prompt: array[int], tries: int = 5) -> tuple[int, float]:
+async def _sample(name: str, sampler: Sampler, prompt: Row, tries: int = 5) -> tuple[int, float]:
     """(id, log-prob) of the token after `prompt`. EngineError where the sampler fails `tries` times."""
     key = f"delivery/{len(prompt)}"
-    request = Request(messages=(), prompt=prompt, sampling=Sampling(max_tokens=1), seed=len(prompt), cache_key=key)
+    ids, how = ints(prompt.input_ids), Sampling(max_tokens=1)
+    request = Request(
+        messages=(), prompt=ids, places=prompt.places, picture=prompt.file, sampling=how, seed=len(ids), cache_key=key
+    )
     try:
         said = await sampler(request)
     except EngineError as error:

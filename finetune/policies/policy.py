@@ -105,6 +105,7 @@ class Policy:
             keep_bytes=loop.keep_checkpoint_bytes,
         )
         history.delivery.autocast = self.autocast
+        history.delivery.vision = self.vision
         return history
 
 

@@ -166,6 +166,8 @@ def chunks(answer: dict[str, Any]) -> list[Any]:
         }
         for k, id in enumerate(ids)
     ]
+    if "mm_placeholders" in answer:
+        found[0] |= {name: answer[name] for name in ("prompt_token_ids", "mm_placeholders")}
     return [*found, {"choices": [], "usage": answer["usage"]}, "[DONE]"]
 
 

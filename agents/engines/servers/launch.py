@@ -48,6 +48,8 @@ TRANSFER = [
     '{"backend": "tapereel"}',
 ]
 """Flags that load the weight-transfer backend of `vllm_worker`."""
+SIGHT = ["--allowed-media-domains", "none.invalid", "--limit-mm-per-prompt", '{"image": 256}']
+"""The server fetches no URL of a picture: no host has a name in `.invalid`. A prompt has at most this many."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `--max-lora-rank`."""
 LORA_SLOTS = 4
@@ -165,7 +167,7 @@ class LocalServer:
         words = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm"]
         words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{GUARD}.Guard"]
-        return [*words, *self._whole_prompts, *self._ways, *self._options]
+        return [*words, *SIGHT, *self._whole_prompts, *self._ways, *self._options]
 
     @cached_property
     def _whole_prompts(self) -> list[str]:

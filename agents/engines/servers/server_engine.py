@@ -83,6 +83,8 @@ class Capabilities:
     """Whether the server has routes that receive new weights."""
     route: str
     """Route of completions: a route that takes token ids, or a chat route that takes messages and returns ids."""
+    sees: bool = False
+    """Whether the server reads pictures, at the places of the local renderer."""
 
 
 log = logger("engine")
@@ -131,6 +133,7 @@ class RemoteEngine:
         self.version = version
         self.stats = RemoteStats()
         self.capabilities = capabilities
+        self.sees = capabilities.sees
         self.absence = Absence(config.patience)
         self.sleeper = Sleeper(syncs)
         self._servers = tuple(servers)
@@ -322,6 +325,8 @@ class RemoteEngine:
                 f"a request without prompt ids: {self.name} samples tokens after tokens, render the "
                 "messages with its renderer first"
             )
+        if request.places and not self.sees:
+            raise EngineError(f"{self.name} can't see {request.places[0].media[0]}: use vLLM with --enable-scale-out")
         if self.context is not None and len(request.prompt) >= self.context:
             raise PromptTooLong(
                 f"the prompt has {len(request.prompt)} tokens, the server holds {self.context} for "
@@ -348,8 +353,7 @@ class RemoteEngine:
                     # An answer that arrives after a failed sync is rejected, although it looks complete.
                     self._stop_if_broken(None)
                     tries.answered()
-                    assert request.prompt is not None
-                    same_prompt(request.prompt, found.prompt)
+                    same_prompt(request, found)
                     return self._versioned(found, flight)
                 except ForeignWeights as error:
                     if restored:
@@ -428,7 +432,8 @@ class RemoteEngine:
     async def _answer(self, flight: Flight, request: Request, model: str) -> object:
         ends = () if request.sampling.ignore_eos else (*self._renderer.end_ids, *request.stop_ids)
         stops = dict.fromkeys(ends)
-        body = self._dialect.body(request, model=model, request_id=flight.id, stops=tuple(stops))
+        body_of = partial(self._dialect.body, request, model=model, request_id=flight.id, stops=tuple(stops))
+        body = await asyncio.to_thread(body_of) if request.places else body_of()  # reads files
         # Without versions per token, an answer that overlaps a weight sync is rejected and requested again. Listeners
         # then get no tokens at all, because received tokens must be a prefix of the completion.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None

@@ -8,14 +8,19 @@ temperatures when log-probs are from before temperature.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
+
 from ....tapes.errors import TapereelError
+from ....tapes.messages import image_of
+from ....tapes.pictures import Picture
 from ....tapes.records import Sampling
 from ..engine import EngineError, Request
 from ..transport.http_channel import Server, ServerFailed
 from ..transport.wire import BadAnswer, Dialect, field, same_prompt
-from .server_engine import Capabilities, answered, weight_version
+from .server_engine import Capabilities, answered, log, weight_version
 from .sglang import SGLangGenerate
 from .vllm import Chat, Completions, Generate
 
@@ -38,9 +43,9 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
     """Return the dialect for `server`, the first one that it doesn't refuse, and the server's capabilities. Raises
     NotTrainable or EngineError."""
     kind = await kind_of(server)
-    dialects: list[Dialect] = (
-        [SGLangGenerate()] if kind.startswith("SGLang") else [Generate(), Completions(), Chat(renderer.template_kwargs)]
-    )
+    dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
+    if kind.startswith("SGLang"):
+        dialects = [SGLangGenerate()]
     models = await server.get("/v1/models", seconds=30.0)
     model = cast(str, field(models, "data", 0, "id"))
     context = cast(dict[str, Any], field(models, "data", 0)).get("max_model_len")
@@ -58,8 +63,7 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
             continue
         try:
             said = dialect.parse(answer)
-            assert request.prompt is not None
-            same_prompt(request.prompt, said.prompt)
+            same_prompt(request, said)
         except EngineError as error:
             raise NotTrainable(f"{server} answers without what RL needs: {error}") from error
         capabilities = Capabilities(
@@ -70,6 +74,9 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
             logprobs=await _logprobs_mode(server, dialect, renderer, model),
             versions=said.spans is not None,
             takes_weights=await _takes_weights(server),
+            sees=isinstance(dialect, Generate)
+            and bool(renderer.pictures)
+            and await _sees(server, dialect, renderer, model),
         )
         return dialect, capabilities
     raise NotTrainable(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
@@ -89,15 +96,33 @@ async def kind_of(server: Server) -> str:
     )
 
 
-def _question(renderer: Renderer, temperature: float) -> Request:
+def _question(renderer: Renderer, temperature: float, content: object = "1") -> Request:
     """Return the probe's request: a short prompt, one token, a fixed seed."""
-    messages: list[Any] = [{"role": "user", "content": "1"}]
+    messages: list[Any] = [{"role": "user", "content": content}]
+    found = renderer.prompt(messages)
     return Request(
         messages=messages,
-        prompt=renderer.prompt(messages).ids,
+        prompt=found.ids,
+        places=found.places,
         seed=1,
         sampling=Sampling(temperature=temperature, max_tokens=1),
     )
+
+
+async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str) -> bool:
+    """Whether the server reads a picture. Raises EngineError where it reads one as other tokens than ours."""
+    picture = await Picture.read(np.arange(48 * 80 * 3).astype(np.uint8).reshape(48, 80, 3))
+    request = replace(_question(renderer, 1.0, [image_of(picture)]), picture=lambda _: picture.data or b"")
+    body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
+    try:
+        said = dialect.parse(await answered(server, dialect, body))
+    except ServerFailed as error:
+        if error.status is None or error.away:
+            raise
+        log.warning("%s refuses pictures, so the engine can't see: %s", server, error)
+        return False
+    same_prompt(request, said)
+    return True
 
 
 async def _logprobs_mode(

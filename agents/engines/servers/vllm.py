@@ -10,12 +10,16 @@ generation_config.json would otherwise set the missing ones.
 
 from __future__ import annotations
 
+import base64
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from ..engine import Request
+from ..engine import EngineError, Request
 from ..transport.wire import Json, Sampled, checked_logprob, field, openai_messages, reader, sampled
+
+if TYPE_CHECKING:
+    from ...rendering.renderer import Renderer
 
 _Said = dict[str, Any]
 
@@ -89,6 +93,7 @@ class _VLLM:
             prompt=choice.get("prompt_token_ids") or whole.get("prompt_token_ids"),
             # A server that streams has rendered the messages itself: without prompt ids, the prompt is unverified.
             prompt_needed=self.streams,
+            places=(whole.get("mm_placeholders") or {}).get("image"),
         )
 
     def abort(self, request_id: str) -> tuple[str, Json]:
@@ -109,6 +114,11 @@ class Generate(_VLLM):
     abort_route = "/inference/v1/abort_requests"
     abort_id = "generate-tokens-{}"
 
+    def __init__(self, renderer: Renderer | None = None) -> None:
+        """`renderer`: the one of requests with pictures; None: there are none."""
+        self._pictures = None if renderer is None else renderer.pictures
+        self._marker = None if renderer is None else renderer.marker
+
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         assert request.prompt is not None
         return {
@@ -117,7 +127,28 @@ class Generate(_VLLM):
             "request_id": request_id,
             "sampling_params": sampling_parameters(request, stops) | {"logprobs": 0},
             "stream": False,
+            **(self._shown(request, request.prompt) if request.places else {}),
         }
+
+    def _shown(self, request: Request, prompt: array[int]) -> Json:
+        """The fields of a request with pictures. The server expands the first marker for the first picture, and so on:
+        a sampled marker before a picture would take its place."""
+        assert request.picture is not None
+        assert self._pictures is not None
+        ids, parts, end = list[int](), list[Json](), 0
+        for place in request.places:
+            between = prompt[end : place.offset].tolist()
+            if self._marker in between:
+                raise EngineError(
+                    f"the model sampled token {self._marker} at {end + between.index(self._marker)}, and vLLM would "
+                    f"put the picture {place.media[0]} there, not at {place.offset}; the embedded engine can continue"
+                )
+            ids += [*between, self._marker]
+            # No id or hash of ours: the server would take another picture from its cache for it.
+            png = self._pictures.fitted(place, request.picture(place.media[0]))
+            parts.append({"type": "image_url", "url": f"data:image/png;base64,{base64.b64encode(png).decode()}"})
+            end = place.end
+        return {"token_ids": ids + prompt[end:].tolist(), "content_parts": parts, "return_token_ids": True}
 
     def listing(self, body: Json, count: int) -> Json:
         return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "logprobs": count}}

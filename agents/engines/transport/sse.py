@@ -73,6 +73,7 @@ class ChunkStream:
         self.done = False
         """Whether the end of the stream (`DONE`) was read. Every later event is an error."""
         self._prompt: Any = None
+        self._places: Any = None
         self._lists: dict[str, list[Any]] = {}
         """`ids`: token ids so far; `content`: log-prob entries so far. A key is missing until its first value."""
         self._choice: dict[str, Any] = {}
@@ -96,6 +97,7 @@ class ChunkStream:
             code = error.get("code") if isinstance(error, dict) else None
             raise StreamFailed(f"the stream broke off: {data[:400]}", code if isinstance(code, int) else None)
         self._prompt = chunk.get("prompt_token_ids") or self._prompt
+        self._places = chunk.get("mm_placeholders") or self._places
         self._usage = chunk.get("usage") or self._usage
         return [id for choice in chunk.get("choices") or () for id in self._add(choice)]
 
@@ -127,6 +129,7 @@ class ChunkStream:
         ended = {"finish_reason": "abort"} if cut else {}
         return {
             "prompt_token_ids": self._prompt,
+            "mm_placeholders": self._places,
             "usage": self._usage,
             "choices": [
                 {

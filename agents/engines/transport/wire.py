@@ -75,6 +75,8 @@ class Sampled:
     usage: Usage
     prompt: array[int] | None = None
     """Prompt ids (int32) that the server read; None when the answer doesn't contain them."""
+    places: tuple[tuple[int, int], ...] = ()
+    """(offset, length) in `prompt` of each picture that the server read, in order."""
 
 
 class Dialect(Protocol):
@@ -122,12 +124,13 @@ def sampled(
     named: list[object] | None = None,
     prompt: object = None,
     prompt_needed: bool = False,
+    places: Sequence[Mapping[str, int]] | None = None,
 ) -> Sampled:
     """Check the fields of an answer and return the completion. Raises BadAnswer.
 
     `versions` is a list of {"version", "start", "end"}, or None when the answer names no versions. `named` has the ids
-    to which the log-probs belong, and `prompt` the ids that the server read; either is None when the answer doesn't
-    contain them. `prompt_needed` rejects a `prompt` of None."""
+    to which the log-probs belong, `prompt` the ids that the server read, and `places` has the {"offset", "length"} of
+    each picture; None when the answer doesn't contain them. `prompt_needed` rejects a `prompt` of None."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
@@ -151,14 +154,27 @@ def sampled(
         finish=_finish(finish),
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
         prompt=checked_ids(prompt, "prompt in the answer") if isinstance(prompt, list) else None,
+        places=tuple((place["offset"], place["length"]) for place in places or ()),
     )
 
 
-def same_prompt(asked: array[int], read: array[int] | None) -> None:
-    """Raise EngineError, without retry, when the server read other ids than the ones sent. None: nothing to check.
+def same_prompt(request: Request, found: Sampled) -> None:
+    """Raise EngineError, without retry, when the server read another prompt than `request` has: other ids, or pictures
+    at other places. An answer to a request without pictures may lack its prompt ids.
 
     Log-probs are valid only after exactly the recorded prompt; training after another prompt would be silently
     wrong."""
+    asked, read = request.prompt, found.prompt
+    assert asked is not None
+    for k, place in enumerate(request.places):
+        theirs = found.places[k] if k < len(found.places) else None
+        if theirs != (place.offset, place.length) or len(found.places) != len(request.places) or read is None:
+            tokens = "no tokens" if theirs is None else f"the {theirs[1]} tokens from {theirs[0]}"
+            raise EngineError(
+                f"the server read picture {k + 1} of {len(request.places)}, {place.media[0]}, as {tokens}, and "
+                f"{len(found.places)} pictures in all; the prompt has it as the {place.length} tokens from "
+                f"{place.offset}. Serve the same model with its own preprocessor_config.json, by vLLM 0.32 or later"
+            )
     if read is None or read == asked:
         return
     at = next((k for k, (a, b) in enumerate(zip(asked, read, strict=False)) if a != b), min(len(asked), len(read)))

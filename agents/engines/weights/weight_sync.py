@@ -215,15 +215,21 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
     expected: dict[str, tuple[int, ...]] = {}
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            expected |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            expected |= {_own(name): tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     if not expected:
         return
-    wrong = next((name for name in expected if name not in state), None)
+    names = {_own(name) for name in state}
+    wrong = next((name for name in expected if name not in names), None)
     if wrong is not None:
         raise ValueError(f"the weights lack {wrong!r}, which the model in {model} has")
     for name, tensor in state.items():
-        if name in expected and tuple(tensor.shape) != expected[name]:
-            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}; in {model} it has {expected[name]}")
+        if tuple(tensor.shape) != (shape := expected.get(_own(name), tensor.shape)):
+            raise ValueError(f"weight {name!r} has shape {tuple(tensor.shape)}; in {model} it has {shape}")
+
+
+def _own(name: str) -> str:
+    """The name without `model` and `language_model`: in files of vision models they stand elsewhere than in a state."""
+    return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:

@@ -31,6 +31,10 @@ FLAGS = [
     "processed_logprobs",
     "--middleware",
     "tapereel_request_checks.Guard",
+    "--allowed-media-domains",
+    "none.invalid",
+    "--limit-mm-per-prompt",
+    '{"image": 256}',
 ]
 CUDA = {"VLLM_TARGET_DEVICE": "cuda"}
 
