@@ -163,6 +163,33 @@ def test_bounds_and_best_of_a_group_are_kept_and_the_rest_is_counted():
     assert spread.episodes(scored, stream, Context())[0].tolist() == [True, True, False, False, False, True]
 
 
+@pytest.mark.ledger("X5")
+def test_a_group_enters_by_the_mean_of_the_rewards_that_are_known():
+    """a: 1 (one unscored, one cancelled), b: 3, c: -2, d: unscored."""
+    rewards = [2.0, 0.0, None, 9.0, 3.0, 3.0, -2.0, None]
+    rows, episodes = simple(rewards, list("aaaabbcd"))
+    episodes[3] = dataclasses.replace(episodes[3], status=Status.CANCELLED)
+    stream, context = exact(rows, episodes), Context()
+    scored = Select().scored(stream, False, context)
+    entered, compared = Select(mean_bounds=(0.0, 2.0)).episodes(scored, stream, context)
+    assert entered.tolist() == compared.tolist() == [True, True, True, False, False, False, False, False]
+    assert context.sums["episode/mean_outside"] == 4
+    for bounds, groups in (((None, 2.0), "ac"), ((0.0, None), "ab"), ((None, -1.0), "c"), ((1.0, 1.0), "a")):
+        entered, compared = Select(mean_bounds=bounds).episodes(scored, stream, Context())
+        assert {"aaaabbcd"[k] for k in entered.nonzero()[:, 0].tolist()} == set(groups)
+        assert torch.equal(entered, compared)
+
+
+@pytest.mark.ledger("X5")
+@pytest.mark.parametrize("when", ["before_baseline", "after_baseline"])
+def test_what_is_kept_is_compared_alone_unless_the_baseline_comes_first(when):
+    stream = exact(*simple([1.0, 1.0, 0.0, 1.0]))
+    select = Select(keep=2, keep_how="spread", keep_when=when)
+    entered, compared = select.episodes(select.scored(stream, True, Context()), stream, Context())
+    assert entered.tolist() == [True, False, True, False]
+    assert compared.tolist() == (entered.tolist() if when == "before_baseline" else [True] * 4)
+
+
 @pytest.mark.ledger("X5", "X12")
 def test_what_nobody_scored_is_never_the_best_and_makes_no_group_uneven():
     """Imitation lets unscored episodes enter, whose reward is NaN."""

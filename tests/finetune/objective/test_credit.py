@@ -115,6 +115,13 @@ def test_the_recurrence_agrees_with_the_loop_for_any_batch(rewards, gamma, lam, 
     assert targets.tolist() == pytest.approx([x for _, t in both for x in t], rel=1e-9, abs=1e-12)
 
 
+def test_beyond_a_cut_whose_value_is_unknown_there_is_nothing():
+    stream = exact([row("a", turns=(2,))], [episode("a", reward=1.0, cut=True)], value=[0.2, 0.4])
+    assert stream.beyond.isnan().all()
+    got, _ = Credit(kind="gae", gamma=1.0, lam=1.0)(stream.episodes.reward, None, stream)
+    assert got.tolist() == pytest.approx([1.0 - 0.2, 1.0 - 0.4])
+
+
 @pytest.mark.ledger("P2")
 def test_rows_of_an_episode_in_any_order_give_the_same_credit():
     first, second = row("a", turns=(2, 1)), row("a", turns=(2,), first_turn=2)

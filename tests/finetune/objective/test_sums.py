@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tapereel.finetune.objective import Moments, Sums
+from tapereel.finetune.objective import Context, Moments, Sums
 
 
 def test_sums_counts_extremes_means_and_deviations():
@@ -60,3 +60,10 @@ def test_rounding_never_makes_a_deviation_of_equal_values_negative():
     sums.put("x", 0.3, 3)
     sums.put("x/square", 0.03 - 1e-12, 3)
     assert sums.std("x") == 0.0
+
+
+def test_the_parts_of_a_loss_add_up_over_micro_batches():
+    context = Context()
+    for name, loss in (("policy", 0.5), ("kl/teacher", 2.0), ("policy", -0.125)):
+        context.add_part(name, loss)
+    assert context.parts == {"policy": 0.375, "kl/teacher": 2.0}

@@ -16,7 +16,7 @@ import torch
 
 from tapereel.finetune import recipes
 from tapereel.finetune.history import loop_config
-from tapereel.finetune.objective import KL, Context, Whiten
+from tapereel.finetune.objective import KL, Context, TokenKL, Whiten
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import RECIPES, get_recipe, read
@@ -172,6 +172,14 @@ def test_clips_are_the_papers():
     assert clips.pop("dapo") == (0.2, 0.28)
     assert clips.pop("gspo") == (3e-4, 4e-4)
     assert set(clips.values()) == {(0.2, 0.2)}
+
+
+def test_the_coefficient_of_ppo_kl_moves_as_its_equation_says():
+    (kl,) = get_recipe("ppo_kl").shape
+    assert isinstance(kl, TokenKL)
+    assert kl.adaptive is not None
+    assert kl.beta == 0.15
+    assert kl.adaptive.next(kl.beta, kl=0.275, episodes=500) == pytest.approx(0.15 * (1 + 0.1 * 500 / 10_000), rel=1e-9)
 
 
 def test_a_recipe_prints_every_term_with_its_constants():
