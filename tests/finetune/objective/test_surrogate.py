@@ -202,6 +202,20 @@ def test_reinforce_has_no_ratio_and_its_gradient_is_the_advantage_over_t():
     assert torch.autograd.grad(loss, lp)[0].tolist() == pytest.approx(case["grad"], rel=1e-9)
 
 
+@pytest.mark.ledger("F71")
+@pytest.mark.parametrize(
+    ("word", "advantage", "low", "high"),
+    [
+        ({"kind": "ppo"}, [-0.5, 0.5, 0.5, -0.5], [True, False, False, False], [False, False, True, False]),
+        ({"kind": "cispo", "low": 0.2, "cap": 1.2}, [0.5] * 4, [True, True, False, False], [False, False, True, True]),
+    ],
+)
+def test_each_side_counts_the_tokens_at_which_its_bound_took_effect(word, advantage, low, high):
+    _, _, sums = losses(word, [math.log(r) for r in (0.5, 0.6, 2.0, 3.0)], [0.0] * 4, advantage)
+    assert (sums["clip/low"], sums["clip/high"]) == (sum(low), sum(high))
+    assert sums["clip"] == sum(low) + sum(high)
+
+
 @pytest.mark.ledger("F56")
 def test_the_clipped_policy_gradient_bounds_the_log_prob():
     case = LOSSES["F56"]
