@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from ....tapes.common.hub import NotFound, model_folder
 from ....tapes.errors import MissingExtra, UsageError
 from ....tapes.store.store import check_folder
-from ...vision.families import FAMILIES, UnsupportedVision, family_of, prove_vision
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +66,8 @@ def load_pretrained(
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
     folder or device is missing, or the model reads more than text and its family is unknown or not proven; BadModel if
     the folder has no usable model, Corrupt as `check_folder`."""
+    from ...vision.families import family_of, prove_vision
+
     folder = model_folder(folder)
     check_folder(folder)
     tokenizer = load_tokenizer(folder)
@@ -91,6 +92,8 @@ def load_pretrained(
 def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from ...vision.families import UnsupportedVision, family_of
 
     with quiet_transformers():
         try:
@@ -199,6 +202,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 def load_pictures(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> Vision | None:
     """What the model in `folder` reads of pictures, without its weights. None for a model of text, of a family that is
     not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises UnsupportedVision."""
+    from ...vision.families import FAMILIES
+
     folder = model_folder(folder)
     about = Path(_base_of(folder) or folder) / "config.json"
     if not about.is_file() or json.loads(about.read_bytes()).get("model_type") not in FAMILIES:

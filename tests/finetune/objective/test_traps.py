@@ -80,7 +80,7 @@ def test_no_mean_is_over_padding():
     episodes = [episode("short", "g"), episode("long", "g")]
     prepared = trainer.prepare([short, long], episodes)
     stream = prepared.batch.stream
-    now = trainer._score(model, [short, long]).logprob
+    now = trainer._score(model, [short, long], None).logprob
     ratios = torch.tensor(case["clip_ratios"] * 2, dtype=torch.float64).log()
     sums = trainer.step(objective_with(prepared, old=(now - ratios).clamp(max=-1e-9))).sums
     assert sums.mean("clip") == pytest.approx(case["clipped"])
