@@ -21,6 +21,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args
+from zlib import crc32
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, core_schema
@@ -298,13 +299,28 @@ def opened(data: bytes) -> PILImage:
     if len(data) > MAX_BYTES:
         raise BadPicture(f"has more than {MAX_BYTES:,} bytes, the limit of a file: make it smaller")
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image = Image.open(io.BytesIO(_readable(data)), formats=FORMATS)
     except Image.UnidentifiedImageError as error:
         found = f"it begins with {data[:12]!r}" if data else "it is empty"
         raise BadPicture(f"is no PNG, JPEG or WebP file, or a damaged one ({found}): save it again as PNG") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadPicture(f"has more than {MAX_PIXELS:,} pixels, the limit: make it smaller") from error
     return _checked(image)
+
+
+def _readable(data: bytes) -> bytes:
+    """A PNG without the ancillary chunks (profiles, texts) whose checksum is wrong. Pillow refuses a file with one, and
+    browsers show it. No pixel is in such a chunk."""
+    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return data
+    kept, at = [data[:8]], 8
+    while at < len(data):
+        end = at + 12 + int.from_bytes(data[at : at + 4])
+        ancillary = data[at + 4 : at + 5].islower()
+        if not ancillary or crc32(data[at + 4 : end - 4]) == int.from_bytes(data[end - 4 : end]):
+            kept.append(data[at:end])
+        at = end
+    return b"".join(kept)
 
 
 def _image_of(source: object) -> PILImage:

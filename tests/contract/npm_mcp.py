@@ -29,7 +29,9 @@ def main() -> None:
     else:
         venv.create(OLDER, with_pip=True, clear=True)
         install = [OLDER_PYTHON, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
-        subprocess.run([*install, "mcp<2", "pydantic>=2.11", "pyyaml>=6", "rich>=13"], check=True, timeout=600)
+        subprocess.run(
+            [*install, "mcp<2", "pydantic>=2.11", "pyyaml>=6", "rich>=13", "pillow>=11"], check=True, timeout=600
+        )
         OLDER_DONE.touch()
     if SERVER.exists():
         print(f"{FOLDER} is there already")

@@ -108,7 +108,12 @@ async def use(server):
     assert tools["lookup"].effect == "pure" and tools["note"].effect == "idempotent"
     assert tools["lookup"].parameters["required"] == ["word"]
     assert await tools["lookup"].call({"word": "amber"}) == "4711"
-    assert "a dot:" in await tools["picture"].call({})
+    _, photo, _ = await tools["photo"].call({})
+    assert (photo.width, photo.height) == (3, 2)
+    try:
+        await tools["picture"].call({})
+    except ToolFailed as error:
+        assert "a dot:" in str(error)
     try:
         await tools["lookup"].call({"word": "zinc"})
     except ToolFailed as error:

@@ -379,3 +379,12 @@ def test_no_text_becomes_a_picture():
         Captioned.model_validate_json(json.dumps({"caption": "", "picture": {**forged, "media": str.__str__(A.media)}}))
     with pytest.raises(ValidationError):
         Picture(media=MediaReference("media:../../etc/passwd"), width=1, height=1)
+
+
+def test_a_damaged_profile_costs_no_picture_and_a_damaged_pixel_does():
+    """The logo that MCP's own example server sends has such a profile."""
+    whole = encoded(CORNER)
+    assert Picture.of(whole[:33] + struct.pack(">I", 4) + b"iCCPoops\0\0\0\0" + whole[33:]) == Picture.of(whole)
+    at = whole.index(b"IDAT") + 6
+    with pytest.raises(BadPicture, match="save it again"):
+        Picture.of(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])
