@@ -66,8 +66,9 @@ def test_a_killed_server_costs_the_episodes_that_were_there_and_no_others(tmp_pa
     tries: dict[tuple[str | None, int], list[bool]] = {}
     for tape in tapes:
         tries.setdefault((tape.begin.group, tape.begin.attempt), []).append(tape.status is Status.ERROR)
-    # A group closes without an attempt whose second try was lost as well, in the next kill.
-    lost_twice = {group for (group, _), found in tries.items() if sum(found) > 1}
-    assert len(whole | lost_twice) >= UPDATES * GROUPS
+    # A group also closes without an attempt whose second try was lost in the next kill, or would be too stale by now.
+    ended = Counter(group for (group, _), found in tries.items() if found[-1])
+    closed = {group for group, n in ended.items() if usable[group] + n == SIZE}
+    assert len(whole | closed) >= UPDATES * GROUPS
     second = {len(found) for (group, _), found in tries.items() if group in whole and found[0]}
     assert second == {2}, "what was lost was sampled again"
