@@ -369,7 +369,13 @@ def as_json(value: object) -> JsonValue:
     which a task can hold. BadPicture for an image that the limits refuse."""
     if isinstance(value, list):
         return [as_json(one) for one in value]
-    source: Any = value["bytes"] if isinstance(value, dict) and set(value) == {"bytes", "path"} else value
+    source: Any = value
+    if isinstance(value, dict) and set(value) == {"bytes", "path"}:
+        source = value["bytes"]
+        if source is None:
+            raise BadPicture(
+                f"the image {value['path']!r:.100} has no bytes: decode the column, cast_column(..., Image())"
+            )
     if not isinstance(source, bytes) and not hasattr(type(source), "getexif"):
         return cast(JsonValue, value)
     return f"data:image/png;base64,{base64.b64encode(Picture.of(source).data or b'').decode()}"

@@ -17,19 +17,17 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """The tokens of one picture or video in a prompt: [offset, offset + length)."""
+    """The tokens of one picture in a prompt: [offset, offset + length)."""
 
     media: tuple[str, ...]
-    """Name of the picture's file; of a video, the names of its frames in order."""
-    kind: Literal["image", "video"]
+    """Names of the files that the tokens stand for: one."""
+    kind: Literal["image"]
     offset: int
     """Index of the first token in all prompt ids of the call."""
     length: int
     grid: tuple[int, ...]
     """What the model's family needs besides the file to compute pixels and positions, such as (1, height, width) in
     patches."""
-    times: tuple[float, ...] = ()
-    """Seconds of each frame of a video; empty for a picture."""
 
     @property
     def end(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import sha256
@@ -32,7 +33,7 @@ class UnsupportedVision(UsageError, ValueError):
     """A model reads more than text, and its family, its image processor or its forward is not one that is known."""
 
 
-class Family:
+class Family(ABC):
     """One model's settings. A subclass implements the rest of `Vision`."""
 
     processors: ClassVar[tuple[str, ...]]
@@ -85,21 +86,23 @@ class Family:
             )
         return Pixels(tensors, int((ids == self._id).sum()), self.patches(grid))
 
-    def patches(self, grid: tuple[int, ...]) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def patches(self, grid: tuple[int, ...]) -> int: ...
 
     def save(self, folder: Path) -> None:
         self.processor.save_pretrained(str(folder))
 
+    @abstractmethod
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
-        raise NotImplementedError
+        """`Place.grid` of a picture of this size."""
 
+    @abstractmethod
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
-        raise NotImplementedError
+        """The tokens of a place with this grid."""
 
+    @abstractmethod
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:
         """(grid, tensors) as the image processor makes them."""
-        raise NotImplementedError
 
 
 class QwenVision(Family):

@@ -60,7 +60,7 @@ class PictureTokens(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
-    """The processed pixels of one picture or video."""
+    """The processed pixels of one picture."""
 
     tensors: Mapping[str, Tensor]
     """Arguments of the vision tower, by name."""
@@ -75,8 +75,8 @@ class Vision(PictureTokens, Protocol):
     """One family of models, with the settings of one model."""
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
-        """(length,) which tokens of the place take a feature. The others (rows and columns of tiles, timestamps) are
-        ordinary tokens."""
+        """(length,) which tokens of the place take a feature. The others (those that name rows and columns of tiles)
+        are ordinary tokens."""
         ...
 
     def patches(self, grid: tuple[int, ...]) -> int:

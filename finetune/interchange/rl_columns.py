@@ -140,9 +140,8 @@ def records(
     """The rows of closed tapes one by one, as mappings of column to value; one tape is in memory at a time.
 
     agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
-    spells the text columns. images: with the files of pictures. Without a
-    renderer, a tape of text is an error that says so; with `counts`, which counts tapes,
-    rows and tokens, it is left out and counted.
+    spells the text columns. images: with the files of pictures. Without a renderer, a tape of text is an error that
+    says so; with `counts`, which counts tapes, rows and tokens, it is left out and counted.
     """
     for tape in tapes:
         if counts is not None and renderer is None and _has_text_only(tape):
@@ -159,7 +158,7 @@ def records(
             counts["tokens"] += sum(map(len, found))
             counts["own_tokens"] += sum(len(row.own) for row in found)
         for row in found:
-            names = [name for place in row.places for name in place.media]  # of a video its frames
+            names = [name for place in row.places for name in place.media]
             yield {
                 **_record(row, episode, renderer, cut),
                 "split": tape.begin.split,

@@ -180,12 +180,6 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
         _check_tokens(policy, load_tokenizer(config.model), f"loop.teacher.model={config.model}")
 
     async def score(rows: Sequence[Row]) -> list[array[float]]:
-        seen = next((row for row in rows if row.places), None)
-        if seen is not None:
-            raise UsageError(
-                f"tape {seen.tape} shows pictures, and a teacher behind an engine ({config.kind}) is sent token ids "
-                "alone: name the teacher's folder as loop.teacher"
-            )
         made = await connect_to(config) if isinstance(config, ServerConfig) else config.make(ScoringEngine, "A teacher")
         engine = cast(ScoringEngine, made)
         try:

@@ -181,6 +181,11 @@ def test_images_that_do_not_fit_are_named():
         Taskset([{"prompt": "a", "images": two}, {"prompt": "b", "images": [b"<svg/>"]}], row=trl_row)
 
 
+def test_an_image_without_bytes_is_refused_by_its_path():
+    with pytest.raises(BadTasks, match=r"'photo.png' has no bytes: decode the column"):
+        list(Taskset([{"prompt": "?", "images": [{"bytes": None, "path": "photo.png"}]}], row=trl_row))
+
+
 @pytest.mark.parametrize(
     "hostile", ["{path}", "file://{path}", "http://127.0.0.1:1/a.png", {"path": "{path}"}, 5, "data:,x"]
 )
