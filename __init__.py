@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .envs import Environment, Outcome, Taskset, check_env
     from .finetune import get_recipe, rows
     from .finetune.api import Run, evaluate, open, run, save_tiny_model, train
-    from .tapes import Action, Observation, Picture, Sampling, Tape, Task, Thought
+    from .tapes import Action, Observation, Picture, Sampling, Tape, Task, Thought, Video
     from .tapes.common.config import load_config
     from .tapes.store.store import Store
 
@@ -49,6 +49,7 @@ __all__ = [
     "Task",
     "Taskset",
     "Thought",
+    "Video",
     "agent",
     "check_engine",
     "check_env",
@@ -72,7 +73,7 @@ _HOME = {
     **dict.fromkeys(("Environment", "Outcome", "Taskset", "check_env"), "envs"),
     **dict.fromkeys(("get_recipe", "rows"), "finetune"),
     **dict.fromkeys(("Run", "evaluate", "open", "run", "save_tiny_model", "train"), "finetune.api"),
-    **dict.fromkeys(("Action", "Observation", "Picture", "Sampling", "Tape", "Task", "Thought"), "tapes"),
+    **dict.fromkeys(("Action", "Observation", "Picture", "Sampling", "Tape", "Task", "Thought", "Video"), "tapes"),
     "load_config": "tapes.common.config",
     "Store": "tapes.store.store",
 }

@@ -17,7 +17,7 @@ from .errors import (
     StoreFailed,
     TapereelError,
 )
-from .pictures import MediaReference, Picture
+from .pictures import MediaReference, Picture, Video
 from .records import Call, Cause, CauseType, Message, Sampling, Status, Task
 from .steps import (
     Action,
@@ -67,4 +67,5 @@ __all__ = [
     "ToolOffer",
     "ToolResult",
     "ToolResults",
+    "Video",
 ]

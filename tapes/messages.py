@@ -11,11 +11,13 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import overload
 
-from .pictures import Picture
+from .pictures import RECORDED, Picture, Video, Visual
 from .records import Call, Message
-from .steps import PLACE, Prompt, Step, Thought, ToolCalls, ToolResults, content_parts, parts_of
+from .steps import PLACES, Prompt, Step, Thought, ToolCalls, ToolResults, content_parts, parts_of
 
 ENV = "env"
+FRAME_TIME = "<{:.1f} seconds>"
+"""The text before a frame of a video, as Qwen3-VL's processor writes it."""
 
 
 class Messages(Sequence[Message]):
@@ -131,11 +133,11 @@ def heard(step: Step) -> list[Message]:
     return [{"role": "user", "content": content_of(parts_of(step))}]
 
 
-def content_of(parts: Sequence[str | Picture]) -> str | list[Message]:
+def content_of(parts: Sequence[str | Visual]) -> str | list[Message]:
     """The content of a message: text alone as a string, else content parts. A picture's part names its file."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
-    return [{"type": "text", "text": part} if isinstance(part, str) else image_of(part) for part in parts if part != ""]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part_of(part) for part in parts if part != ""]
 
 
 def text_of(message: Message) -> str:
@@ -144,16 +146,27 @@ def text_of(message: Message) -> str:
     if isinstance(content, str):
         return content
     return "\n".join(
-        f"[picture {part.get('width')}x{part.get('height')} {str(part['media'])[:12]}]"
-        if "media" in part
-        else str(part.get("text", f"[{part.get('type')}]"))
+        str(video_in(part) or part.get("text", f"[{part.get('type')}]"))
+        if "media" not in part
+        else f"[picture {part.get('width')}x{part.get('height')} {str(part['media'])[:12]}]"
         for part in content_parts(message)
     )
 
 
+def frames_of(messages: Sequence[Message]) -> list[Message]:
+    """The messages for a model that reads no video: each frame is a text with its time, then a picture."""
+    return [
+        {**message, "content": [one for part in content_parts(message) for one in _unfolded(part)]}
+        if any(part.get("type") == "video" for part in content_parts(message))
+        else message
+        for message in messages
+    ]
+
+
 def image_parts(messages: Sequence[Message]) -> list[Message]:
-    """The content parts of the messages that show a picture, in order."""
-    return [part for message in messages for part in content_parts(message) if part.get("type") == "image"]
+    """The content parts of the messages that show a picture or a frame of a video, in order."""
+    parts = (part for message in frames_of(messages) for part in content_parts(message))
+    return [part for part in parts if part.get("type") == "image"]
 
 
 def image_of(picture: Picture) -> Message:
@@ -161,11 +174,40 @@ def image_of(picture: Picture) -> Message:
     return {"type": "image", "media": picture.name, "width": picture.width, "height": picture.height}
 
 
-def _with_pictures(messages: Sequence[Message], pictures: Sequence[Picture]) -> list[Message]:
+def part_of(shown: Visual) -> Message:
+    """The content part that shows the picture or video."""
+    if isinstance(shown, Picture):
+        return image_of(shown)
+    frames = [{"media": frame.name, "width": frame.width, "height": frame.height} for frame in shown.frames]
+    return {"type": "video", "frames": frames, "fps": shown.fps, "indices": list(shown.indices)}
+
+
+def video_in(part: Message) -> Video | None:
+    """The video that a content part shows, without bytes; None for any other part."""
+    if part.get("type") != "video" or "frames" not in part:
+        return None
+    try:
+        frames = [{**frame, "media": f"media:{frame['media']}"} for frame in part["frames"]]
+        video = {name: value for name, value in part.items() if name != "type"}
+        return Video.model_validate({**video, "frames": frames}, context=RECORDED)
+    except (TypeError, KeyError, ValueError):  # a text wrote it
+        return None
+
+
+def _unfolded(part: Message) -> list[Message]:
+    """A video's part as texts and images; a list with any other part as it is."""
+    video = video_in(part)
+    if video is None:
+        return [part]
+    shown = zip(video.times, video.frames, strict=True)
+    return [one for s, frame in shown for one in ({"type": "text", "text": FRAME_TIME.format(s)}, image_of(frame))]
+
+
+def _with_pictures(messages: Sequence[Message], pictures: Sequence[Visual]) -> list[Message]:
     """The messages of a prompt; its pictures stand in the places that are left for them."""
     left = iter(pictures)
     return [
-        {**message, "content": [image_of(next(left)) if part == PLACE else part for part in message["content"]]}
+        {**message, "content": [part_of(next(left)) if part in PLACES else part for part in message["content"]]}
         if pictures and content_parts(message)
         else dict(message)
         for message in messages

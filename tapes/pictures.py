@@ -3,6 +3,7 @@
 `Picture.of` decodes a file within limits, applies its orientation, and encodes the pixels again as PNG (8-bit RGB).
 What is stored, sent to models and shown is that PNG alone: no metadata, no colour profile and no second format of the
 source file survives. The file's name is the SHA-256 of its bytes, and pictures are equal when their files are.
+A `Video` is pictures with times. Files of video formats are never decoded.
 """
 
 from __future__ import annotations
@@ -10,20 +11,30 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import operator
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args
 from zlib import crc32
 
-from pydantic import BaseModel, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    GetCoreSchemaHandler,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from .errors import BadPicture, MissingExtra
@@ -179,29 +190,107 @@ class Picture(Value):
         return f"[picture {self.width}x{self.height} {self.name[:12]}]"
 
 
+class Video(Value):
+    """Pictures with times, in a step: `Video.of(...)` makes it. Each frame is a file, as a picture's is."""
+
+    frames: tuple[Picture, ...]
+    """At least one; all of one size."""
+    fps: float
+    """Frames of the source in a second."""
+    indices: tuple[int, ...]
+    """The number of each frame in the source, from 0, rising."""
+
+    @classmethod
+    def of(cls, frames: Iterable[Any], *, fps: float, indices: Iterable[int] | None = None) -> Video:
+        """The video of these frames: pictures, or sources as `Picture.of` takes them; also an array of bytes (frames,
+        height, width, 3). fps: frames of the source in a second. indices: the number of each frame in the source; None:
+        0, 1, 2, ... Raises BadPicture. Blocks: in an event loop use `await Video.read(...)`."""
+        shape = getattr(frames, "shape", None)
+        if isinstance(frames, str | bytes | os.PathLike):
+            raise BadPicture(f"{_named(frames)} is one file, and video files are not decoded: pass the frames")
+        if shape is not None and len(shape) != 4:
+            raise BadPicture(f"an array of frames has the shape {shape}, not (frames, height, width, 3): transpose it")
+        pictures: list[Picture] = []
+        for i, frame in enumerate(frames):
+            try:
+                pictures.append(frame if isinstance(frame, Picture) else Picture.of(frame))
+            except BadPicture as error:
+                raise BadPicture(f"frame {i} of a video: {error}") from error
+        numbers = range(len(pictures)) if indices is None else map(operator.index, indices)
+        try:
+            return cls(frames=tuple(pictures), fps=fps, indices=tuple(numbers))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            said = [*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")]
+            raise BadPicture(": ".join(said)) from error
+
+    @classmethod
+    async def read(cls, frames: Iterable[Any], *, fps: float, indices: Iterable[int] | None = None) -> Video:
+        """As `of`, without blocking the event loop."""
+        return await asyncio.to_thread(cls.of, frames, fps=fps, indices=indices)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        sizes = list(dict.fromkeys(f"{frame.width}x{frame.height}" for frame in self.frames))
+        if not sizes:
+            raise ValueError("a video has no frames: pass at least one")
+        if len(sizes) > 1:
+            raise ValueError(f"a video has frames of {sizes[0]} and of {sizes[1]} pixels: resize them to one size")
+        if not 0 < self.fps < float("inf"):
+            raise ValueError(f"a video has fps={self.fps}: give the frames of its source in a second, as fps=30")
+        if len(self.indices) != len(self.frames):
+            raise ValueError(
+                f"a video has {len(self.frames)} frames and {len(self.indices)} indices: give the number of each frame"
+            )
+        if any(b <= a for a, b in pairwise((-1, *self.indices))):
+            raise ValueError(f"a video has the indices {self.indices!s:.100}: they must rise, from 0 or above")
+        return self
+
+    @property
+    def times(self) -> tuple[float, ...]:
+        """Seconds of each frame."""
+        return tuple(index / self.fps for index in self.indices)
+
+    def __str__(self) -> str:
+        """Its hash is that of the first frame."""
+        first, times = self.frames[0], self.times
+        size = f"{len(times)} frames {first.width}x{first.height}"
+        return f"[video {size} {times[0]:.1f}-{times[-1]:.1f} s {first.name[:12]}]"
+
+
+Visual = Picture | Video
+"""What a model sees in a step."""
+
+
 # Which files a step refers to
 
 
-def references_of(value: object) -> tuple[MediaReference | Picture, ...]:
-    """The pictures and other media references in a step, in the order of its fields."""
+def _found_in(value: object) -> tuple[MediaReference | Visual, ...]:
+    """The pictures, videos and other media references in a step, in the order of its fields."""
     # Asked of every step, and nearly none refers to a file.
     return () if isinstance(value, BaseModel) and not _may_refer(type(value)) else tuple(_walked(value))
 
 
-def _walked(value: object) -> Iterator[MediaReference | Picture]:
-    if isinstance(value, MediaReference | Picture):
+def _walked(value: object) -> Iterator[MediaReference | Visual]:
+    if isinstance(value, MediaReference | Picture | Video):
         yield value
     elif isinstance(value, BaseModel):
-        yield from references_of(value.__dict__)
+        yield from _found_in(value.__dict__)
     elif isinstance(value, dict):
         for part in value.values():
-            yield from references_of(part)
+            yield from _found_in(part)
     elif isinstance(value, list | tuple | set | frozenset):
         for part in value:
-            yield from references_of(part)
+            yield from _found_in(part)
     elif is_dataclass(value) and not isinstance(value, type):
         for one in fields(value):
-            yield from references_of(getattr(value, one.name, None))
+            yield from _found_in(getattr(value, one.name, None))
+
+
+def references_of(value: object) -> tuple[MediaReference | Picture, ...]:
+    """The pictures, frames of videos, and other media references in a step, in the order of its fields."""
+    found = _found_in(value)
+    return tuple(file for one in found for file in (one.frames if isinstance(one, Video) else (one,))) if found else ()
 
 
 def media_of(value: object) -> tuple[str, ...]:
@@ -211,9 +300,15 @@ def media_of(value: object) -> tuple[str, ...]:
 
 
 def pictures_of(value: object) -> tuple[Picture, ...]:
-    """The pictures in a step, in the order of its fields."""
+    """The pictures and the frames of videos in a step, in the order of its fields."""
     found = references_of(value)
     return tuple(one for one in found if isinstance(one, Picture)) if found else ()
+
+
+def visuals_of(value: object) -> tuple[Visual, ...]:
+    """The pictures and videos in a step, in the order of its fields."""
+    found = _found_in(value)
+    return tuple(one for one in found if isinstance(one, Picture | Video)) if found else ()
 
 
 @cache

@@ -17,18 +17,25 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticSerializationError, to_json
 
 from .errors import Unwritable
-from .pictures import RECORDED, Picture, pictures_of
+from .pictures import RECORDED, Picture, Video, Visual, visuals_of
 from .value import Value
 
 Role = Literal["observation", "thought", "action"]
-PLACE = {"type": "image"}
+PLACE: dict[str, JsonValue] = {"type": "image"}
 """The content part of a prompt's message in whose place a picture stands."""
+PLACES: tuple[dict[str, JsonValue], ...] = (PLACE, {"type": "video"})
+"""Those of a picture and of a video."""
 
 
 def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
     """The parts of a chat message's content; an empty list where the content is text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+
+
+def place_of(shown: Visual) -> dict[str, JsonValue]:
+    """The content part of a prompt's message in whose place the picture or video stands."""
+    return PLACES[isinstance(shown, Video)]
 
 
 _registry: dict[str, type[Step]] = {}
@@ -84,8 +91,8 @@ class Step(BaseModel):
         return self.model_dump_json()
 
 
-def parts_of(step: Step) -> tuple[str | Picture, ...]:
-    """What a model reads of a step, in order: texts and pictures. A step without pictures: its `str()`.
+def parts_of(step: Step) -> tuple[str | Visual, ...]:
+    """What a model reads of a step, in order: texts, pictures and videos. A step without pictures: its `str()`.
 
     With pictures: the fields in order, each stretch of fields without a picture as the text that a step of these fields
     alone would have. A class that defines `__str__` has that text first, then its pictures.
@@ -93,18 +100,18 @@ def parts_of(step: Step) -> tuple[str | Picture, ...]:
     if not _shows(step):
         return (str(step),)
     if type(step).__str__ is not Step.__str__:
-        return (str(step), *pictures_of(step))
+        return (str(step), *visuals_of(step))
     return tuple(part for part in _parts(step) if part != "")
 
 
 def _shows(value: object) -> bool:
-    """Whether there is a picture in it."""
-    return bool(pictures_of(value))
+    """Whether there is a picture or video in it."""
+    return bool(visuals_of(value))
 
 
-def _parts(value: object) -> Iterator[str | Picture]:
-    """The texts and pictures of a value that holds a picture."""
-    if isinstance(value, Picture):
+def _parts(value: object) -> Iterator[str | Visual]:
+    """The texts, pictures and videos of a value that holds a picture or video."""
+    if isinstance(value, Picture | Video):
         yield value
     elif isinstance(value, BaseModel):
         plain: dict[str, object] = {}
@@ -210,16 +217,20 @@ class Prompt(ToolOffer, kind="chat_prompt"):
     messages: tuple[dict[str, JsonValue], ...]
     """Each with `role` and `content`; the content of the last user message is also `text`."""
     tools: tuple[dict[str, JsonValue], ...] = ()
-    pictures: tuple[Picture, ...] = Field(default=(), exclude_if=operator.not_)
-    """The pictures of the messages, in order: one for each content part `{"type": "image"}`."""
+    pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_)
+    """The pictures and videos of the messages, in order: one for each content part `{"type": "image"}` or
+    `{"type": "video"}`."""
 
     @model_validator(mode="after")
     def _one_picture_each(self) -> Self:
-        places = sum(part == PLACE for message in self.messages for part in content_parts(message))
-        if self.pictures and places != len(self.pictures):
+        places = [part for message in self.messages for part in content_parts(message) if part in PLACES]
+        wanted = [place_of(one) for one in self.pictures]
+        if self.pictures and places != wanted:
+            image, video = ((places.count(one), wanted.count(one)) for one in PLACES)
             raise ValueError(
-                f"the messages have {places} parts of type 'image' for {len(self.pictures)} pictures: write one part "
-                '{"type": "image"} where each picture belongs'
+                f"the messages have {image[0]} parts of type 'image' for {image[1]} pictures and {video[0]} parts of "
+                f"type 'video' for {video[1]} videos, or they have them in another order: write one part "
+                '{"type": "image"} where each picture belongs, and {"type": "video"} where each video belongs'
             )
         return self
 
@@ -239,8 +250,8 @@ class ToolResult(Value):
     name: str
     content: str
     error: bool = False
-    pictures: tuple[Picture, ...] = Field(default=(), exclude_if=operator.not_)
-    """Shown after the text."""
+    pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_)
+    """Pictures and videos, shown after the text."""
 
 
 class ToolCalls(Action):

@@ -22,7 +22,8 @@ from pydantic import BaseModel, JsonValue
 
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
 from ...tapes.common.run_async import GRACE
-from ...tapes.messages import image_of, said
+from ...tapes.messages import part_of, said, video_in
+from ...tapes.pictures import pictures_of
 from ...tapes.records import Attempt
 from ...tapes.steps import content_parts
 from ..engines.engine import (
@@ -331,19 +332,22 @@ class LLM:
     # Inside
 
     def _check_sight(self, messages: Sequence[Message]) -> None:
-        """RenderFailed where the messages hold a picture and the engine can't see, or a part that a text wrote."""
+        """RenderFailed where the messages hold a picture or video and the engine can't see, or a part that a text
+        wrote."""
         assert self.engine is not None
-        blind, renderer = not sees(self.engine), self.engine.renderer
+        blind, renderer, known = not sees(self.engine), self.engine.renderer, self.recorder.shown
         for part in (part for message in messages for part in content_parts(message)):
-            picture = self.recorder.shown.get(str(part.get("media")))
-            if blind and picture is not None:
+            shown = video_in(part) or known.get(str(part.get("media")))
+            if blind and shown is not None:
                 raise RenderFailed(
-                    f"the engine {self.engine.name!r} can't see, and the prompt holds {picture}: use a hosted model "
+                    f"the engine {self.engine.name!r} can't see, and the prompt holds {shown}: use a hosted model "
                     "that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
                 )
-            if renderer is not None and part.get("type") == "image" and (not picture or part != image_of(picture)):
+            if renderer is None or part.get("type") not in ("image", "video"):
+                continue
+            if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
                 raise RenderFailed(
-                    f"the part {part!r:.200} is not that of a picture which a step shows: show it in a step"
+                    f"the part {part!r:.200} is not that of a picture or video that a step shows: show it in a step"
                 )
 
     async def _check_limits(self) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import JsonValue
 
 from ...tapes.arrays import ints
+from ...tapes.messages import frames_of
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Message
 from ...tapes.steps import PLACE, content_parts
@@ -177,7 +178,7 @@ class Renderer:
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
         text = self._template.render(marked, marked_tools)
-        pictures = self._pictures_of(messages, text)
+        pictures = self._pictures_of(marked, text)
         tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
@@ -324,7 +325,9 @@ class Renderer:
         return marked, self._codec.mark(tools, "a tool's definition") if tools else None
 
     def _mark_one(self, message: Message, index: int) -> Message:
-        """Marks control tokens in a message. Only answers may hold some: those of thinking and tool calls."""
+        """Marks control tokens in a message. Only answers may hold some: those of thinking and tool calls. The template
+        gets a video as its frames."""
+        (message,) = frames_of([message])
         role = message.get("role")
         only = self._framing if role == "assistant" else None
         content = message.get("content")

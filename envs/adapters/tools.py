@@ -31,7 +31,7 @@ from ...tapes import (
 )
 from ...tapes.errors import BadPicture, MissingExtra
 from ...tapes.messages import text_of
-from ...tapes.pictures import DATA_URL
+from ...tapes.pictures import DATA_URL, Visual
 from ...tapes.records import Message
 from ...tapes.steps import PLACE, Prompt, content_parts
 from ..blocking import in_thread
@@ -63,8 +63,8 @@ class Tool:
     description: str
     parameters: dict[str, JsonValue]
     """JSON Schema of the arguments, an object."""
-    call: Callable[[dict[str, JsonValue]], Awaitable[str | Sequence[str | Picture]]]
-    """From the agent's unchecked arguments to the result: a text, or texts and pictures."""
+    call: Callable[[dict[str, JsonValue]], Awaitable[str | Sequence[str | Visual]]]
+    """From the agent's unchecked arguments to the result: a text, or texts, pictures and videos."""
     effect: Effect = "pure"
     """The effect of repeating a call on the outside world."""
     timeout: float = SECONDS
@@ -138,7 +138,7 @@ def tool(
             schema["description"] = meaning
     blocks = not inspect.iscoroutinefunction(function)
 
-    async def call(arguments: dict[str, JsonValue]) -> str | list[str | Picture]:
+    async def call(arguments: dict[str, JsonValue]) -> str | list[str | Visual]:
         values = ArgsKwargs((), arguments)
         result = await in_thread(adapter.validate_python, values) if blocks else adapter.validate_python(values)
         return await as_parts(await result if inspect.isawaitable(result) else result)
@@ -198,24 +198,24 @@ def as_text(result: object) -> str:
         return str(result)
 
 
-async def as_parts(result: object) -> str | list[str | Picture]:
-    """A tool's result as the model reads it. Pictures are shown where it is a `Picture`, or a list with one or with a
-    content part as TRL has them, `{"type": "image", "image": ...}`; every other value is text."""
+async def as_parts(result: object) -> str | list[str | Visual]:
+    """A tool's result as the model reads it. Pictures are shown where it is a `Picture` or `Video`, or a list with one
+    or with a content part as TRL has them, `{"type": "image", "image": ...}`; every other value is text."""
     values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     images = [_image_in(value) for value in values]
     if all(image is None for image in images):
         return as_text(result)
     texts = [as_text(value.get("text", value) if isinstance(value, dict) else value) for value in values]
-    read = [image if image is None or isinstance(image, Picture) else await Picture.read(image) for image in images]
+    read = [image if image is None or isinstance(image, Visual) else await Picture.read(image) for image in images]
     return [image or text for image, text in zip(read, texts, strict=True)]
 
 
 def _image_in(value: Any) -> Any:
-    """A picture, or the image (PIL, array, bytes) of a content part; None for any other value. A path or URL is no
-    image here: it may be text that a tool got from somewhere."""
+    """A picture, a video, or the image (PIL, array, bytes) of a content part; None for any other value. A path or URL
+    is no image here: it may be text that a tool got from somewhere."""
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
     known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
-    return value if isinstance(value, Picture) else image if known else None
+    return value if isinstance(value, Visual) else image if known else None
 
 
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Picture]]:
@@ -336,11 +336,11 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
             content, error = await _ask(found, call.arguments)
         parts = [content] if isinstance(content, str) else content
         text = cut("\n".join(part for part in parts if isinstance(part, str)), found.limit)
-        pictures = tuple(part for part in parts if isinstance(part, Picture))
+        pictures = tuple(part for part in parts if isinstance(part, Visual))
         return ToolResult(id=call.id, name=call.name, content=text, error=error, pictures=pictures)
 
 
-async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Sequence[str | Picture], bool]:
+async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Sequence[str | Visual], bool]:
     """(content, whether it is an error)."""
     timer = asyncio.timeout(tool.timeout)
     try:

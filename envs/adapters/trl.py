@@ -36,9 +36,9 @@ from ...tapes import (
     ToolCalls,
     ToolResults,
 )
-from ...tapes.messages import heard, text_of
-from ...tapes.pictures import DATA_URL, opened
-from ...tapes.steps import PLACE, Prompt, content_parts
+from ...tapes.messages import frames_of, heard, text_of
+from ...tapes.pictures import DATA_URL, Visual, opened
+from ...tapes.steps import Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
 from ..rewards import Rewards, RewardSource, Scored
@@ -267,7 +267,7 @@ def _methods(instance: Any) -> list[Callable[..., Any]]:
     return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS]
 
 
-async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Message, list[Picture]]:
+async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Message, list[Visual]]:
     """The prompt's last message with the result of `reset`, a text or content parts, behind it, and its pictures."""
     if isinstance(addition, str) and isinstance(last["content"], str):
         return {**last, "content": last["content"] + addition}, []
@@ -276,8 +276,9 @@ async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Messag
         what = f"{type(instance).__qualname__}.reset returned {type(addition).__name__}"
         raise NotTRL(f"{what}, but only a text, content parts with an image, or None, can be recorded")
     before = content_parts(last) or [{"type": "text", "text": last["content"]}]
-    after = [PLACE if isinstance(part, Picture) else {"type": "text", "text": part} for part in parts]
-    return {**last, "content": [*before, *after]}, [part for part in parts if isinstance(part, Picture)]
+    shown = [part for part in parts if not isinstance(part, str)]
+    after = [{"type": "text", "text": part} if isinstance(part, str) else place_of(part) for part in parts]
+    return {**last, "content": [*before, *after]}, shown
 
 
 def _messages(prompt: Any) -> list[Message]:
@@ -311,7 +312,7 @@ def _conversation(tape: Tape) -> tuple[Any, list[Message]]:
     messages: list[Message] = []
     for step in list(tape)[1:]:
         if isinstance(step, ToolResults):
-            messages.extend(heard(step))
+            messages.extend(frames_of(heard(step)))
         elif isinstance(step, Action):
             messages.append(_as_message(step))
     public = tape.task

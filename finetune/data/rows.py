@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tapes import Call, NotATape, Tape
+from ...tapes.messages import image_parts
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Label, Sampling, Tokens
-from ...tapes.steps import content_parts
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -214,7 +214,7 @@ def _tokens_of(
             "name the tokenizer of the model that will be trained, by --tokenizer DIR, or in Python by "
             "rows(tape, renderer=Renderer(tokenizer))"
         )
-    if renderer.pictures is None and any(part.get("type") == "image" for m in messages for part in content_parts(m)):
+    if renderer.pictures is None and image_parts(messages):
         raise NotATape(
             f"call {call.call} of tape {tape.id} shows pictures to the model, and the model that will be trained can't "
             "see: train a vision model, leave the tape out, or record the task with text"

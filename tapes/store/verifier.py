@@ -17,9 +17,9 @@ from typing import cast
 from pydantic import JsonValue
 
 from ..errors import NoRun
+from ..messages import image_parts
 from ..places import Place
 from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Parent, StepRecord, fold, parse_record
-from ..steps import content_parts
 from ..value import Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
@@ -164,7 +164,7 @@ class _Pictures:
         asked = [one for one in asked if one[0] < record.keep_messages]
         places = [place for place in places if place.end <= record.keep] + list(record.places)
         for i, message in enumerate(record.messages, record.keep_messages):
-            asked += [(i, str(part.get("media"))) for part in content_parts(message) if part.get("type") == "image"]
+            asked += [(i, str(part.get("media"))) for part in image_parts([message])]
         if (not asked and not places) or record.prompt is None:
             return []
         self._calls[record.call] = asked, places

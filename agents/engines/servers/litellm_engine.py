@@ -27,6 +27,7 @@ from ....tapes.common.access_token import token_for
 from ....tapes.common.hub import split_name
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import BadPicture, MissingExtra, NotATape
+from ....tapes.messages import frames_of
 from ....tapes.records import Attempt, Message, Usage
 from ....tapes.steps import content_parts
 from ..engine import Completion, EngineError, EngineStopped, Finish, PromptTooLong, Request, error_text, one_temperature
@@ -358,7 +359,8 @@ class _Clients:
 async def _with_pictures(request: Request) -> Request:
     """The request with its pictures as data URLs, made of the stored bytes. EngineError for a picture by any other URL:
     the provider would fetch it, and the tape would not hold what the model saw."""
-    parts = [part for message in request.messages for part in content_parts(message)]
+    messages = frames_of(request.messages)
+    parts = [part for message in messages for part in content_parts(message)]
     if any(part.get("type") == "image_url" for part in parts):
         raise EngineError("a message holds an `image_url`: pictures go to a model as `Picture` in a step, never by URL")
     names = dict.fromkeys(str(part.get("media")) for part in parts if part.get("type") == "image")
@@ -371,7 +373,7 @@ async def _with_pictures(request: Request) -> Request:
     except (BadPicture, NotATape) as error:
         raise EngineError(str(error)) from error
     urls = {name: f"data:image/png;base64,{base64.b64encode(data).decode()}" for name, data in files.items()}
-    return replace(request, messages=_as_urls(request.messages, urls))
+    return replace(request, messages=_as_urls(messages, urls))
 
 
 def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:

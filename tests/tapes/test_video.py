@@ -1,0 +1,139 @@
+"""Videos on the tape: frames with times, in steps and in messages."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import BaseModel, ValidationError
+
+import tapereel as tr
+from tapereel.tapes import BadPicture, ToolResult, ToolResults
+from tapereel.tapes.messages import content_of, frames_of, heard, image_of, image_parts, part_of, text_of, video_in
+from tapereel.tapes.pictures import media_of, pictures_of, visuals_of
+from tapereel.tapes.records import StepRecord, parse_record
+from tapereel.tapes.steps import Prompt, parts_of
+
+
+def pixels(*shades: int, height: int = 6, width: int = 8) -> np.ndarray:
+    return np.stack([np.full((height, width, 3), shade, dtype="uint8") for shade in shades])
+
+
+CLIP = tr.Video.of(pixels(1, 2, 3), fps=2.0, indices=(0, 1, 3))
+STILL = tr.Picture.of(pixels(9)[0])
+
+
+class Inside(BaseModel):
+    clips: dict[str, list[tr.Video]]
+
+
+class Watched(tr.Observation):
+    title: str
+    clip: tr.Video
+    picture: tr.Picture | None = None
+    inside: Inside | None = None
+    end: str = ""
+
+
+class Commented(tr.Observation):
+    clip: tr.Video
+
+    def __str__(self) -> str:
+        return "a film"
+
+
+def test_a_video_is_frames_and_their_times(tmp_path: Path) -> None:
+    assert (CLIP.fps, CLIP.indices, CLIP.times) == (2.0, (0, 1, 3), (0.0, 0.5, 1.5))
+    assert CLIP.frames == tuple(tr.Picture.of(frame) for frame in pixels(1, 2, 3))
+    assert str(CLIP) == f"[video 3 frames 8x6 0.0-1.5 s {CLIP.frames[0].name[:12]}]"
+    (tmp_path / "b.png").write_bytes(CLIP.frames[1].data or b"")
+    sources = [CLIP.frames[0].data, tmp_path / "b.png", CLIP.frames[2]]
+    assert tr.Video.of(sources, fps=2, indices=np.array([0, 1, 3])) == CLIP
+    assert asyncio.run(tr.Video.read(pixels(1, 2, 3), fps=2)).indices == (0, 1, 2)
+    assert tr.Video.of(pixels(1, 2, 3), fps=4, indices=(0, 1, 3)) != CLIP, "other times"
+
+
+@pytest.mark.parametrize(
+    ("frames", "more", "says"),
+    [
+        ([], {}, "a video has no frames: pass at least one"),
+        (pixels(1, 2), {"fps": 0}, "fps=0.0: give the frames of its source in a second"),
+        (pixels(1, 2), {"fps": float("nan")}, "fps=nan"),
+        (pixels(1, 2), {"fps": "fast"}, "fps: Input should be a valid number"),
+        (pixels(1, 2), {"indices": [3]}, "2 frames and 1 indices"),
+        (pixels(1, 2), {"indices": [3, 3]}, r"indices \(3, 3\): they must rise"),
+        (pixels(1, 2), {"indices": [-1, 3]}, "from 0 or above"),
+        ([STILL, pixels(1, height=5)[0]], {}, "frames of 8x6 and of 8x5 pixels: resize them"),
+        (pixels(1)[0], {}, r"shape \(6, 8, 3\), not \(frames, height, width, 3\)"),
+        ("film.mp4", {}, "'film.mp4' is one file, and video files are not decoded: pass the frames"),
+        (b"\0\0\0\x18ftypmp42", {}, "video files are not decoded"),
+        ([STILL, "https://example.com/a.png"], {}, "frame 1 of a video: .* is a URL, which is never fetched"),
+        ([STILL, b"GIF89a"], {}, "frame 1 of a video: .* is no PNG"),
+        (pixels(1, 2).astype("float32"), {}, "frame 0 of a video: .* not uint8"),
+    ],
+)
+def test_a_bad_video_is_an_error_that_says_why(frames: Any, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadPicture, match=says):
+        tr.Video.of(frames, **{"fps": 1, **more})
+
+
+def test_a_video_stands_wherever_a_picture_can() -> None:
+    other = tr.Video.of([STILL], fps=1)
+    step = Watched(title="look", clip=CLIP, picture=STILL, inside=Inside(clips={"left": [other, CLIP]}), end="so?")
+    assert parts_of(step) == ("look", CLIP, STILL, "left", other, CLIP, "so?")
+    assert visuals_of(step) == (CLIP, STILL, other, CLIP)
+    assert pictures_of(step) == (*CLIP.frames, STILL, STILL, *CLIP.frames)
+    assert parts_of(Commented(clip=CLIP)) == ("a film", CLIP)
+    assert str(step).splitlines()[:2] == ["look", str(CLIP)]
+    (result,) = heard(ToolResults(results=(ToolResult(id="1", name="f", content="two", pictures=(CLIP, STILL)),)))
+    assert result["content"] == [{"type": "text", "text": "two"}, part_of(CLIP), image_of(STILL)]
+
+
+def test_a_recorded_video_is_read_back_without_its_bytes() -> None:
+    step = Watched(title="look", clip=CLIP)
+    body = StepRecord(tape="t", by="env", role="observation", kind=Watched.kind, content=step, at=0).body()
+    read = parse_record(body)
+    assert isinstance(read, StepRecord)
+    assert (read.content, read.media) == (step, media_of(step))
+    assert read.body() == body
+    assert [frame.data for frame in pictures_of(read.content)] == [None, None, None]
+    with pytest.raises(ValidationError, match=r"is what Media\.put returned"):
+        tr.Video.model_validate(CLIP.model_dump(mode="json"))
+
+
+def test_a_message_has_one_part_for_a_video_and_a_blind_reader_gets_frames() -> None:
+    frames = [{"media": frame.name, "width": 8, "height": 6} for frame in CLIP.frames]
+    part = {"type": "video", "frames": frames, "fps": 2.0, "indices": [0, 1, 3]}
+    (message,) = heard(Watched(title="look", clip=CLIP))
+    assert message == {"role": "user", "content": [{"type": "text", "text": "look"}, part]}
+    assert video_in(part) == CLIP
+    assert text_of(message) == f"look\n{CLIP}"
+    plain: dict[str, Any] = {"role": "user", "content": "hi"}
+    shown, same = frames_of([message, plain])
+    assert shown["content"] == content_of(
+        ("look", "<0.0 seconds>", CLIP.frames[0], "<0.5 seconds>", CLIP.frames[1], "<1.5 seconds>", CLIP.frames[2])
+    )
+    assert same is plain
+    assert image_parts([message]) == [image_of(frame) for frame in CLIP.frames]
+
+
+@pytest.mark.parametrize(
+    "change", [{"fps": 0}, {"indices": [0]}, {"frames": "a"}, {"frames": [{"media": "../x.png"}]}, {"more": 1}]
+)
+def test_a_part_that_is_no_video_stays_as_it_is(change: dict[str, Any]) -> None:
+    message = {"role": "user", "content": [part_of(CLIP) | change]}
+    assert video_in(message["content"][0]) is None
+    assert (frames_of([message]), image_parts([message]), text_of(message)) == ([message], [], "[video]")
+
+
+def test_a_prompt_has_a_place_of_the_type_of_each_picture_and_video() -> None:
+    places: list[dict[str, Any]] = [{"type": "video"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    messages: Any = ({"role": "user", "content": places},)
+    (message,) = heard(Prompt(text="", messages=messages, pictures=(CLIP, STILL)))
+    assert message["content"] == [part_of(CLIP), places[1], part_of(STILL)]
+    for wrong in ((STILL, CLIP), (STILL,), (CLIP, STILL, STILL)):
+        with pytest.raises(ValidationError, match=r"1 parts of type 'image' for .* 1 parts of type 'video' for"):
+            Prompt(text="", messages=messages, pictures=wrong)
