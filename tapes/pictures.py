@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image as PILImage
 
+    Source = bytes | str | os.PathLike[str] | PILImage | NDArray[uint8]
+
 MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
 """A media file's name: the SHA-256 of its bytes, and a suffix."""
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
@@ -118,9 +120,7 @@ class Picture(Value):
     _file: Callable[[str], bytes] | None = PrivateAttr(default=None)
 
     @classmethod
-    def of(
-        cls, source: bytes | str | os.PathLike[str] | PILImage | NDArray[uint8], *, alt: str | None = None
-    ) -> Picture:
+    def of(cls, source: Source, *, alt: str | None = None) -> Picture:
         """The picture in `source`: bytes of a PNG, JPEG or WebP file, a file's path, its data URL, a PIL image, or an
         array of bytes, (height, width) or (height, width, 1, 3 or 4).
 
@@ -149,9 +149,7 @@ class Picture(Value):
         return picture
 
     @classmethod
-    async def read(
-        cls, source: bytes | str | os.PathLike[str] | PILImage | NDArray[uint8], *, alt: str | None = None
-    ) -> Picture:
+    async def read(cls, source: Source, *, alt: str | None = None) -> Picture:
         """As `of`, without blocking the event loop."""
         return await asyncio.to_thread(cls.of, source, alt=alt)
 
@@ -201,7 +199,9 @@ class Video(Value):
     """The number of each frame in the source, from 0, rising."""
 
     @classmethod
-    def of(cls, frames: Iterable[Any], *, fps: float, indices: Iterable[int] | None = None) -> Video:
+    def of(
+        cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
+    ) -> Video:
         """The video of these frames: pictures, or sources as `Picture.of` takes them; also an array of bytes (frames,
         height, width, 3). fps: frames of the source in a second. indices: the number of each frame in the source; None:
         0, 1, 2, ... Raises BadPicture. Blocks: in an event loop use `await Video.read(...)`."""
@@ -225,7 +225,9 @@ class Video(Value):
             raise BadPicture(": ".join(said)) from error
 
     @classmethod
-    async def read(cls, frames: Iterable[Any], *, fps: float, indices: Iterable[int] | None = None) -> Video:
+    async def read(
+        cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
+    ) -> Video:
         """As `of`, without blocking the event loop."""
         return await asyncio.to_thread(cls.of, frames, fps=fps, indices=indices)
 
