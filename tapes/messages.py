@@ -163,10 +163,15 @@ def frames_of(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
+def visual_parts(messages: Sequence[Message]) -> list[Message]:
+    """The content parts of the messages that show a picture or video, in order."""
+    parts = (part for message in messages for part in content_parts(message))
+    return [part for part in parts if part.get("type") == "image" or video_in(part) is not None]
+
+
 def image_parts(messages: Sequence[Message]) -> list[Message]:
     """The content parts of the messages that show a picture or a frame of a video, in order."""
-    parts = (part for message in frames_of(messages) for part in content_parts(message))
-    return [part for part in parts if part.get("type") == "image"]
+    return visual_parts(frames_of(messages))
 
 
 def image_of(picture: Picture) -> Message:

@@ -26,16 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args
 from zlib import crc32
 
-from pydantic import (
-    BaseModel,
-    Field,
-    GetCoreSchemaHandler,
-    PrivateAttr,
-    ValidationError,
-    ValidationInfo,
-    model_validator,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, model_validator
+from pydantic_core import CoreSchema, ValidationError, core_schema
 
 from .errors import BadPicture, MissingExtra
 from .value import Value

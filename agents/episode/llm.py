@@ -347,7 +347,7 @@ class LLM:
                 continue
             if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
                 raise RenderFailed(
-                    f"the part {part!r:.200} is not that of a picture or video that a step shows: show it in a step"
+                    f"the part {part!r:.200} is not that of a picture which a step shows, nor of a video"
                 )
 
     async def _check_limits(self) -> None:

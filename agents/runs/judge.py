@@ -25,7 +25,7 @@ from ...envs.rewards import RewardSource, Scored
 from ...envs.rewards.reward_models import as_script, sample_of
 from ...envs.rewards.sources import reference_of
 from ...tapes import Message, Sampling, Tape, TapereelError
-from ...tapes.messages import image_parts, text_of
+from ...tapes.messages import image_parts, text_of, visual_parts
 from ..engines.engine import Completion, Engine, EngineError, Request, sees
 from ..episode.seeds import derive_seed
 from .group import run_all
@@ -92,9 +92,11 @@ class Judge:
     ) -> tuple[ReadT, JsonValue]:
         """(the answer as parsed by `read`, the evidence). `read` raises ValueError for an answer that it can't parse.
         Unjudged where no answer can be parsed, or the engine can't see a picture; EngineError where the engine fails
-        permanently. tapes: their pictures follow the text, in order, each behind its `[picture 80x60 a1bb0e2e75a7]`."""
-        seen = [(part, tape) for tape in tapes for part in image_parts(sample_of(tape).messages)]
+        permanently. tapes: their pictures and videos follow the text, in order, each behind its
+        `[picture 80x60 a1bb0e2e75a7]`."""
+        seen = [(part, tape) for tape in tapes for part in visual_parts(sample_of(tape).messages)]
         named = [({"type": "text", "text": text_of({"content": [part]})}, part) for part, _ in seen]
+        holds = {one["media"]: tape for part, tape in seen for one in image_parts([{"content": [part]}])}
         if seen and not sees(self.engine):
             why = f"tape {seen[0][1].id} shows {named[0][0]['text']}: use one that sees, or give `show`, its text"
             raise Unjudged(f"the judge {self.engine.name} can't see, and {why}", None)
@@ -105,9 +107,7 @@ class Judge:
         for k in range(self.tries):
             seed = derive_seed(self.seed, system, user, k)
             try:
-                found = await self._answer(
-                    messages, seed, k, lambda name: next(t for p, t in seen if p["media"] == name).picture(name)
-                )
+                found = await self._answer(messages, seed, k, lambda name: holds[name].picture(name))
             except EngineError as error:
                 if not error.retry or k == self.tries - 1:
                     raise

@@ -31,7 +31,7 @@ from ...agents.episode.recorder import Recorder
 from ...tapes import Answer, Cause, CauseType, Message, Sampling, Status, Tape, Task, ToolCall, ToolCalls
 from ...tapes.arrays import floats, ints
 from ...tapes.journal import Journal
-from ...tapes.messages import ENV, heard, text_of
+from ...tapes.messages import ENV, frames_of, heard, text_of
 from ...tapes.records import Begin, Call, End, Identity, Label, Reward, Tools
 from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
 from ...tapes.store.store import Store
@@ -232,7 +232,7 @@ def _turn_of(tape: Tape, call: Call, label: Label | None) -> Turn:
     return Turn(
         name=call.call,
         by=call.by,
-        messages=tuple(tape.call_messages(call)),
+        messages=tuple(frames_of(tape.call_messages(call))),
         reply=call.reply,
         tools=tape.call_tools(call) or (),
         prompt=tape.call_prompt(call) if whole else None,

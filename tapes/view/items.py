@@ -5,10 +5,14 @@ A record that can't be read is an item too, a hole with the reason: no record is
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from pydantic import JsonValue
+
+from ..pictures import RECORDED, Video
 from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tokens, parse_record
 from ..store.summary import Summary
 from ..transcript import call_line, kind_of, reads
@@ -26,6 +30,8 @@ def item(
     try:
         read = parse_record(body)
         found = _SHAPES[type(read)](read)
+        if isinstance(read, StepRecord | Call) and read.media:
+            found["media"] = list(read.media)
     except (ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
         raw = body.decode("utf-8", "replace")
@@ -55,6 +61,29 @@ def text_of(body: bytes) -> str:
     return ""
 
 
+def _times(files: tuple[str, ...], content: JsonValue) -> list[float | None]:
+    """Seconds of each of a step's files, for frames of its videos; None for other files."""
+    times: list[float | None] = [None] * len(files)
+    at = 0
+    for video in _videos(content) if files else ():
+        names = tuple(frame.name for frame in video.frames)
+        found = next((k for k in range(at, len(files)) if files[k : k + len(names)] == names), None)
+        if found is not None:  # else a value of the same form that is no video
+            at = found + len(names)
+            times[found:at] = video.times
+    return times
+
+
+def _videos(content: JsonValue) -> Iterator[Video]:
+    """The videos in the JSON of a step, whose class may not be imported."""
+    if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
+        with contextlib.suppress(ValueError):
+            yield Video.model_validate(content, context=RECORDED)
+    elif isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from _videos(part)
+
+
 def _clip(name: str, text: str, limit: int = TEXT) -> dict[str, object]:
     """`name` -> the text up to `limit`, and `cut` -> the whole length of a longer text."""
     return {name: text} if len(text) <= limit else {name: text[:limit], "cut": len(text)}
@@ -72,6 +101,9 @@ def _step(read: StepRecord) -> dict[str, object]:
         **_clip("text", text),
     }
     fields = json.loads(read.body())["content"]
+    times = _times(read.media, fields)
+    if any(time is not None for time in times):
+        found["times"] = times
     if not (isinstance(fields, dict) and len(fields) == 1 and isinstance(next(iter(fields.values())), str)):
         written = json.dumps(fields, ensure_ascii=False, indent=1)
         found["fields"] = written if len(written) <= TEXT else f"{written[:TEXT]}\N{HORIZONTAL ELLIPSIS}"

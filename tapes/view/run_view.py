@@ -314,9 +314,6 @@ class RunView:
             one["turn"] = tape_map.turn_of_item[first + k]
             if record < tape_map.inherited:
                 one["inherited"] = True
-            media = references(body)
-            if media:
-                one["media"] = sorted(media)
             shown.append(one)
         return {"from": first, "items": shown}
 

@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image
 
 from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Answer, Observation, Picture, ToolCalls, ToolOffer, ToolResult, ToolResults
+from tapereel.tapes import Answer, Observation, Picture, ToolCalls, ToolOffer, ToolResult, ToolResults, Video
 
 TURNS = 3
 
@@ -69,11 +69,40 @@ class Gallery(Environment[Answer]):
         return Outcome(reward=float(action.text == str(self.task)), terminated=True)
 
 
+class Filmed(Observation, kind="p_filmed"):
+    text: str
+    film: Video
+
+
+FPS, INDICES = 2.0, (0, 1, 5)
+
+
+class Cinema(Environment[Answer]):
+    """Where is the square at the end? Two films of three frames, in which it moves; the task is its first corner."""
+
+    async def reset(self, task: int) -> Filmed:
+        self.corner, self.turn = task % 4, 0
+        return await self._show("Which quarter is red at the end, 0 to 3?")
+
+    async def _show(self, text: str) -> Filmed:
+        frames = [square((self.corner + k) % 4, self.turn) for k in range(3)]
+        return Filmed(text=text, film=await Video.read(frames, fps=FPS, indices=INDICES))
+
+    async def step(self, action: Answer) -> Outcome:
+        right = action.text.strip() == str((self.corner + 2) % 4)
+        self.corner, self.turn = (self.corner + 1) % 4, self.turn + 1
+        if self.turn == 2:
+            return Outcome(reward=float(right), terminated=True)
+        return Outcome(await self._show("And now?"), reward=float(right))
+
+
 LOOK: dict[str, Any] = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {}}}
 
 
 class Camera(Environment[Any]):
-    """The picture comes as the result of a tool."""
+    """The picture comes as the result of a tool; with `film`, a video that ends with it."""
+
+    film = False
 
     async def reset(self, task: int) -> ToolOffer:
         self.task = task
@@ -81,7 +110,9 @@ class Camera(Environment[Any]):
 
     async def step(self, action: Any) -> Outcome:
         if isinstance(action, ToolCalls):
-            photo = await Picture.read(square(self.task))
+            photo: Picture | Video = await Picture.read(square(self.task))
+            if self.film:
+                photo = Video.of([square((self.task + 1) % 4), photo], fps=10)
             results = tuple(
                 ToolResult(id=call.id, name=call.name, content="done", pictures=(photo,)) for call in action.calls
             )

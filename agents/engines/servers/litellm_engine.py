@@ -27,7 +27,7 @@ from ....tapes.common.access_token import token_for
 from ....tapes.common.hub import split_name
 from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
 from ....tapes.errors import BadPicture, MissingExtra, NotATape
-from ....tapes.messages import frames_of
+from ....tapes.messages import frames_of, image_parts, visual_parts
 from ....tapes.records import Attempt, Message, Usage
 from ....tapes.steps import content_parts
 from ..engine import Completion, EngineError, EngineStopped, Finish, PromptTooLong, Request, error_text, one_temperature
@@ -359,11 +359,10 @@ class _Clients:
 async def _with_pictures(request: Request) -> Request:
     """The request with its pictures as data URLs, made of the stored bytes. EngineError for a picture by any other URL:
     the provider would fetch it, and the tape would not hold what the model saw."""
-    messages = frames_of(request.messages)
-    parts = [part for message in messages for part in content_parts(message)]
+    parts = [part for message in request.messages for part in content_parts(message)]
     if any(part.get("type") == "image_url" for part in parts):
         raise EngineError("a message holds an `image_url`: pictures go to a model as `Picture` in a step, never by URL")
-    names = dict.fromkeys(str(part.get("media")) for part in parts if part.get("type") == "image")
+    names = dict.fromkeys(str(part.get("media")) for part in image_parts(request.messages))
     if not names:
         return request
     if request.picture is None:
@@ -373,7 +372,7 @@ async def _with_pictures(request: Request) -> Request:
     except (BadPicture, NotATape) as error:
         raise EngineError(str(error)) from error
     urls = {name: f"data:image/png;base64,{base64.b64encode(data).decode()}" for name, data in files.items()}
-    return replace(request, messages=_as_urls(messages, urls))
+    return replace(request, messages=_as_urls(request.messages, urls))
 
 
 def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
@@ -385,20 +384,24 @@ def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Messa
         if shown and message.get("role") != "tool":
             sent.append({"role": "user", "content": shown})
             shown = []
-        parts: list[Message] = [
-            {"type": "image_url", "image_url": {"url": urls[str(part["media"])]}}
-            if part.get("type") == "image"
-            else part
-            for part in content_parts(message)
-        ]
-        if message.get("role") == "tool" and any(part.get("type") == "image_url" for part in parts):
-            text = "\n".join(part["text"] for part in parts if part.get("type") == "text")
+        parts = content_parts(message)
+        if message.get("role") == "tool" and visual_parts([message]):
+            texts = [part for part in parts if part.get("type") == "text"]
             shown.append({"type": "text", "text": f"Pictures of the result of {message.get('name', 'the tool')}:"})
-            shown += [part for part in parts if part.get("type") == "image_url"]
-            sent.append({**message, "content": text})
+            shown += _with_urls([part for part in parts if part not in texts], urls)
+            sent.append({**message, "content": "\n".join(str(part["text"]) for part in texts)})
         else:
-            sent.append({**message, "content": parts} if parts else message)
+            sent.append({**message, "content": _with_urls(parts, urls)} if parts else message)
     return [*sent, {"role": "user", "content": shown}] if shown else sent
+
+
+def _with_urls(parts: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
+    """The parts with `image_url` for pictures, and for the frames of videos behind their times."""
+    (shown,) = frames_of([{"content": parts}])
+    return [
+        {"type": "image_url", "image_url": {"url": urls[str(part["media"])]}} if part.get("type") == "image" else part
+        for part in content_parts(shown)
+    ]
 
 
 def parameters(request: Request, *, seed: bool = True) -> Json:

@@ -156,7 +156,7 @@ T.Tape = class {
       return [head(T.h("strong", null, "call ", T.spelled(this.short(item.call))), T.h("span", null, item.prompt === null ? "text only" : `${T.count(item.prompt)} prompt (${T.count(item.kept)} kept) → ${T.count(item.completion)} tokens`),
         T.h("span", { class: item.finish === "stop" || item.finish === "tool_calls" ? "" : "bad" }, item.finish), T.h("span", null, `T ${T.number(item.temperature)}`), item.mean_logprob === null ? null : T.h("span", null, `log-prob ${T.number(item.mean_logprob)}`),
         item.spans.length > 1 ? T.chip(T.plural(item.spans.length, "version"), "warn", item.spans.map(([version, a, b]) => `${T.plain(version)} [${a}, ${b})`).join("\n")) : null,
-        item.unknown ? T.chip(`${T.count(item.unknown)} log-probs unknown`, "hole") : null, item.split ? T.chip("new row", "warn", T.plain(item.split)) : null, item.errors.length ? T.chip(T.plural(item.errors.length, "error"), "bad", T.plain(item.errors.join("\n"))) : null), found, (item.media || []).map((name) => this.media(name))];
+        item.unknown ? T.chip(`${T.count(item.unknown)} log-probs unknown`, "hole") : null, item.split ? T.chip("new row", "warn", T.plain(item.split)) : null, item.errors.length ? T.chip(T.plural(item.errors.length, "error"), "bad", T.plain(item.errors.join("\n"))) : null), found, this.files(item)];
     }
     if (item.t === "end") return head(T.h("strong", null, "end"), T.status(item.status, item.cause && item.cause.type), item.cause && item.cause.message ? T.h("span", { class: "bad" }, T.visible([item.cause.error, item.cause.message].filter(Boolean).join(": ").slice(0, 600), marks)) : null, T.h("span", null, T.seconds(item.seconds)));
     if (item.t === "reward") return head(T.h("strong", null, "reward layer"), T.earned(item.value * (item.weight || 1), item.name, Boolean(item.weight)), T.h("span", null, item.of === null ? "for the episode" : `for step ${item.of}`, item.layer ? [", layer ", T.spelled(item.layer)] : null));
@@ -164,7 +164,7 @@ T.Tape = class {
     return [
       head(T.h("strong", null, T.spelled(item.by === "env" ? "environment" : item.by)), T.h("span", null, T.spelled(item.kind)), T.h("a", { class: "step", href: `#/tape/${encodeURIComponent(this.id)}/step/${item.step}`, title: "link to this step" }, `step ${item.step}`),
         (item.rewards || []).map(([name, value, weight]) => T.earned(weight ? value * weight : value, name, Boolean(weight)))),
-      this.text(item.text, k, marks, item.cut), (item.media || []).map((name) => this.media(name)),
+      this.text(item.text, k, marks, item.cut), this.files(item),
     ];
   }
 
@@ -176,19 +176,24 @@ T.Tape = class {
       cut ? T.h("p", { class: "note" }, `cut here; the whole text has ${T.plural(cut, "character")}: see the inspector`) : null];
   }
 
-  media(name) {
+  // The files of an item in a row. Frames of a video have times.
+  files(item) {
+    return item.media ? T.h("div", { class: "files" }, item.media.map((name, k) => this.media(name, (item.times || [])[k]))) : null;
+  }
+
+  media(name, time) {
     const made = /\.(png|jpe?g|gif|webp)$/.test(name)
-      ? this.picture(name)
+      ? this.picture(name, time)
       : T.h("a", { href: `media/${name}`, download: true }, `media file ${name.slice(0, 12)}…${name.slice(64)}`);
     made.addEventListener("error", () => made.replaceWith(T.h("p", { class: "hole" }, `media file ${name.slice(0, 12)}… is gone or does not hold what its name says`)), true); // an image's error doesn't bubble
     return made;
   }
 
   // A thumbnail; a click shows the whole file. Its size is that of the file that arrived.
-  picture(name) {
+  picture(name, time) {
     const image = T.h("img", { src: `media/${name}`, alt: "an image of this step", loading: "lazy", class: "media" });
     const says = T.h("figcaption", { class: "note" }, name.slice(0, 12));
-    image.addEventListener("load", () => says.prepend(`${image.naturalWidth}x${image.naturalHeight} `));
+    image.addEventListener("load", () => says.prepend(`${typeof time === "number" ? `${time.toFixed(1)} s ` : ""}${image.naturalWidth}x${image.naturalHeight} `));
     return T.h("figure", { class: "media" }, T.h("a", { href: `media/${name}`, target: "_blank", rel: "noopener", title: name }, image), says);
   }
 

@@ -17,13 +17,14 @@ from tapereel.agents.runs.judge import judge_reward, pairwise_reward
 from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import Rewards, RewardSource
 from tapereel.tapes import Answer, Tape
+from tapereel.tapes.messages import image_parts, part_of
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import content_parts
 from tapereel.tapes.store.store import Store
 
 from ..gateway.lab import Echo
 from ..gateway.test_asked_pictures import turns
-from ..picture_worlds import Corners, Gallery, corner_of
+from ..picture_worlds import Cinema, Corners, Gallery, corner_of
 
 
 class Player(Agent):
@@ -94,6 +95,24 @@ def test_a_judge_sees_the_pictures_in_order(reopened: bool, tmp_path: Path):
     assert [part["text"] for part in content[1::2]] == [str(picture) for picture in names]
     assert all(str(picture) in content[0]["text"] for picture in names)
     assert "'type'" not in content[0]["text"]
+
+
+def test_a_judge_sees_videos_with_their_names_and_times():
+    asked: list[Request] = []
+
+    def model(request: Request) -> str:
+        asked.append(request)
+        assert request.picture is not None
+        seen = [corner(request.picture(str(part["media"]))) for part in image_parts(request.messages)]
+        return f"Score: {int(''.join(map(str, seen)))}"
+
+    tape = played(Cinema, None)
+    (record,) = asyncio.run(Rewards([judge_reward(ScriptedEngine(model), "?", high=10**6)]).score(tape))
+    assert record.value == 0.123230
+    films: list[Any] = [step.film for step in tape.observations]  # type: ignore[attr-defined]
+    said, *shown = asked[0].messages[1]["content"]
+    assert shown == [part for film in films for part in ({"type": "text", "text": str(film)}, part_of(film))]
+    assert all(str(film) in said["text"] for film in films)
 
 
 def test_a_judge_sees_pictures_of_programs_and_of_both_attempts():

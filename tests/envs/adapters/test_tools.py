@@ -38,6 +38,7 @@ from tapereel.tapes import (
     ToolOffer,
     ToolResult,
     ToolResults,
+    Video,
 )
 
 
@@ -380,6 +381,7 @@ def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
     image.save(path)
     answers: dict[str, Any] = {
         "picture": Picture.of(pixels),
+        "video": [Video.of(pixels[None], fps=1), "after"],
         "list": ["before", Picture.of(pixels), {"n": 1}],
         "parts": [{"type": "text", "text": "before"}, {"type": "image", "image": image}],
         "array": [{"type": "image", "image": pixels}],
@@ -404,6 +406,8 @@ def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
     found = asyncio.run(asked())
     shown = {name: (result.content, result.pictures == (answers["picture"],)) for name, result in found.items()}
     assert shown["picture"] == shown["array"] == shown["bytes"] == ("", True)
+    assert found["video"].pictures == (answers["video"][0],)
+    assert found["video"].content == "after"
     assert shown["list"] == ('before\n{"n":1}', True)
     assert shown["parts"] == ("before", True)
     assert (found["bad"].error, found["bad"].pictures) == (True, ())

@@ -16,13 +16,13 @@ from tapereel.envs.load_named import load_named
 from tapereel.envs.remote import Declared, Pool, RemoteEnvironment, Service
 from tapereel.envs.remote.env_protocol import Item
 from tapereel.envs.remote.remote_errors import BadAnswer
-from tapereel.tapes import CauseType, Picture, Status, Tape
+from tapereel.tapes import CauseType, Picture, Status, Tape, Video
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
 from ...agents.episode.test_seeing import Player
-from ...agents.picture_worlds import Corners, Seen, square
+from ...agents.picture_worlds import Cinema, Corners, Filmed, Seen, square
 
 IN_PROCESSES = f"{Path(__file__).with_name('camera.py')}:Camera"
 
@@ -120,6 +120,16 @@ def test_a_message_with_a_wrong_picture_is_refused(name: str):
     item = Item(kind="p_seen", content=content, files=files)
     with pytest.raises(BadAnswer, match="picture"):
         declared.observation("p_seen", item.content, item.received())
+
+
+def test_the_frames_of_a_video_are_sent():
+    films = Item.of(Filmed(text="", film=Video.of([square(1), square(2), square(1)], fps=5)))
+    seen: Any = Declared.of(Cinema).observation("p_filmed", films.content, films.received())
+    assert (len(films.files or ()), seen.film.times) == (2, (0.0, 0.2, 0.4))
+    assert [frame.data for frame in seen.film.frames] == [Picture.of(square(k)).data for k in (1, 2, 1)]
+    bad = {**films.content, "film": {**films.content["film"], "indices": [2, 1, 3]}}
+    with pytest.raises(BadAnswer, match="they must rise"):
+        Declared.of(Cinema).observation("p_filmed", bad, films.received())
 
 
 def test_a_text_step_is_sent_as_before():

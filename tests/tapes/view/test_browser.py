@@ -15,7 +15,7 @@ from tapereel.tapes.store.store import Store
 
 from ...agents.episode.test_seeing import played
 from ...agents.episode.test_seeing_tokens import Babbler
-from ...agents.picture_worlds import Corners
+from ...agents.picture_worlds import Cinema, Corners
 from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served
 from .test_checks import other, said_of
@@ -500,6 +500,19 @@ def test_pictures_stand_in_their_steps(page: Any, tmp_path: Path):
         opened.value.wait_for_load_state()
         assert opened.value.url.endswith(f"/media/{names[0]}")
         assert opened.value.locator("img").evaluate("one => one.naturalWidth") == 40
+
+
+def test_frames_of_a_video_stand_in_a_row_with_their_times(page: Any, tmp_path: Path):
+    with Store.create(tmp_path / "run") as store:
+        tape = played(Cinema, ScriptedEngine(["1", "2"]), journal=store.writer)
+    names = [picture.name for picture in pictures_of(tape[0])]
+    with served(tmp_path / "run") as server:
+        _open(page, server, f"#/tape/{tape.id}")
+        first = page.locator("article.item.observation").first
+        first.locator("figcaption", has_text=f"2.5 s 40x30 {names[2][:12]}").wait_for()
+        said = [f"{time} s 40x30 {name[:12]}" for time, name in zip(("0.0", "0.5", "2.5"), names, strict=True)]
+        assert first.locator("figcaption").all_inner_texts() == said
+        assert len({box["y"] for box in (one.bounding_box() for one in first.locator("img").all())}) == 1
 
 
 def test_the_tokens_of_a_picture_are_one_chip(page: Any, tmp_path: Path):

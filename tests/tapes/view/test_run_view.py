@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic_core import to_json
 
+from tapereel.tapes import Observation, Picture, Video
 from tapereel.tapes.errors import NoSuchTape
+from tapereel.tapes.steps import _registry
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 from tapereel.tapes.view.run_view import PAGE, PIECE
 
+from ...agents.picture_worlds import square
 from .lab import HOSTILE, Recording, episode, growing, hostile_run, long_run, training_run
 
 
@@ -339,3 +343,34 @@ def test_without_what_tells_of_training_the_page_says_so(view: RunView):
             ask("nobody")
     with pytest.raises(NoSuchTape):
         view.call("g0a0", "nobody.1")
+
+
+class Mixed(Observation, kind="lab_mixed"):
+    """A picture, a video with one frame twice, and a value of the same form that is no video."""
+
+    before: Picture
+    film: Video
+    told: dict[str, Any]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_frames_have_their_times_in_the_order_of_the_step(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also in a viewer that hasn't imported the step's class."""
+    film = Video.of([square(1), square(2), square(1)], fps=10, indices=(0, 5, 12))
+    told = {"frames": [{"media": "media:" + "0" * 64, "width": 1, "height": 1}], "fps": 1.0, "indices": [7]}
+    step = Mixed(before=Picture.of(square(2)), film=film, told={"a": told, "frames": [], "fps": 0, "indices": []})
+    with Store.create(tmp_path / "run") as store:
+        for picture in (step.before, *film.frames):
+            store.media.put(picture.data or b"", ".png")
+        made = Recording(store, "t")
+        made._step("env", "observation", step, ())
+        made.look(step.before.media)
+        made.end()
+    if not known:
+        monkeypatch.delitem(_registry, "lab_mixed")
+    with RunView(tmp_path / "run") as view:
+        view.overview()
+        _, shown, plain, *_ = view.items("t", 0)["items"]
+    assert shown["media"] == [step.before.name, *(frame.name for frame in film.frames)]
+    assert shown["times"] == [None, 0.0, 0.5, 1.2]
+    assert (plain["media"], "times" in plain) == ([step.before.name], False)
