@@ -7,7 +7,6 @@ is generated from another seed. `datasets` is imported when a file or a data set
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import inspect
 import json
@@ -18,19 +17,24 @@ from contextlib import contextmanager
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, cast, overload
+from typing import Any, overload
 
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 
 from ..tapes import BadPicture, Picture
 from ..tapes.common.hub import NotFound, snapshot, split_name
 from ..tapes.errors import MissingExtra, UsageError
+from ..tapes.pictures import DATA_URL
 from ..tapes.records import Task
 
 Row = Callable[[Any], Any]
 """Converts one item of a source to a `Task`, or to a bare value, which becomes the private part of a task."""
 TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
 """Suffix of a task file -> the method of `datasets.Dataset` that reads it."""
+
+
+IMAGES = ("images", "image")
+"""Columns that hold images of a prompt."""
 
 
 class BadTasks(UsageError):
@@ -253,7 +257,7 @@ def standard_row(names: Mapping[str, str]) -> Row:
     The columns that are named `prompt` (a text, or chat messages as TRL has them), `images` and `image` are the public
     part; the others are the private one, under their new names. A row that lacks a column is a BadTasks error.
     """
-    public = {k: v for k, v in names.items() if k in ("prompt", "images", "image")}
+    public = {k: v for k, v in names.items() if k in ("prompt", *IMAGES)}
     return columns(public, {k: v for k, v in names.items() if k not in public})
 
 
@@ -355,20 +359,21 @@ def _part(row: Mapping[str, Any], names: str | Sequence[str] | Mapping[str, str]
         return _column(row, names)
     pairs = names.items() if isinstance(names, Mapping) else [(name, name) for name in names]
     found = {name: _column(row, column) for name, column in pairs}
-    return {k: v for k, v in found.items() if v or k not in ("images", "image")} or None  # a row without pictures
+    found = {k: with_pictures_of(v, urls=True) if k in IMAGES else v for k, v in found.items()}
+    return {k: v for k, v in found.items() if v or k not in IMAGES} or None  # a row without pictures
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
     if name not in row:
         raise BadTasks(f"a row has no column {name!r}; it has {', '.join(map(repr, row))}")
-    return as_json(row[name])
+    return with_pictures_of(row[name])
 
 
-def as_json(value: object) -> JsonValue:
-    """A column's value with each image of `datasets` (PIL, or a dict with its `bytes`) as the data URL of its picture,
-    which a task can hold. BadPicture for an image that the limits refuse."""
+def with_pictures_of(value: object, *, urls: bool = False) -> Any:
+    """A column's value with the picture of each image of `datasets` (PIL, bytes, or a dict with its `bytes`) and, with
+    `urls`, of each data URL. BadPicture for an image that the limits refuse."""
     if isinstance(value, list):
-        return [as_json(one) for one in value]
+        return [with_pictures_of(one, urls=urls) for one in value]
     source: Any = value
     if isinstance(value, dict) and set(value) == {"bytes", "path"}:
         source = value["bytes"]
@@ -376,9 +381,8 @@ def as_json(value: object) -> JsonValue:
             raise BadPicture(
                 f"the image {value['path']!r:.100} has no bytes: decode the column, cast_column(..., Image())"
             )
-    if not isinstance(source, bytes) and not hasattr(type(source), "getexif"):
-        return cast(JsonValue, value)
-    return f"data:image/png;base64,{base64.b64encode(Picture.of(source).data or b'').decode()}"
+    is_url = urls and isinstance(source, str) and DATA_URL.match(source) is not None
+    return Picture.of(source) if is_url or isinstance(source, bytes) or hasattr(type(source), "getexif") else value
 
 
 @contextmanager

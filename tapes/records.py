@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
-from .pictures import MediaNames, media_of
+from .pictures import RECORDED, MediaNames, Picture, media_of, pictures_of
 from .places import Place
 from .status import CauseType, Status
 from .steps import Role, Step, Unknown, read_step, unwritable
@@ -57,6 +57,15 @@ class Record(BaseModel):
         return to_json(self, inf_nan_mode="strings")
 
 
+def _swapped(value: Any, by: Mapping[Any, object]) -> Any:
+    """`value` with each leaf that is a key of `by` replaced."""
+    if isinstance(value, dict):
+        return {key: _swapped(one, by) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_swapped(one, by) for one in value]
+    return by.get(value, value) if isinstance(value, str | Picture) else value
+
+
 class Task(Value):
     """One problem instance. Only the environment and the trainer read `private`."""
 
@@ -67,6 +76,28 @@ class Task(Value):
     """Answers and seeds. Never shown to an agent."""
     bare: bool = False
     """True when the task is a plain value: `private` is that value, and `reset` receives it unchanged."""
+    pictures: tuple[Picture, ...] = Field(default=(), exclude_if=operator.not_)
+    """The pictures that it was made with, each once. In their places the two parts hold the names of their files."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_pictures(cls, data: Any) -> Any:
+        """`Task(public={"image": picture})`: a record names the file, and the bytes are stored once."""
+        if not isinstance(data, dict) or "pictures" in data:
+            return data
+        parts = {key: data[key] for key in ("public", "private") if key in data}
+        found = tuple(dict.fromkeys(pictures_of(parts)))
+        named = _swapped(parts, {picture: picture.name for picture in found}) if found else {}
+        return {**data, **named, "pictures": found} if found else data
+
+    def filled(self, part: JsonValue) -> Any:
+        """`part`, the public or the private one, with the pictures in their places."""
+        return _swapped(part, {picture.name: picture for picture in self.pictures}) if self.pictures else part
+
+    @property
+    def shown(self) -> tuple[Picture, ...]:
+        """The pictures of the public part."""
+        return pictures_of(self.filled(self.public)) if self.pictures else ()
 
     @classmethod
     def of(cls, value: object) -> Task:
@@ -74,9 +105,9 @@ class Task(Value):
         return value if isinstance(value, Task) else cls(private=cast(JsonValue, value), bare=True)
 
     @property
-    def given(self) -> Task | JsonValue:
+    def given(self) -> object:
         """The argument of `Environment.reset`: the plain value of a bare task, else the task."""
-        return self.private if self.bare else self
+        return self.filled(self.private) if self.bare else self
 
     @property
     def hash(self) -> str:
@@ -179,6 +210,19 @@ class Begin(Record):
     """Limits of the episode, including the engine's context. None: unknown."""
     at: float
     """Seconds since 1970, wall clock."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, data: Any) -> Any:
+        task = data.get("task") if isinstance(data, dict) else None
+        if isinstance(task, dict) and task.get("pictures"):
+            return {**data, "task": Task.model_validate(task, context=RECORDED)}
+        return data
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """Names of the media files that the task refers to."""
+        return media_of(self.task)
 
 
 class StepRecord(Record):

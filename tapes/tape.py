@@ -261,7 +261,8 @@ class Tape(Sequence[Step]):
             raise NotATape("no records: a tape has at least its `begin`")
         log.layers.extend(layers)
         log.file = file or log.file
-        for picture in (one for entry in log.entries for one in pictures_of(entry.step)):
+        shown = (one for entry in log.entries for one in pictures_of(entry.step))
+        for picture in (*log.begin.task.pictures, *shown):
             picture.in_run(file)
         return cls(log)
 

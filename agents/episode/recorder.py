@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ...tapes import BadPicture, Message, NotATape, Picture, Step, StoreFailed, Tape
+from ...tapes import BadPicture, Message, NotATape, Picture, Step, StoreFailed, Tape, Task
 from ...tapes.journal import Durability, Journal
 from ...tapes.messages import image_parts
 from ...tapes.pictures import pictures_of
@@ -29,6 +29,7 @@ class Recorder:
         """Names of those that came with a program's request."""
         for entry in self.log.entries:  # of a fork's parent, whose files are in this run
             self.shown.update({picture.name: picture for picture in pictures_of(entry.step)})
+        keep_pictures(begin.task, journal)
         if journal is not None:
             self.log.file = lambda name: journal.media.get(f"media:{name}")
             journal.append(body)
@@ -65,23 +66,8 @@ class Recorder:
         for picture in pictures_of(shown):
             known = self.shown.get(picture.name)
             if known is None or (known.data is None and picture.data is not None):
-                self._store(picture)
+                keep_pictures(picture, self.journal)
                 self.shown[picture.name] = picture
-
-    def _store(self, picture: Picture) -> None:
-        if self.journal is None:
-            return
-        try:
-            if picture.data is not None:
-                self.journal.media.put(picture.data, ".png")
-            else:
-                self.journal.media.get(picture.media)
-        except NotATape as error:
-            raise BadPicture(
-                f"{picture} was read from another run, and this run has no such file: make it again with Picture.of"
-            ) from error
-        except OSError as error:
-            raise StoreFailed(f"the file of {picture} can't be written: {error}. Repair the disk") from error
 
     def picture(self, name: str) -> bytes:
         """The PNG of a picture on the tape. BadPicture for any other name: no text can name a file. Blocks."""
@@ -106,3 +92,21 @@ class Recorder:
         """Return when everything written so far would survive a power cut."""
         if self.journal is not None:
             await self.journal.durable()
+
+
+def keep_pictures(shown: Task | Picture, journal: Journal | None) -> None:
+    """Store the files of a picture or of a task's pictures, where there is a journal. Blocks."""
+    if journal is None:
+        return
+    for picture in pictures_of(shown):
+        try:
+            if picture.data is not None:
+                journal.media.put(picture.data, ".png")
+            else:
+                journal.media.get(picture.media)
+        except NotATape as error:
+            raise BadPicture(
+                f"{picture} was read from another run, and this run has no such file: make it again with Picture.of"
+            ) from error
+        except OSError as error:
+            raise StoreFailed(f"the file of {picture} can't be written: {error}. Repair the disk") from error

@@ -51,7 +51,7 @@ from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
 from .llm import LLM, ModelFailed, RenderFailed
-from .recorder import Recorder
+from .recorder import Recorder, keep_pictures
 from .seeds import derive_seed
 
 log = logger("rollout")
@@ -122,6 +122,8 @@ async def rollout(
         limits=_recorded_limits(limits, engine),
         at=time.time(),
     )
+    if task.pictures:
+        await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would wait for the disk in the event loop
     episode = Episode(agent, env, recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
     return await episode.run()
 

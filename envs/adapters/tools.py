@@ -221,7 +221,7 @@ def _image_in(value: Any) -> Any:
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Picture]]:
     """(messages, pictures): a row's pictures have a content part `{"type": "image"}` each; where the messages have
     none, before the text of the first message of the user, as in TRL. BadPicture for another number of parts."""
-    pictures = [await Picture.read(image) for image in _images(row)]
+    pictures = [image if isinstance(image, Picture) else await Picture.read(image) for image in _images(row)]
     # A column of Arrow gives every part the keys of all parts, with None.
     parts: list[list[Any]] = [
         [{k: v for k, v in p.items() if v is not None} for p in content_parts(m)] for m in messages
@@ -235,12 +235,13 @@ async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[
     return [{**m, "content": part} if part else m for m, part in zip(messages, parts, strict=True)], pictures
 
 
-def _images(row: object) -> list[str]:
-    """The data URLs in a row's `images` or `image`. Never a path or URL: a task may come from another process."""
+def _images(row: object) -> list[Picture | str]:
+    """The pictures and data URLs in a row's `images` or `image`. Never a path or URL: a task may come from another
+    process."""
     found = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
     listed = found if isinstance(found, list) else [found]
-    urls = [image for image in listed if isinstance(image, str) and DATA_URL.match(image)]
-    return urls if len(urls) == len(listed) else []
+    images = [one for one in listed if isinstance(one, Picture) or (isinstance(one, str) and DATA_URL.match(one))]
+    return images if len(images) == len(listed) else []
 
 
 def cut(text: str, limit: int) -> str:
@@ -285,7 +286,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
 
     async def prompt(self, task: Task) -> str:
         """The question to the agent; by default the public part of the task, or its `prompt` (`dataset.columns`)."""
-        public = task.public
+        public = task.filled(task.public)
         if isinstance(public, dict) and (set(public) == {"prompt"} or _images(public)):
             public = public["prompt"]
         return as_text(public)
@@ -301,7 +302,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self.effect = worst(t.effect for t in self.tools.values())
         text, tools = await self.prompt(self.task), tuple(t.schema for t in self.tools.values())
         sources = tuple(dict(source.described) for source in self._sources if isinstance(source, Described))
-        public = self.task.public
+        public = self.task.filled(self.task.public)
         messages = public.get("prompt") if isinstance(public, dict) else None
         # Chat messages, which the model reads as they are.
         given: list[Message] = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []

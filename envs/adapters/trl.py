@@ -42,7 +42,7 @@ from ...tapes.steps import Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
 from ..rewards import Rewards, RewardSource, Scored
-from ..taskset import as_json
+from ..taskset import IMAGES, with_pictures_of
 from .tools import ToolEnvironment, as_parts, tool, with_pictures
 
 Factory = Callable[[], Any]
@@ -69,22 +69,22 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
             "prompt, set it to None"
         )
     _messages(row["prompt"])
-    public = {k: as_json(v) for k, v in row.items() if k in ("prompt", "images", "image")}
-    return Task(public=public, private={k: v for k, v in row.items() if k not in public})
+    public = {k: with_pictures_of(v, urls=k in IMAGES) for k, v in row.items() if k in ("prompt", *IMAGES)}
+    return Task.model_validate({"public": public, "private": {k: v for k, v in row.items() if k not in public}})
 
 
 def row_of(task: Task) -> dict[str, JsonValue]:
     """All columns of the row from which a task was made; images as PIL images."""
-    parts = (task.public, task.private)
+    parts = (task.filled(task.public), task.filled(task.private))
     return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items() if v is not None}
 
 
 def _back(value: Any) -> Any:
-    """A column's value, with PIL images for data URLs."""
+    """A column's value, with PIL images for pictures and data URLs."""
     if isinstance(value, list):
         return [_back(one) for one in value]
-    is_url = isinstance(value, str) and DATA_URL.match(value)
-    return opened(Picture.of(value).data or b"") if is_url else value
+    picture = Picture.of(value) if isinstance(value, str) and DATA_URL.match(value) else value
+    return opened(picture.data or b"") if isinstance(picture, Picture) else value
 
 
 class TRLEnvironment(ToolEnvironment):
@@ -117,7 +117,7 @@ class TRLEnvironment(ToolEnvironment):
         if self._instance is not None:
             self.tools = {method.__name__: tool(method, effect=self.effect) for method in _methods(self._instance)}
             addition = await _called(self._instance.reset, **row)
-        messages, pictures = await with_pictures(_messages(row.get("prompt")), self.task.public)
+        messages, pictures = await with_pictures(_messages(row.get("prompt")), self.task.filled(self.task.public))
         if addition is not None:
             messages[-1], more = await _extended(messages[-1], addition, self._instance)
             pictures += more

@@ -15,15 +15,15 @@ import operator
 import random
 from array import array
 from sys import byteorder
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
 from pydantic_core import to_json
 
 from ...tapes.errors import BadPicture
 from ...tapes.pictures import Received, pictures_of
 from ...tapes.records import Status, Task
-from ...tapes.steps import Action, Observation
+from ...tapes.steps import Action, Observation, Step
 from ..environment import Effect, Outcome
 from .declared import Declared, brief
 from .remote_errors import BadAnswer
@@ -57,19 +57,29 @@ class Item(Message):
     @classmethod
     def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
         """The step, as plain values. BadPicture where a picture's bytes are missing."""
-        sent: dict[str, str] = {}
-        for picture in pictures_of(step) if files else ():
-            if picture.data is None:
-                raise BadPicture(f"{picture} has no bytes: make it again with Picture.of")
-            sent[picture.name] = base64.b64encode(picture.data).decode()
+        sent = files_of(step) if files else {}
         return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"), files=sent)
 
     def received(self) -> Received:
         """The files, checked. BadAnswer for a file that isn't the picture of its name."""
         try:
-            return Received({name: base64.b64decode(data, validate=True) for name, data in self.files.items()})
+            return _received(self.files)
         except ValueError as error:
             raise BadAnswer(f"invalid picture in a step of the kind {self.kind[:80]!r}: {error}") from error
+
+
+def files_of(value: Step | Task) -> dict[str, str]:
+    """The PNGs of the pictures of a step or task, in base64, by name. BadPicture where one's bytes are missing."""
+    sent: dict[str, str] = {}
+    for picture in pictures_of(value):
+        if picture.data is None:
+            raise BadPicture(f"{picture} has no bytes: make it again with Picture.of")
+        sent[picture.name] = base64.b64encode(picture.data).decode()
+    return sent
+
+
+def _received(files: dict[str, str]) -> Received:
+    return Received({name: base64.b64decode(data, validate=True) for name, data in files.items()})
 
 
 class RandomState(Message):
@@ -105,12 +115,28 @@ def _little(words: array[int]) -> array[int]:
     return words
 
 
-class ResetCall(Message):
+class _Begins(Message):
+    """A call that begins an episode. Make it with `files=files_of(task)`."""
+
+    id: Number
+    task: Task
+    files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
+    """As `Item.files`, of the task's pictures."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, data: Any) -> Any:
+        """The task with the bytes of its pictures. A ValueError for a file that isn't the picture of its name."""
+        if not isinstance(data, dict) or not isinstance(data.get("task"), dict) or not data.get("files"):
+            return data
+        files = TypeAdapter(dict[str, str]).validate_python(data["files"])
+        return {**data, "task": Task.model_validate(data["task"], context=_received(files))}
+
+
+class ResetCall(_Begins):
     """Begin the episode."""
 
     t: Literal["reset"] = "reset"
-    id: Number
-    task: Task
     rng: RandomState | None = None
     """None if the caller has no generator."""
 
@@ -131,12 +157,10 @@ class FinishCall(Message):
     status: Status
 
 
-class RestoreCall(Message):
+class RestoreCall(_Begins):
     """Bring a fresh environment to the state at the end of a tape."""
 
     t: Literal["restore"] = "restore"
-    id: Number
-    task: Task
     rng: RandomState | None = None
     tape: str
     """The tape's id, for messages."""

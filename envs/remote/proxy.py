@@ -27,6 +27,7 @@ from .env_protocol import (
     RestoreCall,
     Shown,
     StepCall,
+    files_of,
     read_answer,
 )
 from .remote_errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
@@ -50,7 +51,8 @@ class Proxy(Environment[Action]):
 
     async def reset(self, task: JsonValue | Task) -> Observation:
         """Begin the episode, with the state of the local `rng`."""
-        call = ResetCall(id=self._next(), task=Task.of(task), rng=self._rng_state())
+        whole = Task.of(task)
+        call = ResetCall(id=self._next(), task=whole, files=files_of(whole), rng=self._rng_state())
         answer = await self._asked(call)
         if not isinstance(answer, Shown):
             raise _mismatched(call, answer)
@@ -88,9 +90,11 @@ class Proxy(Environment[Action]):
             raise TypeError(
                 f"tape {tape.id} has a step of the kind {foreign.kind!r}, which {self.environment} doesn't declare"
             )
+        whole = Task.of(task)
         call = RestoreCall(
             id=self._next(),
-            task=Task.of(task),
+            task=whole,
+            files=files_of(whole),
             rng=self._rng_state(),
             tape=tape.id,
             env_seed=tape.begin.env_seed,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import Corrupt, NotATape
 from ..pictures import MEDIA_NAME, MediaReference
-from ..records import Call, StepRecord, parse_record
+from ..records import Begin, Call, StepRecord, parse_record
 from .disk import REAL, Disk, file_digest, put_file, read_file
 
 _NAME = re.compile(MEDIA_NAME)
@@ -73,10 +73,10 @@ class Media:
 
 def references(body: bytes) -> set[str]:
     """Names of the media files that a record body refers to, by its column and never by its text."""
-    if b'"media":[' not in body:
+    if b'"media":' not in body:
         return set()
     try:
         record = parse_record(body)
     except ValueError:  # `verify` and the viewer's transcript name a record that can't be read
         return set()
-    return set(record.media) if isinstance(record, StepRecord | Call) else set()
+    return set(record.media) if isinstance(record, Begin | StepRecord | Call) else set()

@@ -124,7 +124,6 @@ class _Fold:
                 self.ended.add(tape)
         if isinstance(record, Begin | StepRecord | Call):
             self.broken += self.pictures.add(record)
-        if isinstance(record, StepRecord | Call):
             self.media |= set(record.media)
         if isinstance(record, Files):
             self.files |= record.files
