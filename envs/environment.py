@@ -172,6 +172,10 @@ class Environment(Generic[ActionT, TaskT]):
     """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
     rollout then runs each call in a separate thread."""
 
+    pixels: bool = False
+    """Whether its observations show pictures, where that is known before an episode. A run whose engine can't see is
+    then refused at its start; without it, at the first picture."""
+
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore when re-executing, as `{"reading.text": "[0-9]+ ms"}`. A key is a field of an
     observation (`kind.field`) or `reward.name`. A value is a regular expression of the part to ignore; None for all.

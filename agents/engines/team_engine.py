@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ...tapes.errors import TapereelError
+from ...tapes.errors import TapereelError, UsageError
 from .engine import (
+    BLIND,
     ChangingEngine,
     Completion,
     Engine,
@@ -59,6 +60,17 @@ class TeamAbsence:
         """Wait for all engines."""
         for part in self.parts:
             await part.over()
+
+
+def check_sight(engine: object, shows: str | None, name: str | None = None) -> None:
+    """UsageError where `engine`, or one of a team, can't see, and a run shows pictures.
+
+    shows: as `LoadedSetup.shows`. name: the engine's in the error; None: its own."""
+    parts = engine.engines.values() if isinstance(engine, TeamEngine) else [engine]
+    for one in parts if shows is not None else ():
+        if not sees(one):
+            name = name or getattr(one, "name", type(one).__name__)
+            raise UsageError(f"the engine {name!r} can't see, and {shows}: {BLIND}")
 
 
 class TeamEngine:

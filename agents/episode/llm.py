@@ -27,6 +27,7 @@ from ...tapes.pictures import pictures_of
 from ...tapes.records import Attempt
 from ...tapes.steps import content_parts
 from ..engines.engine import (
+    BLIND,
     Completion,
     Engine,
     EngineError,
@@ -339,10 +340,7 @@ class LLM:
         for part in (part for message in messages for part in content_parts(message)):
             shown = video_in(part) or known.get(str(part.get("media")))
             if blind and shown is not None:
-                raise RenderFailed(
-                    f"the engine {self.engine.name!r} can't see, and the prompt holds {shown}: use a hosted model "
-                    "that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
-                )
+                raise RenderFailed(f"the engine {self.engine.name!r} can't see, and the prompt holds {shown}: {BLIND}")
             if renderer is None or part.get("type") not in ("image", "video"):
                 continue
             if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):

@@ -143,7 +143,7 @@ def run(
 async def _run(
     config: RunConfig, setup: LoadedSetup, out: Path, resume: bool, progress: Progress, started: float
 ) -> RunSummary:
-    engine, publishes = await make_team(config.engine, config.players)
+    engine, publishes = await make_team(config.engine, config.players, shows=setup.shows)
     with open_run(out, config, resume=resume, free=FREE) as directory:
         store = directory.store
         store.record_weights(*publishes.values())

@@ -27,6 +27,7 @@ from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_r
 from ...tapes.common.config import Config
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import TapereelError, UsageError
+from ...tapes.records import Task
 from ..episode.agent import Agent, FunctionAgent
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class LoadedSetup:
     env: EnvironmentFactory
     pool: Pool | None = field(default=None, kw_only=True)
     tasks: Taskset
+    pixels: str | None = field(default=None, kw_only=True)
+    """The environment's class, where it says that it shows pictures (`Environment.pixels`)."""
+
+    @property
+    def shows(self) -> str | None:
+        """What is known to show pictures before an episode begins; None: nothing."""
+        return shown_by(self.tasks) if self.pixels is None else f"the environment {self.pixels} shows pictures"
 
     def __enter__(self) -> Self:
         return self
@@ -130,7 +138,7 @@ class Setup(TasksConfig, SeedConfig):
         UsageError if the setting and the argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
-        made_env = load_env(*self._source("env", env))
+        made_env, pixels = _loaded_env(*self._source("env", env))
         pool = None if self.env_processes is None else _pool(made_env, self.env_processes)
         source, name = self._source("tasks", tasks)
         made_tasks = load_tasks(source, self.task_row, self.count, dataset=self.dataset, name=name)
@@ -142,7 +150,7 @@ class Setup(TasksConfig, SeedConfig):
         rewards = load_rewards(self.rewards)
         made_env = pool or made_env
         made_env = made_env if rewards is None else rewarded(made_env, rewards)
-        return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool)
+        return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
         """(the object, name or list to load; its name in error messages). Raises UsageError if neither is set."""
@@ -188,6 +196,11 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
 def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
     """The factory that `source` is or names. It creates a separate instance for each episode. name: its name in
     errors."""
+    return _loaded_env(source, name)[0]
+
+
+def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, str | None]:
+    """(the factory, the class of its environment where that says that it shows pictures)."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -199,7 +212,7 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
     made = run_async(_trial(found, name)) if callable(found) else found
     if not isinstance(made, Environment):
         raise UsageError(f"{name} is {_described(found)}{_returned(found, made)}, not an environment: {wanted}")
-    return cast(EnvironmentFactory, found)
+    return cast(EnvironmentFactory, found), type(made).__name__ if made.pixels else None
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
@@ -286,6 +299,11 @@ def _tasks(
         found.close()  # otherwise Python warns about a coroutine that was never awaited
         raise UsageError(f"{name} is async; tasks are made by a plain function")
     return Taskset(found, row=row, size=count)
+
+
+def shown_by(tasks: Iterable[Task]) -> str | None:
+    """The first picture that is known before an episode, in words; None: no task holds one."""
+    return next((f"the task {t.id or t.hash[:12]!r} shows {p}" for t in tasks for p in t.shown), None)
 
 
 def is_unnamed(name: str) -> bool:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 from pydantic import AfterValidator, Field, StringConstraints
 
 from ...tapes.common.config import Config
+from ...tapes.errors import UsageError
 from ...tapes.records import Publish, Sampling
 from ..engines.engine import Engine
-from ..engines.team_engine import TeamEngine, check_writing
+from ..engines.team_engine import TeamEngine, check_sight, check_writing
 from ..episode.limits import Limits
 from .engine_config import (
     AnyEngineConfig,
@@ -149,11 +150,14 @@ async def make_partners(players: Mapping[str, PartnerConfig]) -> dict[str, Made]
     return made
 
 
-async def make_team(config: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> tuple[Engine, dict[str, Publish]]:
-    """Create the engine of `config` and those of the players.
+async def make_team(
+    config: AnyEngineConfig, players: Mapping[str, PartnerConfig], *, shows: str | None = None
+) -> tuple[Engine, dict[str, Publish]]:
+    """Create the engine of `config` and those of the players. shows: as `LoadedSetup.shows`.
 
     Returns (the team, the identity of the weights by the player's name, with REST for `config`); engines without
-    weights have no entry. Raises BadTeam if the engines can't record on one tape."""
+    weights have no entry. Raises BadTeam if the engines can't record on one tape, UsageError if one can't see what is
+    shown."""
     check_together(config, players)
     partners = await make_partners(players)
     try:
@@ -164,7 +168,13 @@ async def make_team(config: AnyEngineConfig, players: Mapping[str, PartnerConfig
         raise
     _use_threads([config, *(player.engine for player in players.values())])
     published = {name: one.publish for name, one in {REST: made, **partners}.items() if one.publish is not None}
-    return team_of(made.engine, players, {name: one.engine for name, one in partners.items()}), published
+    team = team_of(made.engine, players, {name: one.engine for name, one in partners.items()})
+    try:
+        check_sight(team, shows)
+    except UsageError:
+        await team.close()
+        raise
+    return team, published
 
 
 def _use_threads(engines: list[AnyEngineConfig]) -> None:

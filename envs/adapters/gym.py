@@ -77,7 +77,6 @@ class GymEnvironment(Environment[Action]):
     """
 
     blocking = True
-    pixels = False
     kinds = (GymAction, GymObservation, GymPicture, GymRefusal)
 
     def __init__(

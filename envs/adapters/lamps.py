@@ -36,6 +36,7 @@ class Lamps(Environment[Answer]):
     """A walk over crossings. Tasks have a private list of `lamps`, and the right `ways`, as `lamp_tasks` makes them."""
 
     kinds = (Lamp,)
+    pixels = True
 
     async def reset(self, task: Task) -> Lamp:
         """Show the first lamp."""

@@ -50,6 +50,11 @@ class Policy:
         pictures = self.renderer.pictures
         return pictures if isinstance(pictures, Vision) else None
 
+    @property
+    def sees(self) -> bool:
+        """Whether its engines may be shown pictures."""
+        return self.vision is not None
+
     def copy(self, version: str) -> EmbeddedEngine:
         """An engine with a copy of the present weights, under the name `version`. The copy lets the trainer change the
         model while the engine samples."""

@@ -15,7 +15,8 @@ from typing import Any, cast
 from pydantic import Field, JsonValue
 
 from ...agents.engines.engine import EngineStopped
-from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks
+from ...agents.engines.team_engine import check_sight
+from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks, shown_by
 from ...agents.setup.team_config import check_together
 from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
 from ...envs.taskset import BadTasks, Taskset, overlap
@@ -155,7 +156,8 @@ class TrainingRun:
         self.config, self.out, self.progress = config, out, progress
         self.title = f"Training {setup.agent.name}"
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
-        self.scene = Scene(setup.agent, setup.env, train_tasks, held_out)
+        shows = setup.shows or shown_by(held_out)
+        self.scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=shows)
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         self.recipe = cast(Recipe, ranks.broadcast(recipe))
         check_recipe(config.loop, self.recipe, None if config.warm or config.loop.corpus else 0)
@@ -166,6 +168,7 @@ class TrainingRun:
                 "start a single process, or set players.NAME.frozen"
             )
         self.policy = policy or load_policy(config.engine, config.trainer, config.seed)
+        check_sight(self.policy, self.scene.shows, config.engine.model)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         phases = Phases(self.policy, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.processes = Processes(ranks, self.policy.model, phases.trainer)

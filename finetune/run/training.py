@@ -16,6 +16,7 @@ from typing import Any, cast
 
 from ...agents import Agent, Engine
 from ...agents.engines.engine import TrainableEngine
+from ...agents.engines.team_engine import check_sight
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.pass_at_k import NothingInCommon, compare
 from ...agents.runs.runner import rewards_of as recorded_rewards
@@ -67,6 +68,8 @@ class Scene:
     held_out: Sequence[Task]
     draw: Callable[[int], Task] | None = None
     """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that the seed decides."""
+    shows: str | None = None
+    """As `LoadedSetup.shows`."""
 
 
 class Training:
@@ -144,6 +147,7 @@ class Training:
         engine, tolerance = await self.policy.sampler(version), self.loop.sampler_tolerance
         try:
             team, players = await self.team.playing(engine)
+            check_sight(team, self.scene.shows)
             await self.history.delivery.check(engine, version, tolerance)
             engine = team
             for player in players:

@@ -1,0 +1,75 @@
+"""A run that is known to show pictures needs engines that see: else it is refused before it writes anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tapereel as tr
+from tapereel.agents import ChatAgent
+from tapereel.envs.adapters.gym import GymEnvironment
+from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.finetune.api.public import save_tiny_model
+from tapereel.tapes import Answer, Picture, Task, ToolCalls
+from tapereel.tapes.errors import UsageError
+
+from ..picture_worlds import Corners, square
+
+AGENT = ChatAgent(actions=[ToolCalls], plain=Answer)
+PHOTO = Task.model_validate({"id": "photo", "public": {"prompt": "?", "image": Picture.of(square(0))}})
+TEXT = Task(id="text", public={"prompt": "?"})
+HIDDEN = Task.model_validate({"public": {"prompt": "?"}, "private": {"goal": Picture.of(square(0))}})
+
+
+class Plain(ToolEnvironment):
+    def __init__(self) -> None:
+        super().__init__(())
+
+
+def pixels() -> GymEnvironment:
+    return GymEnvironment("FrozenLake-v1", pixels=True)
+
+
+@pytest.fixture(scope="module")
+def blind(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "text", size="micro")
+
+
+@pytest.mark.parametrize(
+    ("env", "tasks", "says"),
+    [(Plain, [TEXT, PHOTO], r"the task 'photo' shows \[picture 40x30"), (pixels, [1], "GymEnvironment shows pictures")],
+)
+@pytest.mark.parametrize("verb", [tr.run, tr.evaluate, tr.train])
+def test_an_engine_that_cannot_see_is_refused_at_the_start(
+    verb: Any, env: Any, tasks: list[Any], says: str, blind: str, tmp_path: Path
+):
+    pytest.importorskip("gymnasium")
+    settings = {"evaluation.fraction": 0} if verb is tr.train else {}
+    with pytest.raises(UsageError, match=f"the engine '.*' can't see, and .*{says}"):
+        verb(AGENT, env, tasks, blind, out=tmp_path / "run", settings=settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_picture_of_a_held_out_task_counts(blind: str, tmp_path: Path):
+    (tmp_path / "held_out.py").write_text(f"from {__name__} import PHOTO\ntasks = [PHOTO]\n")
+    settings = {"evaluation.tasks": f"{tmp_path}/held_out.py:tasks"}
+    with pytest.raises(UsageError, match="the task 'photo' shows"):
+        tr.train(AGENT, Plain, [TEXT], blind, out=tmp_path / "run", settings=settings)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_partner_that_cannot_see_is_named(blind: str, tmp_path: Path):
+    settings: Any = {"players.other.engine": {"kind": "embedded", "model": blind}, "players.other.agents": ["x"]}
+    with pytest.raises(UsageError, match="the engine 'embedded' can't see"):
+        tr.run(AGENT, Plain, [PHOTO], ["yes"], out=tmp_path / "run", settings=settings)
+
+
+@pytest.mark.parametrize(("env", "task"), [(Corners, 1), (Plain, HIDDEN)])
+def test_what_is_not_known_at_the_start_is_no_reason(env: Any, task: Any, blind: str, tmp_path: Path):
+    settings: Any = {"limits.turns": 1, "sampling.max_tokens": 1, "retries": 0}
+    made = tr.run(AGENT, env, [task], blind, out=tmp_path / "run", settings=settings)
+    (tape,) = made.tapes()
+    said = tape.cause.message if tape.cause is not None else ""
+    assert ("can't see, and the prompt holds [picture" in (said or "")) == (env is Corners)
