@@ -369,7 +369,7 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     return with_pictures_of(row[name])
 
 
-def with_pictures_of(value: object, *, urls: bool = False) -> Any:
+def with_pictures_of(value: object, *, urls: bool = False) -> object:
     """A column's value with the picture of each image of `datasets` (PIL, bytes, or a dict with its `bytes`) and, with
     `urls`, of each data URL. BadPicture for an image that the limits refuse."""
     if isinstance(value, list):

@@ -323,6 +323,15 @@ def _may_refer(cls: type[BaseModel]) -> bool:
     return False
 
 
+def swapped(value: object, by: Callable[[str | Picture], object]) -> object:
+    """A value of JSON and pictures, with `by(leaf)` for each text and picture."""
+    if isinstance(value, dict):
+        return {key: swapped(one, by) for key, one in value.items()}
+    if isinstance(value, list):
+        return [swapped(one, by) for one in value]
+    return by(value) if isinstance(value, str | Picture) else value
+
+
 # Decoding
 
 

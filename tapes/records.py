@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import (
@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
-from .pictures import RECORDED, MediaNames, Picture, media_of, pictures_of
+from .pictures import RECORDED, MediaNames, Picture, media_of, pictures_of, swapped
 from .places import Place
 from .status import CauseType, Status
 from .steps import Role, Step, Unknown, read_step, unwritable
@@ -57,15 +57,6 @@ class Record(BaseModel):
         return to_json(self, inf_nan_mode="strings")
 
 
-def _swapped(value: Any, by: Mapping[Any, object]) -> Any:
-    """`value` with each leaf that is a key of `by` replaced."""
-    if isinstance(value, dict):
-        return {key: _swapped(one, by) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_swapped(one, by) for one in value]
-    return by.get(value, value) if isinstance(value, str | Picture) else value
-
-
 class Task(Value):
     """One problem instance. Only the environment and the trainer read `private`."""
 
@@ -87,12 +78,13 @@ class Task(Value):
             return data
         parts = {key: data[key] for key in ("public", "private") if key in data}
         found = tuple(dict.fromkeys(pictures_of(parts)))
-        named = _swapped(parts, {picture: picture.name for picture in found}) if found else {}
+        named = {k: swapped(v, lambda one: getattr(one, "name", one)) for k, v in parts.items()} if found else {}
         return {**data, **named, "pictures": found} if found else data
 
-    def filled(self, part: JsonValue) -> Any:
+    def filled(self, part: JsonValue) -> object:
         """`part`, the public or the private one, with the pictures in their places."""
-        return _swapped(part, {picture.name: picture for picture in self.pictures}) if self.pictures else part
+        known = {picture.name: picture for picture in self.pictures}
+        return swapped(part, lambda one: known.get(str(one), one)) if known else part
 
     @property
     def shown(self) -> tuple[Picture, ...]:
