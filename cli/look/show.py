@@ -26,7 +26,7 @@ from ...tapes.transcript import (
     step_lines,
     summarise,
 )
-from ..console import Exit, answer, say, table
+from ..console import Exit, answer, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -106,8 +106,6 @@ def run(args: argparse.Namespace) -> int:
                 trained_on = _trained_on(store, Path(args.taught))
                 found = [summary for summary in found if summary.id in trained_on]
             _show_list(args, found)
-            if doubles := store.doubles:
-                say(f"two processes trained in this run at once; recorded twice (lineage: updates): {doubles}")
     return Exit.HOLDS
 
 

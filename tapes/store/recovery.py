@@ -28,7 +28,7 @@ from ..records import Cause, CauseType, End, Status
 from .disk import REAL, Disk, put_file
 from .index import Index, Segment
 from .reader import PINS, Break, SegmentReader, read_pin_file
-from .segment import ZERO, read_body, segment_names
+from .segment import read_body, segment_names
 from .summary import Summary
 from .writer import FolderLock, SegmentWriter, WriterOptions, new_segment
 
@@ -198,14 +198,10 @@ def read_pins(segment: Segment) -> dict[str, str]:
 
 def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
     """Hash of the segment's line with ordinal `n - 1`; empty when there is no such line."""
-    head = ZERO
-    if n <= 0:
-        return ""
     for _, line, _ in SegmentReader(folder, segment.name, disk=disk):
-        head = line.h
         if line.n == n - 1:
-            break
-    return head.decode()
+            return line.h.decode()
+    return ""
 
 
 def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> list[str]:

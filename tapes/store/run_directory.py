@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from ..common.config import ConfigError, dump_config, load_config
-from ..common.config_yaml import Group, YamlProblem, nested, read_yaml
+from ..common.config_yaml import Group, YamlProblem, nested, read_yaml, settings_of
 from ..common.renamed import translate_config
 from ..errors import Corrupt, NotATape, RunExists, UsageError
 from ..value import Value
@@ -299,11 +299,12 @@ def drop_metrics(path: Path, where: Callable[[dict[str, JsonValue]], bool]) -> N
 
 def _check_config(path: Path, config: BaseModel, free: Collection[str]) -> None:
     recorded = load_config(type(config), path / CONFIG)
-    then, now = (_without(c.model_dump(mode="json"), free) for c in (recorded, config))
-    if then != now:
-        keys = ", ".join(_differences(then, now))
+    then, now = (dict(settings_of(c.model_dump(mode="json"))) for c in (recorded, config))
+    keys = [".".join(key) for key in {**then, **now} if then.get(key) != now.get(key)]
+    differ = [key for key in keys if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
+    if differ:
         raise ConfigError(
-            f"{path} was begun with another configuration ({path / CONFIG}): {keys} differ; resume it "
+            f"{path} was begun with another configuration ({path / CONFIG}): {', '.join(differ)} differ; resume it "
             "with that file as --config, or choose another --out"
         )
 
@@ -327,25 +328,6 @@ def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> No
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     text = head + "".join(notes) + dump_config(type(config).model_validate(values))
     put_file(REAL, run.path / CONFIG, text.encode())
-
-
-def _without(values: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """The settings without those that `keys` (dotted) name; missing ones are ignored."""
-    for key in keys:
-        *above, last = key.split(".")
-        group: Any = values
-        for name in above:
-            group = group.get(name, {})
-        group.pop(last, None)
-    return values
-
-
-def _differences(then: Any, now: Any, above: str = "") -> Iterator[str]:
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in dict.fromkeys([*then, *now]):
-            yield from _differences(then.get(key), now.get(key), f"{above}.{key}" if above else key)
-    elif then != now:
-        yield above
 
 
 def _drop_torn_line(path: Path) -> None:

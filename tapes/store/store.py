@@ -11,10 +11,9 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypedDict, Unpack, cast
+from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
 from pydantic_core import to_json
 
@@ -25,7 +24,7 @@ from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, changed, damage, file_digest, put_file
 from .index import Index, Place
-from .lease import Lease, read_leads
+from .lease import Lease
 from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import PINS, Break, SegmentReader
@@ -50,14 +49,6 @@ class Stored(NamedTuple):
         return parse_record(self.body)
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """How far a reader of the live tail has read. Goes through JSON: `Cursor(**json)` and `cursor.places`."""
-
-    places: dict[str, tuple[int, int, str, str, int, bool]] = field(default_factory=dict)
-    """By segment: (byte offset, lines, hash of the first line, head, frontier, sealed)."""
-
-
 class Where(TypedDict, total=False):
     """Which tapes; `Store.summaries` says what the keys mean."""
 
@@ -70,7 +61,20 @@ class Where(TypedDict, total=False):
     min_reward: float | None
     max_reward: float | None
     closed: bool | None
-    durable: bool
+
+
+_CLAUSES = {
+    "status": "status = ?",
+    "split": "split = ?",
+    "task_hash": "task_hash = ?",
+    "group": "group_id = ?",
+    "version": "exists (select 1 from versions v where v.tape = id and v.version = ?)",
+    "agent": "agent = ?",
+    "min_reward": "reward >= ?",
+    "max_reward": "reward <= ?",
+    "closed": "(status is not null) = ?",
+}
+"""Key of `Where` -> its condition in SQL."""
 
 
 class Store:
@@ -83,7 +87,8 @@ class Store:
         self.folder = path / "tapes"
         self._index_path = index
         self._writer: SegmentWriter | None = None
-        self._books_fold, self._books_cursor, self._books_lock = BooksFold(), Cursor(), threading.Lock()
+        self._books_fold, self._books_lock = BooksFold(), threading.Lock()
+        self._books_readers: dict[str, SegmentReader] = {}
         self.lease: Lease | None = None
         """The lease under which this process writes updates; None where it doesn't lead the run."""
         self.recovered = Recovered()
@@ -273,57 +278,15 @@ class Store:
                 raise broken.error()
         return breaks
 
-    def summaries(
-        self,
-        *,
-        status: Status | str | None = None,
-        split: str | None = None,
-        task_hash: str | None = None,
-        group: str | None = None,
-        version: str | None = None,
-        agent: str | None = None,
-        min_reward: float | None = None,
-        max_reward: float | None = None,
-        closed: bool | None = None,
-        durable: bool = False,
-    ) -> list[Summary]:
+    def summaries(self, **where: Unpack[Where]) -> list[Summary]:
         """Summaries of the tapes that fit, in the order in which they began, from the index alone.
 
-        `version`: a policy version that sampled one of the tape's calls. `durable`: only closed tapes whose records are
-        all below the frontier, so that no power cut removes them.
+        `version`: a policy version that sampled one of the tape's calls. `closed`: whether the tape has an end. None,
+        like a missing key, sets no condition.
         """
         self.refresh()
-        where: list[str] = []
-        values: list[Any] = []
-        for clause, value in (
-            ("status = ?", status),
-            ("split = ?", split),
-            ("task_hash = ?", task_hash),
-            ("group_id = ?", group),
-            ("agent = ?", agent),
-            ("reward >= ?", min_reward),
-            ("reward <= ?", max_reward),
-            ("exists (select 1 from versions v where v.tape = id and v.version = ?)", version),
-        ):
-            if value is not None:
-                where.append(clause)
-                values.append(value)
-        if closed is not None or durable:
-            where.append("status is not null" if closed or durable else "status is null")
-        if durable:
-            mine, lines = self._own_frontier()
-            where.append(
-                "not exists (select 1 from records r join segments s on s.name = r.segment where r.tape = id "
-                "and r.n >= s.frontier and s.sealed is null and not (r.segment = ? and r.n < ?))"
-            )
-            values += [mine, lines]
-        return self.index.tapes(" and ".join(where) or "1", values)
-
-    def _own_frontier(self) -> tuple[str, int]:
-        """This process's segment and its durable lines; the file may state a lower count until the next line."""
-        if self._writer is None:
-            return "", 0
-        return self._writer.segment, self._writer.durable_lines
+        chosen = {_CLAUSES[key]: value for key, value in where.items() if value is not None}
+        return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
         """The tapes that fit (arguments of `summaries`), read one by one as they are asked for."""
@@ -382,46 +345,19 @@ class Store:
         """As `Index.bodies`."""
         return self.index.bodies(places)
 
-    def _names(self) -> list[str]:
-        return segment_names(self.disk.names(self.folder))
-
     def records(self) -> Iterator[Stored]:
         """Every record, segment by segment, each up to a torn tail. Raises Corrupt where durable bytes changed."""
-        for name in self._names():
-            reader = SegmentReader(self.folder, name, disk=self.disk)
-            yield from self._stored(reader)
+        return self._read_on({})
+
+    def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
+        """The records that `readers` (by segment), which goes on with each record, have not given yet."""
+        for name in segment_names(self.disk.names(self.folder)):
+            reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
+            for _, line, _ in reader:
+                yield Stored(name, line.n, *peek(line.body), line.body)
             broken = reader.broken()
             if broken is not None and broken.verdict == "corrupt":
                 raise broken.error()
-
-    def tail(self, cursor: Cursor | None = None) -> tuple[list[Stored], Cursor]:
-        """The records that any process wrote since `cursor`, and the cursor for the next call. Never waits."""
-        places = dict(cursor.places) if cursor is not None else {}
-        found: list[Stored] = []
-        for name in self._names():
-            reader = SegmentReader(self.folder, name, disk=self.disk)
-            chain = reader.chain
-            if name in places:
-                reader.offset, chain.n, first, head, chain.frontier, sealed = places[name]
-                chain.first, chain.head, chain.sealed = first.encode(), head.encode(), {} if sealed else None
-            found += self._stored(reader)
-            broken = reader.broken()
-            if broken is not None and broken.verdict == "corrupt":
-                raise broken.error()
-            places[name] = (
-                reader.offset,
-                chain.n,
-                chain.first.decode(),
-                chain.head.decode(),
-                chain.frontier,
-                chain.sealed is not None,
-            )
-        return found, Cursor(places)
-
-    def _stored(self, reader: SegmentReader) -> Iterator[Stored]:
-        for _, line, _ in reader:
-            t, tape = peek(line.body)
-            yield Stored(reader.segment, line.n, t, tape, line.body)
 
     def run_records(self, *kinds: str) -> Iterator[Stored]:
         """The records without a tape (`use`, `void`, `publish`, `open`, `commit`, `seal`), or those kinds of them."""
@@ -434,12 +370,6 @@ class Store:
         """Every `use` and `void` record, folded."""
         return Lineages(cast(Use | Void, stored.record) for stored in self.run_records("use", "void"))
 
-    @property
-    def doubles(self) -> dict[str, list[int]]:
-        """Lineage -> updates that two processes recorded. Empty without a pass over all updates where the run had
-        leases, under which no two processes can lead."""
-        return {} if read_leads(self.path) else self.lineages().doubles
-
     def ledger(self, lineage: str) -> Ledger:
         """What that lineage has trained on: its redo log, its next update, the tapes in its updates."""
         return self.lineages().ledger(lineage)
@@ -447,8 +377,7 @@ class Store:
     def books(self) -> Books:
         """The account of every token and episode so far. Reads only the records since the last call."""
         with self._books_lock:
-            found, self._books_cursor = self.tail(self._books_cursor)
-            for stored in found:
+            for stored in self._read_on(self._books_readers):
                 self._books_fold.add(stored.body)
             return self._books_fold.books()
 

@@ -121,7 +121,8 @@ class SegmentWriter:
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
-        self._failure: Exception | None = None
+        self.failure: Exception | None = None
+        """The error that poisoned this writer; None while it works."""
         self._closing = self._closed = False
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
@@ -159,8 +160,7 @@ class SegmentWriter:
 
     def _line(self, body: bytes) -> None:
         n = self._appended - self._base
-        # 0, not a negative count, while lines of the previous segment are unsynced: no line of this one is durable.
-        line, self._head = encode_line(n, max(self._durable - self._base, 0), self._head, body)
+        line, self._head = encode_line(n, self.durable_lines, self._head, body)
         self._pending.append(line)
         self._appended += 1
         self._stated = False
@@ -183,16 +183,12 @@ class SegmentWriter:
     @property
     def durable_lines(self) -> int:
         """How many lines of the current segment would survive a power cut."""
+        # 0, not a negative count, while lines of the segment before are unsynced: no line of this one is durable.
         return max(self._durable - self._base, 0)
-
-    @property
-    def failure(self) -> Exception | None:
-        """The error that poisoned this writer; None while it works."""
-        return self._failure
 
     def _error(self) -> StoreFailed:
         """A new exception for each caller: one that is raised twice collects the tracebacks of both."""
-        cause = self._failure
+        cause = self.failure
         assert cause is not None
         message = (
             f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
@@ -204,7 +200,7 @@ class SegmentWriter:
         return error
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
+        if self.failure is not None:
             raise self._error()
 
     def _check(self) -> None:
@@ -275,7 +271,7 @@ class SegmentWriter:
                 waiting, closing = bool(self._waiting), self._closing
                 idle = not self._pending and not waiting
                 old = unsynced_since is not None and time.monotonic() - unsynced_since > self._max_age
-            if closing or self._failure is not None:
+            if closing or self.failure is not None:
                 return
             sync = (waiting and self.durability is not Durability.OS) or old or (idle and self._durable < self._written)
             if sync or not idle:
@@ -377,9 +373,9 @@ class SegmentWriter:
         return line
 
     def _poison(self, error: Exception) -> None:
-        """Stop for good, and fail every waiting caller. `_failure` is set first, so no later caller starts to wait."""
+        """Stop for good, and fail every waiting caller. `failure` is set first, so no later caller starts to wait."""
         with self._lock:
-            self._failure = error
+            self.failure = error
             waiting, self._waiting = self._waiting, []
         for _, done in waiting:
             done(self._error())
@@ -394,12 +390,12 @@ class SegmentWriter:
         """
         if not self._stop():
             return
-        while self._failure is None and (self._pending or self._durable < self._appended):
+        while self.failure is None and (self._pending or self._durable < self._appended):
             self.commit()  # may itself append a `commit` line, hence the loop
-        if self._failure is None:
+        if self.failure is None:
             self._finish(reason)
         try:
-            if self._failure is None:
+            if self.failure is None:
                 sealed()
         finally:
             self.disk.close(self._handle)
@@ -430,7 +426,7 @@ class SegmentWriter:
         return True
 
     def _at_exit(self) -> None:
-        if self._failure is None:
+        if self.failure is None:
             self.close("exit")
 
     def _forked(self) -> None:

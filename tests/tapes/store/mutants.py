@@ -129,7 +129,7 @@ MUTANTS = (
         (
             (
                 "writer.py",
-                "encode_line(n, max(self._durable - self._base, 0), self._head, body)",
+                "encode_line(n, self.durable_lines, self._head, body)",
                 "encode_line(n, 0, self._head, body)",
             ),
         ),
@@ -139,7 +139,7 @@ MUTANTS = (
         (
             (
                 "writer.py",
-                "encode_line(n, max(self._durable - self._base, 0), self._head, body)",
+                "encode_line(n, self.durable_lines, self._head, body)",
                 "encode_line(n, max(self._written - self._base, 0), self._head, body)",
             ),
         ),

@@ -12,7 +12,7 @@ import pytest
 
 from tapereel.tapes.errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from tapereel.tapes.records import Parent, Reward, Status, Void
-from tapereel.tapes.store.store import Cursor, Store
+from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
 from .lab import Lab
@@ -110,21 +110,6 @@ def test_tapes_are_found_by_what_they_are(tmp_path: Path) -> None:
             store.tape("x")
 
 
-def test_the_trainer_gets_only_what_is_durable(tmp_path: Path) -> None:
-    with Store.create(tmp_path / "run", thread=False) as store:
-        write(store, *lab.episode("a"))
-        store.writer.sync()
-        write(store, *lab.episode("b"))
-        store.writer.commit(sync=False)  # written, not durable
-        assert [s.id for s in store.summaries(closed=True)] == ["a", "b"]
-        assert [s.id for s in store.summaries(durable=True)] == ["a"]
-        with Store.open(tmp_path / "run") as other:
-            # Another process knows only the frontier that the lines state: the lines of `b` state that `a` is durable.
-            assert [s.id for s in other.summaries(durable=True)] == ["a"]
-        store.writer.sync()
-        assert [s.id for s in store.summaries(durable=True)] == ["a", "b"]
-
-
 def test_layers_are_loaded_with_their_tape_and_change_no_digest(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run") as store:
         write(store, *lab.episode("a"))
@@ -201,19 +186,18 @@ def test_a_tape_that_claims_to_be_its_own_ancestor_is_refused(tmp_path: Path) ->
             store.tape("a")
 
 
-def test_the_live_tail_gives_every_record_once_and_goes_through_json(tmp_path: Path) -> None:
+def test_the_books_follow_a_writer_and_read_each_record_once(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run", rotate_bytes=1500) as store, Store.open(tmp_path / "run") as reader:
-        seen: list[bytes] = []
-        cursor = Cursor()
         for k in range(6):
             write(store, *lab.episode(f"t{k}"))
             store.writer.sync()
-            found, cursor = reader.tail(cursor)
-            seen += [stored.body for stored in found if stored.tape]
-            cursor = Cursor({name: tuple(place) for name, place in cursor.places.items()})  # type: ignore[misc]
-        assert seen == [body for k in range(6) for body in lab.episode(f"t{k}")]
+            for _ in range(2):
+                books = reader.books()
+                assert (books.begun, books.ended, books.closes) == (k + 1, k + 1, True)
         assert len(segments(tmp_path / "run")) > 2
-        assert reader.tail(cursor)[0] == []
+        assert [stored.body for stored in reader.records() if stored.tape] == [
+            body for k in range(6) for body in lab.episode(f"t{k}")
+        ]
     assert verify(tmp_path / "run").exit_code == 0
 
 
