@@ -119,7 +119,7 @@ def _configure(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     cast(Verb, command).configure(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.set_defaults(command=command, prog=parser.prog)
+    parser.set_defaults(command=command, parser=parser)
 
 
 def _texts(module: ModuleType, purpose: str) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def _run(name: str, words: list[str]) -> int:
     traceback, prog = "--traceback" in words, f"tapereel {name}"
     try:
         args = verb_parser(name).parse_args(words)
-        prog = args.prog
+        prog = args.parser.prog
         args.answer_to = sys.stdout
         with contextlib.redirect_stdout(sys.stderr), _warnings_on_stderr():
             return int(cast(Verb, args.command).run(args))

@@ -10,9 +10,10 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -25,6 +26,7 @@ from ..tapes.errors import UsageError
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
+    from rich.text import Text
 
 
 class Exit(IntEnum):
@@ -48,10 +50,37 @@ class Exit(IntEnum):
     """The model's server or provider has no such model, or other weights than the run's."""
 
 
-def check_port(port: int) -> None:
-    """UsageError where `--port` isn't a port number."""
-    if not 0 <= port < 65536:
-        raise UsageError(f"--port is {port}; a port is a number from 0 (any free one) to 65535")
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of an argument that is an integer from `least` on."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"it is {value}, and must be {least:,} or more")
+        return value
+
+    return integer
+
+
+def positive(text: str) -> float:
+    """The type of an argument that is a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"it is {value:g}, and must be above 0")
+    return value
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The flags of those arguments, by their names in `args`, that have another value than their default."""
+    return [
+        _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        for name in names
+        if getattr(args, name) != args.parser.get_default(name)
+    ]
+
+
+_FLAGS = {"tape": "a tape", "imports": "--import", "masks": "--mask", "updates": "--update", "agents": "--agent"}
+"""Name of an argument in `args` -> how the user spells it, where the two differ."""
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
@@ -84,15 +113,18 @@ def say(text: str) -> None:
     print(safe(text), file=sys.stderr, flush=True)
 
 
-def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: RenderableType) -> None:
-    """Print the command's answer: `data` as one JSON object under `--json`, otherwise `shown`, for people."""
+def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: Section | RenderableType) -> None:
+    """Print the command's answer: `data` as one JSON object under `--json`, otherwise `shown`, for people.
+
+    Sentences and sections are escaped here: text from a tape can't control the terminal. What rich renders is printed
+    as it is."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
         out.write(_escape_unprintable(json.dumps(_json_value(data), ensure_ascii=False, allow_nan=False)) + "\n")
     else:
         console = console_for(out)
         own = console.width
-        for item in shown:
+        for item in chain.from_iterable(map(_rendered, shown)):
             # A sentence stays on one line, for grep; a table keeps to the width.
             console.width = max(own, _least_width(item, console))
             console.print(item, soft_wrap=isinstance(item, str))
@@ -113,51 +145,48 @@ NARROWEST = 12
 WIDEST = 10_000
 
 
-def table(*headings: str, fold: Collection[str] = ()) -> Table:
-    """An empty table. `#` marks the heading of a column of numbers; the columns in `fold` break their lines."""
-    from rich import box
-    from rich.table import Table
-
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in headings:
-        name = heading.removeprefix("#")
-        side = "right" if heading.startswith("#") else "left"
-        made.add_column(name, justify=side, no_wrap=name not in fold, overflow="fold")
-    return made
-
-
 @dataclass(frozen=True)
 class Section:
     """A table with its title, and the sentences below it."""
 
     headings: tuple[str, ...]
-    """As in `table`."""
-    rows: Sequence[tuple[str, ...]]
+    """`#` marks the heading of a column of numbers."""
+    rows: Sequence[Sequence[str | Text]]
     title: str = ""
-    empty: str = "none"
-    """Printed in place of a table without rows."""
+    empty: str = ""
+    """Printed in place of a table without rows; with none, the headings are printed."""
     notes: tuple[str, ...] = ()
     fold: Collection[str] = ()
-    """As in `table`."""
+    """The columns that break their lines."""
 
 
-def sections_shown(parts: Iterable[Section | str]) -> list[RenderableType]:
-    """Sections and sentences for `answer`. Text from a tape is escaped: it can't control a terminal."""
-    shown: list[RenderableType] = []
-    for part in parts:
-        if isinstance(part, str):
-            shown.append(safe(part))
-        elif not part.rows:
-            shown.append(f"{part.title}: {part.empty}")
-        else:
-            made = table(*part.headings, fold=part.fold)
-            made.title, made.title_justify = part.title or None, "left"
-            for row in part.rows:
-                made.add_row(*map(safe, row))
-            shown.append(made)
-        if isinstance(part, Section):
-            shown += map(safe, part.notes)
-    return shown
+def styled(text: str, style: str = "") -> Text:
+    """Escaped text in a style of rich."""
+    from rich.text import Text
+
+    return Text(safe(text), style)
+
+
+def _rendered(part: Section | RenderableType) -> Iterator[RenderableType]:
+    if not isinstance(part, Section):
+        yield safe(part) if isinstance(part, str) else part
+        return
+    yield _table(part) if part.rows or not part.empty else safe(f"{part.title}: {part.empty}")
+    yield from map(safe, part.notes)
+
+
+def _table(part: Section) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=part.title or None, title_justify="left")
+    for heading in part.headings:
+        name = heading.removeprefix("#")
+        side = "right" if heading.startswith("#") else "left"
+        made.add_column(name, justify=side, no_wrap=name not in part.fold, overflow="fold")
+    for row in part.rows:
+        made.add_row(*(safe(cell) if isinstance(cell, str) else cell for cell in row))
+    return made
 
 
 def markdown(parts: Iterable[Section | str]) -> str:
@@ -171,7 +200,7 @@ def markdown(parts: Iterable[Section | str]) -> str:
             blocks.append(f"## {escaped(part.title)}")
         names = [heading.removeprefix("#") for heading in part.headings]
         rules = ["---:" if heading.startswith("#") else "---" for heading in part.headings]
-        cells = [map(escaped, names), rules, *(map(escaped, row) for row in part.rows)]
+        cells = [map(escaped, names), rules, *(map(escaped, map(str, row)) for row in part.rows)]
         lines = "\n".join(f"| {' | '.join(line)} |" for line in cells)
         blocks += [lines if part.rows else escaped(part.empty), *map(escaped, part.notes)]
     return "\n\n".join(blocks) + "\n"

@@ -43,6 +43,19 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
+    """`--config`, `--set` and `--dry-run`. needs: what a dry run prints beside the configuration, for the help."""
+    parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
+    add_set_argument(parser, "seed=3, on top of the file")
+    parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs} and stop")
+
+
+def add_set_argument(parser: argparse.ArgumentParser, example: str) -> None:
+    """`--set`."""
+    what = f"one setting, as in --set {example}; repeatable"
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help=what)
+
+
 def scene_settings(args: argparse.Namespace, *more: str) -> list[str]:
     """The short options as settings, followed by the settings of `--set`, which take precedence."""
     sets = [f"{name}={value}" for name in ("agent", "env", "tasks", "seed", *more) if (value := getattr(args, name))]
@@ -76,12 +89,19 @@ def add_server_arguments(
 ) -> None:
     """Declare where a server listens, and the variable with its token. `made`: the token without that variable."""
     parser.add_argument(
-        "--port", type=int, default=port, help="port to listen on; 0 takes a free one (default %(default)s)"
+        "--port", type=_port, default=port, help="port to listen on; 0 takes a free one (default %(default)s)"
     )
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: this machine only)"
     )
     parser.add_argument(key, metavar="VARIABLE", help=f"environment variable with the clients' token (default: {made})")
+
+
+def _port(text: str) -> int:
+    port = int(text)
+    if not 0 <= port < 65536:
+        raise argparse.ArgumentTypeError(f"it is {port}, and a port is a number from 0 (any free one) to 65535")
+    return port
 
 
 def variable_value(variable: str | None) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..tapes.common.text import safe
 from ..tapes.errors import UsageError
 
 if TYPE_CHECKING:
@@ -37,5 +36,5 @@ def score_lines(scores: Scores, indent: str = "") -> list[str]:
     if scores.unscored:
         lines.append(f"{indent}{scores.unscored:,} of {scores.attempts:,} attempts unscored: neither success nor 0")
     for label, part in scores.by_label.items():
-        lines += [safe(f"{indent}{label}:"), *score_lines(part, indent + "  ")]
+        lines += [f"{indent}{label}:", *score_lines(part, indent + "  ")]
     return lines

@@ -10,9 +10,8 @@ import argparse
 from pathlib import Path
 
 from ...tapes.audit.checking import check_split, torn_tails
-from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, check_target, escaped, markdown, say, sections_shown
+from ..console import Exit, answer, at_least, check_target, escaped, markdown, say
 from ..progress_bars import live_progress
 
 EXAMPLE = """
@@ -29,10 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the token account is of all")
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="only the newest N matching tapes, and the others of their groups"
+        "--limit",
+        type=at_least(1),
+        metavar="N",
+        help="only the newest N matching tapes, and the others of their groups",
     )
     parser.add_argument(
-        "--repeats", type=int, default=3, metavar="N", help="report actions repeated N times in a row (default 3)"
+        "--repeats", type=at_least(2), default=3, metavar="N", help="report actions done N times in a row (default 3)"
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 on anomalies too")
     parser.add_argument(
@@ -50,14 +52,17 @@ def run(args: argparse.Namespace) -> int:
     from ...tapes.store.store import Store
     from .audit_sections import sections
 
-    _check_arguments(args)
+    if args.markdown == STDOUT and args.json:
+        raise UsageError("--json and --markdown both write to stdout; name a file, as in --markdown FILE")
+    if args.markdown != STDOUT:
+        check_target("--markdown", args.markdown)
     with Store.open(args.run) as store, live_progress() as progress:
         torn = torn_tails(store)
         check_split(store, args.split)
         books, audit = audit_run(store, split=args.split, limit=args.limit, repeats=args.repeats, progress=progress)
     found = sections(books, audit)
     verdict = "every token is accounted for" if books.closes else "some tokens are NOT accounted for"
-    broken = [f"broken: {safe(text)}" for text in books.findings]
+    broken = [f"broken: {text}" for text in books.findings]
     data = {
         "run": str(args.run),
         "split": args.split,
@@ -68,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         **books.model_dump(),
         "audit": audit.model_dump(),
     }
-    shown = [*map(safe, torn), *sections_shown(found), *broken, verdict]
+    shown = [*torn, *found, *broken, verdict]
     if args.markdown is not None:
         document = f"# {escaped(f'Audit of {args.run}')}\n\n{markdown(['; '.join([*torn, verdict, *broken]), *found])}"
         if args.markdown == STDOUT:
@@ -78,14 +83,3 @@ def run(args: argparse.Namespace) -> int:
             say(f"wrote {args.markdown}")
     answer(args, data, *shown)
     return Exit.HOLDS if books.closes and not (args.strict and audit.anomalies) else Exit.BROKEN
-
-
-def _check_arguments(args: argparse.Namespace) -> None:
-    if args.markdown == STDOUT and args.json:
-        raise UsageError("--json and --markdown both write to stdout; name a file, as in --markdown FILE")
-    if args.markdown != STDOUT:
-        check_target("--markdown", args.markdown)
-    for name, least in (("limit", 1), ("repeats", 2)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name} is {value}; it must be {least} or more")

@@ -6,9 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, cast
 
 from ...envs.load_named import load_named
-from ...tapes.common.text import safe
-from ...tapes.errors import UsageError
-from ..console import Exit, answer
+from ..console import Exit, answer, positive
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,27 +26,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", metavar="DIR", help="folder of a model whose weights are synced to the engine (default: no sync)"
     )
-    parser.add_argument("--max-tokens", type=int, default=16, metavar="N", help="tokens of a completion (default 16)")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="longest call in seconds (default 60)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the requests (default 0)")
+    parser.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="longest call (default 60 s)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Send the requests, and print a line for each broken rule."""
     from ...agents.engines.check_engine import check_engine
 
-    for name in ("max_tokens", "timeout"):
-        if getattr(args, name) <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be more than 0")
     report = check_engine(
         cast("Engine", load_named(args.engine)),
         weights=_weights(args.weights),
         trainable=args.trainable,
-        max_tokens=args.max_tokens,
         timeout=args.timeout,
-        seed=args.seed,
     )
-    answer(args, report, safe(str(report)))
+    answer(args, report, str(report))
     return Exit.HOLDS if report.ok else Exit.BROKEN
 
 

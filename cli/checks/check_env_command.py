@@ -10,9 +10,8 @@ from ...envs.checks.check_env import check_env
 from ...envs.checks.env_probe import Policy
 from ...envs.load_named import listed_tasks, load_named
 from ...envs.taskset import BadTasks
-from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
-from ..console import Exit, answer
+from ..console import Exit, answer, at_least, positive
 
 EXAMPLE = """
 tapereel check env my_env.py:GuessNumber --tasks "[1, 5, 9]" --actions my_env.py:guess
@@ -25,12 +24,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("factory", help="an Environment class or a function that makes one: module:name, file.py:name")
     parser.add_argument("--tasks", required=True, help="a JSON list of tasks, or an iterable of tasks as module:name")
     parser.add_argument("--actions", required=True, help="a function (observation, rng) -> action, as module:name")
-    parser.add_argument("--episodes", type=int, default=3, metavar="N", help="play the first N tasks (default 3)")
-    parser.add_argument("--max-turns", type=int, default=20, metavar="N", help="actions per episode (default 20)")
-    parser.add_argument("--timeout", type=float, default=10.0, metavar="S", help="longest call in seconds (default 10)")
+    parser.add_argument("--episodes", type=at_least(1), default=3, metavar="N", help="number of tasks (default 3)")
+    parser.add_argument("--max-turns", type=at_least(1), default=20, metavar="N", help="turns an episode (default 20)")
+    parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="longest call (default 10 s)")
     parser.add_argument(
         "--stall",
-        type=float,
+        type=positive,
         default=0.25,
         metavar="S",
         help="longest time in seconds that a call may block the event loop (default 0.25)",
@@ -47,9 +46,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Play the environment and print a line for each broken rule."""
-    for name in ("episodes", "max_turns", "timeout", "stall"):
-        if getattr(args, name) <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be more than 0")
     tasks = listed_tasks(args.tasks)
     named = load_named(args.actions)
     if not callable(named):
@@ -69,5 +65,5 @@ def run(args: argparse.Namespace) -> int:
         )
     except BadTasks as error:
         raise UsageError(f"--tasks {args.tasks!r:.60}: {error}") from error
-    answer(args, report, safe(str(report)))
+    answer(args, report, str(report))
     return Exit.HOLDS if report.ok else Exit.BROKEN

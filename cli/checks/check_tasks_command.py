@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ...agents.setup.setup import load_tasks
-from ...envs.contamination import SHARE, N, contamination
+from ...envs.contamination import N, contamination
 from ...envs.taskset import Taskset, columns
 from ..console import Exit, answer
 
@@ -24,12 +24,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--private", help="column of a file that the agent doesn't see")
     parser.add_argument("--n", type=int, default=N, help="consecutive words that are compared (default %(default)s)")
-    parser.add_argument(
-        "--share",
-        type=float,
-        default=SHARE,
-        help="share of a text's word sequences found in training that makes it contaminated (default %(default)s)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,6 +35,6 @@ def run(args: argparse.Namespace) -> int:
             return Taskset.load(name, row=row)
         return load_tasks(name)
 
-    report = contamination(load(args.train), load(args.held_out), n=args.n, share=args.share)
+    report = contamination(load(args.train), load(args.held_out), n=args.n)
     answer(args, report, str(report))
     return Exit.HOLDS if report.clean else Exit.BROKEN

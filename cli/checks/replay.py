@@ -10,8 +10,8 @@ import argparse
 from typing import Any
 
 from ...tapes.audit.verdict import Verdict
-from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
+from ..console import at_least, given, positive
 from ..progress_bars import live_progress
 from .reward_output import run_rewards
 from .verdict_output import add_keep_argument, add_tape_arguments, print_verdicts, tape_arguments
@@ -28,11 +28,9 @@ OPTIONS = {
     "agent": ("agent", "imports", "tokenizer", "turn", "seconds", "jobs"),
     "env": ("times", "masks", "seconds", "jobs"),
     "rewards": ("against", "layer", "tolerance", "jobs"),
-    "model": ("tolerance", "threads"),
+    "model": ("tolerance",),
 }
-"""What runs again -> the options that it takes. Each option's default is None, [] or False, so that a set one shows."""
-
-FLAGS = {"imports": "--import", "masks": "--mask"}
+"""What runs again -> the options that it takes."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_tape_arguments(parser)
     add_keep_argument(parser)
     parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: by the number of tapes)")
-    parser.add_argument("--seconds", type=float, metavar="S", help="longest replay of one tape (default 60)")
+    parser.add_argument("--seconds", type=positive, metavar="S", help="longest replay of one tape (default 60)")
     what = parser.add_argument_group("what runs again (default: the agent's code)").add_mutually_exclusive_group()
     what.add_argument(
         "--env",
@@ -77,7 +75,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     of_agent.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     of_env = parser.add_argument_group("options of --env")
     of_env.add_argument(
-        "--times", type=int, metavar="N", help="execute N times and print which fields vary (default 1)"
+        "--times",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="execute N times and print which fields vary (default 1)",
     )
     of_env.add_argument(
         "--mask",
@@ -99,7 +101,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="largest difference that counts as equal (default: 0 of a reward, 1e-4 nats of a log-prob)",
     )
-    of_more.add_argument("--threads", type=int, metavar="N", help="torch threads, with --model (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,16 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_options(args: argparse.Namespace, part: str) -> None:
     """UsageError for an option of another part, which would be ignored."""
-    for name in dict.fromkeys(option for options in OPTIONS.values() for option in options):
-        value = getattr(args, name)
-        # By identity: `--turn 0` is an option that was given, and 0 == False.
-        if value is not None and value is not False and value != [] and name not in OPTIONS[part]:
-            flag = FLAGS.get(name, f"--{name.replace('_', '-')}")
+    for name in {option for options in OPTIONS.values() for option in options if option not in OPTIONS[part]}:
+        for flag in given(args, [name]):
             parts = [f"--{other}" for other, options in OPTIONS.items() if name in options and other != "agent"]
             what = f"needs {' or '.join(parts)}" if part == "agent" else f"doesn't go with --{part}"
             raise UsageError(f"{flag} {what}")
-    if args.seconds is not None and args.seconds <= 0:
-        raise UsageError(f"--seconds is {args.seconds}; it must be above 0")
 
 
 def _set(**options: Any) -> dict[str, Any]:
@@ -149,31 +145,28 @@ def _run_agent(args: argparse.Namespace) -> int:
 def _run_env(args: argparse.Namespace) -> int:
     from ...envs.checks.reexec import proposed_masks, reexec_run
 
-    times = 1 if args.times is None else args.times
-    if times < 1:
-        raise UsageError(f"--times is {times}; it must be 1 or more")
     with live_progress() as progress:
         verdicts = reexec_run(
             args.run,
             args.env or None,
             masks={field: rule or None for field, _, rule in (text.partition("=") for text in args.masks)},
-            times=times,
+            times=args.times,
             jobs=args.jobs,
             progress=progress,
             **_set(seconds=args.seconds),
             **tape_arguments(args),
         )
     proposed = proposed_masks(verdicts.verdicts)
-    lines = [safe(f"varies = {proposed!r}   # on the environment, if these fields may vary")] if proposed else []
-    if times > 1 and not proposed:
-        lines = [f"nothing varies in {times} executions"]
+    lines = [f"varies = {proposed!r}   # on the environment, if these fields may vary"] if proposed else []
+    if args.times > 1 and not proposed:
+        lines = [f"nothing varies in {args.times} executions"]
     return print_verdicts(args, verdicts, *lines, data={"proposed": proposed})
 
 
 def _run_model(args: argparse.Namespace) -> int:
     from ...finetune.inspect.requery import TOLERANCE, requery_run
 
-    options = _set(tolerance=args.tolerance, threads=args.threads)
+    options = _set(tolerance=args.tolerance)
     with live_progress() as progress:
         verdicts, reason = requery_run(
             args.run, args.model or None, progress=progress, **options, **tape_arguments(args)

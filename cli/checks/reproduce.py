@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ...tapes.common.text import safe
-from ..console import answer, table
+from ..console import Section, answer
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...finetune.inspect.reproducer import Reproduction
 
 EXAMPLE = """
@@ -39,23 +36,21 @@ def run(args: argparse.Namespace) -> int:
     with live_progress() as progress:
         found = reproduce(args.run, args.checkpoint, progress=progress)
     others = (
-        line
+        part
         for name, one in found.players.items()
-        for line in (safe(f"the player {name} ({one.lineage}): {one}"), _table(one))
+        for part in (f"the player {name} ({one.lineage}): {one}", _section(one))
     )
-    answer(args, found, safe(str(found)), _table(found), *others)
+    answer(args, found, str(found), _section(found), *others)
     return found.exit_code
 
 
-def _table(found: Reproduction) -> Table:
-    made = table("compared", "#number", fold=("compared",))
-    for name, number in (
-        (f"updates applied again, from {safe(found.base)}, bit for bit as recorded", f"{found.updates} of {found.of}"),
+def _section(found: Reproduction) -> Section:
+    rows = (
+        (f"updates applied again, from {found.base}, bit for bit as recorded", f"{found.updates} of {found.of}"),
         ("versions with the published weights", str(found.published)),
         ("checkpoint files with the recomputed weights", str(found.checkpoints)),
         ("of these, with the recomputed state of the optimiser and the trainer", str(found.trainers)),
         ("tapes trained on, each with the pinned digest", str(found.tapes)),
-    ):
-        made.add_row(name, number)
-    made.add_row("seconds", f"{found.seconds:.1f}")
-    return made
+        ("seconds", f"{found.seconds:.1f}"),
+    )
+    return Section(("compared", "#number"), rows, fold=("compared",))

@@ -7,15 +7,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ...envs.checks.rescore import FailureKind, add_reward_layer, compare_rewards, failure_kinds, rescore_run
-from ...tapes.common.text import safe
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, table
+from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
 from .verdict_output import print_verdicts, tape_arguments
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...envs.checks.rescore import Disagreement
     from ...tapes.audit.verdict import Verdicts
 
@@ -57,7 +54,7 @@ def _failure_lines(kinds: Sequence[FailureKind], failed: int, scored: int) -> It
         yield f"the reward failed on {failed:,} of {scored:,} tapes, so these have no score by it"
     for kind in kinds[:SHOWN]:
         at = "" if kind.where is None else f", at {kind.where}"
-        yield safe(f"{kind.tapes:,} times, first on {kind.tape}: {kind.first}{at}")
+        yield f"{kind.tapes:,} times, first on {kind.tape}: {kind.first}{at}"
     if len(kinds) > SHOWN:
         yield f"and {len(kinds) - SHOWN:,} more kinds of failure: --json has all"
 
@@ -80,12 +77,13 @@ def _compare(args: argparse.Namespace) -> int:
     return Exit.UNVERIFIABLE if found.failed or found.unscored == found.tapes else Exit.HOLDS
 
 
-def _furthest(found: Disagreement) -> Table:
-    made = table("tape", "group", "#reward", "#against", "#difference", fold=("group",))
-    for o in found.furthest:
-        if o.ours is not None and o.theirs is not None:
-            made.add_row(o.tape, o.group or "", f"{o.ours:g}", f"{o.theirs:g}", f"{o.ours - o.theirs:+g}")
-    return made
+def _furthest(found: Disagreement) -> Section:
+    rows = [
+        (o.tape, o.group or "", f"{o.ours:g}", f"{o.theirs:g}", f"{o.ours - o.theirs:+g}")
+        for o in found.furthest
+        if o.ours is not None and o.theirs is not None
+    ]
+    return Section(("tape", "group", "#reward", "#against", "#difference"), rows, fold=("group",))
 
 
 def _disagreement_lines(found: Disagreement) -> list[str]:

@@ -6,15 +6,11 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 from ...tapes.audit.verdict import Divergence, Verdicts
 from ...tapes.audit.verdict_files import keep_verdicts
-from ...tapes.common.text import safe
-from ..console import answer, say, table
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from ..console import Section, answer, say
 
 SHOWN = 20
 """Verdicts that are printed for people one by one; `--json` has all."""
@@ -63,7 +59,7 @@ def add_keep_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def print_verdicts(
-    args: argparse.Namespace, verdicts: Verdicts, *more: RenderableType, data: Mapping[str, object] | None = None
+    args: argparse.Namespace, verdicts: Verdicts, *more: str, data: Mapping[str, object] | None = None
 ) -> int:
     """Keep the verdicts in the run, print them, and return the exit code. data: more fields of the JSON object."""
     kept = None if args.no_keep else _keep(args, verdicts)
@@ -82,26 +78,28 @@ def _keep(args: argparse.Namespace, verdicts: Verdicts) -> str | None:
     return None if path is None else str(path)
 
 
-def _shown(verdicts: Verdicts) -> Iterator[RenderableType]:
-    yield from map(safe, verdicts.torn)
+def _shown(verdicts: Verdicts) -> Iterator[str | Section]:
+    yield from verdicts.torn
     bad = [v for v in verdicts.verdicts if v.outcome == "diverged"]
     if bad:
-        made = table("tape", "#turn", "where", "likely cause", fold=("where", "likely cause"))
-        for d in (v.divergence for v in bad[:SHOWN] if v.divergence is not None):
-            made.add_row(d.tape, "" if d.turn is None else str(d.turn), safe(d.field), d.cause.value)
-        yield made
+        rows = [
+            (d.tape, "" if d.turn is None else str(d.turn), d.field, d.cause.value)
+            for d in (v.divergence for v in bad[:SHOWN])
+            if d is not None
+        ]
+        yield Section(("tape", "#turn", "where", "likely cause"), rows, fold=("where", "likely cause"))
     if len(bad) > SHOWN:
         yield f"and {len(bad) - SHOWN:,} more that diverge: --json has all"
     if bad and bad[0].divergence is not None:
         yield from _divergence_lines(bad[0].divergence)
     reasons = Counter(v.reason for v in verdicts.verdicts if v.reason is not None)
     for reason, n in reasons.most_common(SHOWN // 4):
-        yield safe(f"{n:,} can't be verified: {reason}")
+        yield f"{n:,} can't be verified: {reason}"
     if len(reasons) > SHOWN // 4:
         yield f"and {len(reasons) - SHOWN // 4} more reasons: --json has all"
     notes = Counter(note for verdict in verdicts.verdicts for note in verdict.not_checked)
     for note, n in notes.most_common(SHOWN // 4):
-        yield safe(f"not checked on {n:,}: {note}")
+        yield f"not checked on {n:,}: {note}"
     checked: Counter[str] = Counter()
     for verdict in verdicts.verdicts:
         checked.update(verdict.checked)
@@ -111,7 +109,7 @@ def _shown(verdicts: Verdicts) -> Iterator[RenderableType]:
 
 
 def _divergence_lines(d: Divergence) -> Iterator[str]:
-    yield safe(f"tape {d.tape}: {d.sentence}")
+    yield f"tape {d.tape}: {d.sentence}"
     if d.where is not None:
-        yield safe(f"at {d.where}")
-    yield from (safe(line[:400]) for line in d.diff[:40])
+        yield f"at {d.where}"
+    yield from (line[:400] for line in d.diff[:40])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ...tapes.common.text import counted, safe
+from ...tapes.common.text import counted
 from ...tapes.errors import UsageError
 from ...tapes.store.verifier import Report, verify
 from ..console import Exit, answer
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         report = verify(args.run, pins=args.pin, exact=args.exact)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    answer(args, {"verdict": report.verdict, **report.model_dump()}, *map(safe, _report_lines(report)))
+    answer(args, {"verdict": report.verdict, **report.model_dump()}, *_report_lines(report))
     return report.exit_code
 
 

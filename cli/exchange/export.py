@@ -12,7 +12,7 @@ from ...finetune.interchange.row_files import export, renderer_of
 from ...tapes.audit.checking import check_split
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
-from ..console import Exit, answer, say
+from ..console import Exit, answer, given, say
 
 EXAMPLE = """
 tapereel export runs/demo demo.parquet
@@ -59,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
     from ...tapes.store.store import Store
 
     if args.format != "rows":
-        _check_options(args)
+        for flag in given(args, ("agents", "tokenizer")):
+            raise UsageError(f"{flag} is for --format rows, and {args.format} has the whole text: remove {flag}")
     with Store.open(args.run) as store:
         check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
@@ -76,15 +77,6 @@ def run(args: argparse.Namespace) -> int:
         f"{done.own_tokens:,} of them the agent's own",
     )
     return Exit.HOLDS
-
-
-def _check_options(args: argparse.Namespace) -> None:
-    if args.agents is not None:
-        raise UsageError(f"--agent is for --format rows, and {args.format} has the text of all agents: remove --agent")
-    if args.tokenizer is not None:
-        raise UsageError(
-            f"--tokenizer is for --format rows, and {args.format} has recorded tokens or none: remove --tokenizer"
-        )
 
 
 def _answer_format(args: argparse.Namespace, done: Exchange) -> int:

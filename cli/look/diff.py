@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes.common.text import number
 from ...tapes.errors import UsageError
-from ..console import Section, answer, markdown, sections_shown
+from ..console import Section, answer, markdown
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from ...tapes.audit.compare import TapeDiff
 
     parts = list(_tape_parts(found) if isinstance(found, TapeDiff) else _run_parts(found))
-    answer(args, found, *([markdown(parts)] if args.markdown else sections_shown(parts)))
+    answer(args, found, *([markdown(parts)] if args.markdown else parts))
     return found.exit_code
 
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 from ...envs.load_named import load_named
 from ...tapes.common.text import counted, safe
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, table
+from ..console import Exit, Section, answer, at_least, given, styled
 from ..progress_bars import live_progress
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
     from ...finetune.inspect.explainer import Explanation, RowLine, TokenLine
@@ -31,10 +29,6 @@ tapereel explain runs/demo --recipe mine.yaml --update 410 --update 420 --json
 
 SHOWN = 60
 """Characters of a stretch of context that are printed."""
-TAPES = 3
-"""Newest tapes that are explained, unless `--n` says otherwise."""
-TOKENS = 5
-"""Tokens that are named on each side under `--recipe`, unless `--tokens` says otherwise."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +40,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="ids of tapes, or their first characters (default: the last ones of the last update)",
     )
-    parser.add_argument("--n", type=int, metavar="N", help="number of tapes, where none is named (default 3)")
+    parser.add_argument(
+        "--n", type=at_least(1), default=3, metavar="N", help="number of tapes, where none is named (default 3)"
+    )
     parser.add_argument("--context", action="store_true", help="print each token of the context on a line of its own")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     parser.add_argument(
@@ -77,39 +73,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     others.add_argument(
         "--policy", metavar="NAME", help="a player of the run that learned (default: the loop's policy)"
     )
-    others.add_argument(
-        "--tokens", type=int, metavar="N", help="print the N tokens that gain and lose most weight (default 5)"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Explain, and print."""
-    _check_options(args)
+    of_tapes, of_updates = ("tape", "n", "context", "tokenizer", "imports"), ("updates", "policy")
+    for flag in given(args, of_tapes if args.recipes else of_updates):
+        raise UsageError(f"{flag} doesn't go with --recipe" if args.recipes else f"{flag} needs --recipe")
     return _explain_recipes(args) if args.recipes else _explain_tapes(args)
-
-
-def _check_options(args: argparse.Namespace) -> None:
-    """UsageError for an option that the other form of the verb has, which would be ignored."""
-    of_tapes, of_updates = ("tape", "n", "context", "tokenizer", "imports"), ("updates", "policy", "tokens")
-    for name in of_tapes if args.recipes else of_updates:
-        value = getattr(args, name)
-        if value is not None and value is not False and value != []:
-            flag = {"tape": "a tape", "updates": "--update", "imports": "--import"}.get(name, f"--{name}")
-            raise UsageError(f"{flag} doesn't go with --recipe" if args.recipes else f"{flag} needs --recipe")
 
 
 def _explain_tapes(args: argparse.Namespace) -> int:
     from ...finetune.inspect.explainer import Explainer, token_reader
     from ...tapes.store.store import Store
 
-    n = TAPES if args.n is None else args.n
-    if n < 1:
-        raise UsageError(f"--n is {n}; it must be 1 or more")
     for name in args.imports:
         load_named(name)
     with Store.open(args.run) as store:
         explainer = Explainer(store)
-        chosen = args.tape or explainer.newest(n)
+        chosen = args.tape or explainer.newest(args.n)
         tapes = [store.tape(name) for name in chosen]
         explainer.decode, explainer.renderer = token_reader(store.path, args.tokenizer, tapes)
         found = [explainer.explain(name) for name in chosen]
@@ -118,15 +100,15 @@ def _explain_tapes(args: argparse.Namespace) -> int:
     return Exit.HOLDS
 
 
-def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
+def _shown(e: Explanation, context: bool) -> Iterator[str | Text | Section]:
     s = e.tape
     reward = "unscored" if s.reward is None else f"reward {s.reward:g}"
-    yield _text(f"tape {s.id}  {s.status}  {reward}", "bold")
-    yield _text(e.verdict)
+    yield styled(f"tape {s.id}  {s.status}  {reward}", "bold")
+    yield styled(e.verdict)
     if len(e.group_rewards) > 1:
         rewards = ", ".join("unscored" if r is None else f"{r:g}" for r in e.group_rewards)
-        yield _text(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
-    yield _text(
+        yield styled(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
+    yield styled(
         f"{counted(len(e.rows), 'row')}, {counted(e.forwarded, 'token')} forwarded ({e.repeated:,} of them "
         f"repeated), {e.own:,} of them its own; sampled, but not a label: {counted(e.unlabelled, 'token')}"
     )
@@ -134,62 +116,45 @@ def _shown(e: Explanation, context: bool) -> Iterator[RenderableType]:
         begun = f"row {k + 1} begins with call {_short(row.begins, s.id)}"
         if row.split:
             begun += f": a new row, {row.split}; tokens forwarded again: {row.repeated:,}"
-        yield _text(begun, "cyan")
-        yield _row_table(row, s.id, context)
+        yield styled(begun, "cyan")
+        yield _row_section(row, s.id, context)
     for note in e.notes:
-        yield _text(f"unknown: {note}", "yellow")
+        yield styled(f"unknown: {note}", "yellow")
 
 
-def _row_table(row: RowLine, tape: str, context: bool) -> Table:
-    made = table(
-        "#position",
-        "token",
-        "#id",
-        "label",
-        "#step",
-        "call",
-        "version",
-        "#T",
-        "#log-prob",
-        "#reward",
-        "#advantage",
-        "#weight",
-        fold=("token",),
-    )
+def _row_section(row: RowLine, tape: str, context: bool) -> Section:
+    rows: list[list[str | Text]] = []
     for own, tokens in itertools.groupby(row.tokens, key=lambda token: token.own):
         stretch = list(tokens)
-        if own or context:
-            for token in stretch:
-                made.add_row(*_cells(token, tape))
-        else:
-            made.add_row(*_stretch(stretch))
-    return made
+        rows += [_cells(token, tape) for token in stretch] if own or context else [_stretch(stretch)]
+    headings = "#position token #id label #step call version #T #log-prob #reward #advantage #weight"
+    return Section(tuple(headings.split()), rows, fold=("token",))
 
 
-def _cells(token: TokenLine, tape: str) -> list[RenderableType]:
+def _cells(token: TokenLine, tape: str) -> list[str | Text]:
     shown = "" if token.text is None else _visible(token.text)
     if not token.own:
-        return [str(token.position), _text(shown, "dim"), str(token.id), _text("context", "dim")]
+        return [str(token.position), styled(shown, "dim"), str(token.id), styled("context", "dim")]
     label = "own" if token.fate in (None, "trained") else f"own, {token.fate}"
     return [
         str(token.position),
-        _text(shown, "bold"),
+        styled(shown, "bold"),
         str(token.id),
         label,
         "" if token.step is None else str(token.step),
-        _text(_short(token.call or "", tape)),
-        _text(token.version or "authored"),
+        styled(_short(token.call or "", tape)),
+        styled(token.version or "authored"),
         "" if token.temperature is None else f"{token.temperature:g}",
         *map(_rounded, (token.logprob, token.reward, token.advantage)),
         "" if token.weight is None else f"{token.weight:.2e}",
     ]
 
 
-def _stretch(tokens: list[TokenLine]) -> list[RenderableType]:
+def _stretch(tokens: list[TokenLine]) -> list[str | Text]:
     text = "".join(_visible(token.text or "") for token in tokens)
     text = text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}"
     first, last = tokens[0].position, tokens[-1].position
-    return [f"{first}-{last}" if last > first else str(first), _text(text, "dim"), "", _text("context", "dim")]
+    return [f"{first}-{last}" if last > first else str(first), styled(text, "dim"), "", styled("context", "dim")]
 
 
 def _visible(text: str) -> str:
@@ -198,12 +163,6 @@ def _visible(text: str) -> str:
 
 def _short(call: str, tape: str) -> str:
     return call.removeprefix(tape)
-
-
-def _text(text: str, style: str = "") -> Text:
-    from rich.text import Text
-
-    return Text(safe(text), style)
 
 
 def _rounded(value: float | None) -> str:
@@ -216,23 +175,20 @@ def _rounded(value: float | None) -> str:
 def _explain_recipes(args: argparse.Namespace) -> int:
     from ...finetune.inspect.lab import OWN, lab
 
-    tokens = TOKENS if args.tokens is None else args.tokens
-    if tokens < 0:
-        raise UsageError(f"--tokens is {tokens}; it must be 0 or more")
     recipes = args.recipes if len(args.recipes) > 1 else [OWN, *args.recipes]
     with live_progress() as progress:
-        report = lab(args.run, recipes, args.updates, policy=args.policy, tokens=tokens, progress=progress)
+        report = lab(args.run, recipes, args.updates, policy=args.policy, progress=progress)
     shown = [item for experiment in report.experiments for item in _tables(experiment)]
     answer(args, report, *shown, f"{report.seconds:.1f} s")
     return Exit.HOLDS
 
 
-def _tables(experiment: Experiment) -> Iterator[RenderableType]:
+def _tables(experiment: Experiment) -> Iterator[str | Text | Section]:
     yield (
         f"update {experiment.update} ({experiment.phase}) at version {experiment.version}: {experiment.episodes} "
         f"episodes, {experiment.tokens} tokens of the agent's own"
     )
-    made = table(
+    headings = (
         "recipe",
         "#loss",
         "#gradient norm",
@@ -242,20 +198,30 @@ def _tables(experiment: Experiment) -> Iterator[RenderableType]:
         "#tokens",
         "#dropped",
         "as recorded",
-        fold=("recipe",),
     )
-    for line in experiment.lines:
-        made.add_row(*_line_cells(line))
-    yield made
-    shifts = _shifts(experiment)
-    if shifts is not None:
-        yield shifts
+    yield Section(headings, [_line_cells(line) for line in experiment.lines], fold=("recipe",))
+    shifts = [
+        (
+            line.recipe,
+            repr(shift.text),
+            f"{shift.first:+.3%}",
+            f"{shift.pull:+.3%}",
+            shift.tape,
+            shift.call.removeprefix(shift.tape).lstrip("."),
+            str(shift.offset),
+        )
+        for line in experiment.lines[1:]
+        for shift in (*line.gained, *line.lost)
+    ]
+    if shifts:
+        headings = ("recipe", "token", "#pull, first", "#pull, this", "tape", "#call", "#offset")
+        yield Section(headings, shifts, fold=("recipe", "token"))
 
 
 def _line_cells(line: RecipeLine) -> list[str]:
     recorded = "" if line.recorded is None else "yes" if line.recorded else "NO"
     return [
-        safe(line.recipe),
+        line.recipe,
         _number(line.loss),
         _number(line.grad_norm),
         _number(line.cosine, 4),
@@ -269,19 +235,3 @@ def _line_cells(line: RecipeLine) -> list[str]:
 
 def _number(value: float | None, digits: int = 6) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
-
-
-def _shifts(experiment: Experiment) -> Table | None:
-    made = table("recipe", "token", "#pull, first", "#pull, this", "tape", "#call", "#offset", fold=("recipe", "token"))
-    for line in experiment.lines[1:]:
-        for shift in (*line.gained, *line.lost):
-            made.add_row(
-                safe(line.recipe),
-                safe(repr(shift.text)),
-                f"{shift.first:+.3%}",
-                f"{shift.pull:+.3%}",
-                safe(shift.tape),
-                safe(shift.call.removeprefix(shift.tape).lstrip(".")),
-                str(shift.offset),
-            )
-    return made if made.row_count else None

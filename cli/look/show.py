@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
-from ...tapes.common.text import counted, number, safe
+from ...tapes.common.text import counted, number
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
 from ...tapes.store.disk import read_file
@@ -26,11 +26,9 @@ from ...tapes.transcript import (
     step_lines,
     summarise,
 )
-from ..console import Exit, answer, table
+from ..console import Exit, Section, answer, at_least, styled
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
     from ...tapes.store.store import Store
@@ -65,7 +63,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split", help="list only tapes of this split (`train`, `eval`, `demo`, ...)")
     parser.add_argument(
-        "--last", type=int, default=20, metavar="N", help="list the newest N matching tapes (default 20)"
+        "--last",
+        type=at_least(0),
+        default=20,
+        metavar="N",
+        help="list the newest N matching tapes (default 20)",
     )
     parser.add_argument(
         "--taught", metavar="CKPT", help="list only tapes that this checkpoint (a directory) was trained on"
@@ -80,8 +82,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tape or the list."""
-    if args.last < 0:
-        raise UsageError(f"--last is {args.last}; it must be 0 or more")
     path = Path(args.run)
     if path.is_file():
         if args.tape is not None:
@@ -120,12 +120,12 @@ def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
 
 def _show_tape(args: argparse.Namespace, tape: Tape) -> None:
     summary, steps, calls = summarise(tape), step_lines(tape), call_lines(tape)
-    shown: list[RenderableType] = [*_head(tape, summary), _step_table(steps, None if args.full else LONGEST)]
+    shown: list[Section | str | Text] = [*_head(tape, summary), _step_section(steps, None if args.full else LONGEST)]
     if args.calls:
-        shown.append(_call_table(tape.id, calls))
+        shown.append(_call_section(tape.id, calls))
     episode = episode_rewards(tape)
     if episode:
-        shown.append(safe("for the episode: " + _numbers(episode)))
+        shown.append("for the episode: " + _numbers(episode))
     data = {"tape": summary, "task": tape.task, "steps": steps, "calls": calls, "episode_rewards": episode}
     answer(args, data, *shown)
 
@@ -146,43 +146,27 @@ def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
         "mean_reward": mean,
         "tapes": [{**s._asdict(), "status": s.status or RUNNING} for s in newest],
     }
-    answer(args, data, _list_table(newest), safe(line))
+    answer(args, data, _list_section(newest), line)
 
 
-def _text(text: str, style: str = "") -> Text:
-    from rich.text import Text
-
-    return Text(safe(text), style)
-
-
-def _list_table(summaries: list[Summary]) -> Table:
-    made = table(
-        "tape",
-        "began",
-        "task",
-        "split",
-        "status",
-        "#reward",
-        "#turns",
-        "#tokens",
-        "agent",
-        "group",
-        fold=("task", "split", "status", "agent", "group"),
-    )
-    for s in summaries:
-        made.add_row(
-            _text(s.id),
+def _list_section(summaries: list[Summary]) -> Section:
+    rows = [
+        (
+            s.id,
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(s.begun)),
-            _text(_task_name(s)),
-            _text(s.split),
+            _task_name(s),
+            s.split,
             _status(s.status, s.cause),
             number(s.reward),
             str(s.actions),
             str(s.sampled),
-            _text(s.agent),
-            _text(f"{s.group}/{s.attempt}" if s.group is not None else ""),
+            s.agent,
+            f"{s.group}/{s.attempt}" if s.group is not None else "",
         )
-    return made
+        for s in summaries
+    ]
+    headings = "tape began task split status #reward #turns #tokens agent group"
+    return Section(tuple(headings.split()), rows, fold=("task", "split", "status", "agent", "group"))
 
 
 def _task_name(s: Summary) -> str:
@@ -193,7 +177,7 @@ def _task_name(s: Summary) -> str:
 
 
 def _head(tape: Tape, s: TapeSummary) -> list[Text]:
-    first = _text(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
+    first = styled(f"tape {s.id}  ", "bold").append_text(_status(s.status, s.cause))
     lines = [first.append(f"  reward {number(s.reward)}")]
     about = (
         f"{s.agent} in {s.env}, split {s.split}, {counted(s.turns, 'turn')}, {counted(s.calls, 'call')}, "
@@ -201,33 +185,33 @@ def _head(tape: Tape, s: TapeSummary) -> list[Text]:
     )
     if s.authored:
         about += f", {s.authored} authored"
-    lines.append(_text(about if s.seconds is None else f"{about}, {s.seconds:.2f} s"))
+    lines.append(styled(about if s.seconds is None else f"{about}, {s.seconds:.2f} s"))
     if s.parent is not None:
-        lines.append(_text(f"forked from {s.parent}"))
+        lines.append(styled(f"forked from {s.parent}"))
     if s.cause is not None:
-        lines.append(_text(f"ended by {s.cause}", "yellow"))
+        lines.append(styled(f"ended by {s.cause}", "yellow"))
     if s.raised_at is not None:
-        lines.append(_text(f"raised at {s.raised_at}"))
+        lines.append(styled(f"raised at {s.raised_at}"))
     if tape.task is not None:
-        lines.append(_text(f"task {tape.task}"))
+        lines.append(styled(f"task {tape.task}"))
     return lines
 
 
-def _step_table(steps: list[StepLine], longest: int | None) -> Table:
-    made = table("#", "#turn", "by", "kind", "text", "#tokens", "#reward", fold=("by", "kind", "text", "reward"))
-    for step in steps:
-        style = _STYLE[step.role] + (" dim" if step.inherited else "")
-        earned = _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}})
-        made.add_row(
+def _step_section(steps: list[StepLine], longest: int | None) -> Section:
+    rows = [
+        (
             str(step.index),
             str(step.turn),
-            _text(step.by),
-            _text(step.kind),
-            _text(_shortened(step.text, longest), style),
+            step.by,
+            step.kind,
+            styled(_shortened(step.text, longest), _STYLE[step.role] + (" dim" if step.inherited else "")),
             str(step.tokens or ""),
-            _text(earned),
+            _numbers({**step.rewards, **{f"({name})": value for name, value in step.metrics.items()}}),
         )
-    return made
+        for step in steps
+    ]
+    headings = ("#", "#turn", "by", "kind", "text", "#tokens", "#reward")
+    return Section(headings, rows, fold=("by", "kind", "text", "reward"))
 
 
 def _shortened(text: str, longest: int | None) -> str:
@@ -236,41 +220,31 @@ def _shortened(text: str, longest: int | None) -> str:
     return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
 
 
-def _call_table(tape: str, calls: list[CallLine]) -> Table:
-    made = table(
-        "call",
-        "by",
-        "engine",
-        "#prompt",
-        "#kept",
-        "#completion",
-        "finish",
-        "#T",
-        "#log-prob",
-        "versions",
-        fold=("by", "engine", "finish", "versions"),
-    )
-    for c in calls:
-        versions = ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
-        made.add_row(
-            _text(c.call.removeprefix(tape)),
-            _text(c.by),
-            _text(c.engine),
+def _call_section(tape: str, calls: list[CallLine]) -> Section:
+    rows = [
+        (
+            c.call.removeprefix(tape),
+            c.by,
+            c.engine,
             _count(c.prompt),
             str(c.kept),
             _count(c.completion),
-            _text(c.finish or ""),
+            c.finish or "",
             f"{c.temperature:g}",
             number(c.mean_logprob),
-            _text(versions + (f"; new row: {c.split}" if c.split else "")),
+            ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
+            + (f"; new row: {c.split}" if c.split else ""),
         )
-    return made
+        for c in calls
+    ]
+    headings = "call by engine #prompt #kept #completion finish #T #log-prob versions"
+    return Section(tuple(headings.split()), rows, fold=("by", "engine", "finish", "versions"))
 
 
 def _status(status: str | None, cause: str | None) -> Text:
     status = status or RUNNING
     word = status if cause is None else f"{status} ({cause.split(':')[0]})"
-    return _text(word, _STATUS_STYLE.get(status, "red"))
+    return styled(word, _STATUS_STYLE.get(status, "red"))
 
 
 def _count(value: int | None) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes.errors import UsageError
 from ...tapes.view import RunView
-from ..console import Exit, answer, check_port, say
+from ..console import Exit, answer, say
 from ..progress_bars import live_progress
 from ..scene_arguments import add_server_arguments, variable_value
 from ..signals import stop_event
@@ -48,7 +48,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal, or write the files."""
-    check_port(args.port)
     for flag, folder in (("--weights", args.weights), ("--tokenizer", args.tokenizer)):
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(f"{flag} {folder}: there is no such folder")

@@ -10,7 +10,8 @@ from ...tapes.audit.forks import Fork, tree
 from ...tapes.common.text import number, safe
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
-from ..console import Exit, answer, say, table
+from ..console import Exit, Section, answer, say
+from ..scene_arguments import add_set_argument
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -54,14 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="another environment seed, if the environment returns to the same state with it",
     )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="sets",
-        help="one setting, as in --set sampling.temperature=0.5; repeatable",
-    )
+    add_set_argument(parser, "sampling.temperature=0.5")
     parser.add_argument(
         "--unverified",
         action="store_true",
@@ -123,12 +117,12 @@ def _print(args: argparse.Namespace, branched: Branched) -> int:
         ],
     }
     differs = "differs from the recorded tape at"
-    made = table("tape", "status", "#reward", "#own turns", differs, fold=("status", differs))
-    for one, tape in zip(found, tapes, strict=True):
-        made.add_row(
-            one.second.id, one.second.status, number(one.second.reward), str(tape.turns - parent.turn), _place(one)
-        )
-    lines = [safe(f"not verified: {parent.unverified}")] if parent.unverified is not None else []
+    rows = [
+        (one.second.id, one.second.status, number(one.second.reward), str(tape.turns - parent.turn), _place(one))
+        for one, tape in zip(found, tapes, strict=True)
+    ]
+    made = Section(("tape", "status", "#reward", "#own turns", differs), rows, fold=("status", differs))
+    lines = [f"not verified: {parent.unverified}"] if parent.unverified is not None else []
     lines.append(
         f"{len(tapes)} continuations from turn {parent.turn} of {parent.tape}; mean reward from that turn on "
         f"{number(mean)} over {len(branched.rewards)} scored; the recorded tape earned {number(recorded)}"
@@ -141,7 +135,7 @@ def _place(found: TapeDiff) -> str:
     p = found.parting
     if p is None:
         return "nowhere"
-    return safe(f"turn {p.turn}: {p.field}" if p.turn is not None else p.field)
+    return p.field if p.turn is None else f"turn {p.turn}: {p.field}"
 
 
 def _drawn(root: Fork) -> Tree:

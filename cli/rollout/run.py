@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ...tapes.common.config import add_config_arguments, dump_config, load_config
-from ...tapes.common.text import safe
+from ...tapes.common.config import dump_config, load_config
 from ...tapes.store.run_directory import pin_line
-from ..console import Exit, answer, table
+from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_scene_arguments, run_directory, scene_settings
+from ..scene_arguments import add_config_arguments, add_scene_arguments, run_directory, scene_settings
 from ..score_lines import lost_line, read_k, score_lines
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...agents.runs.runner import RunSummary
 
 EXAMPLE = """
@@ -59,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     out = run_directory(args)
     with live_progress() as progress:
         summary = roll_out(config, out, resume=args.resume, progress=progress)
-    answer(args, summary, _table(summary), *_summary_lines(summary))
+    answer(args, summary, _section(summary), *_summary_lines(summary))
     return Exit.HOLDS if summary.usable or not summary.episodes else Exit.BROKEN
 
 
@@ -70,11 +67,12 @@ def _k_settings(args: argparse.Namespace) -> list[str]:
     return [f"k={list(k)}", *([] if args.config else [f"attempts={max(k)}"])]
 
 
-def _table(summary: RunSummary) -> Table:
-    made = table("ended", "cause", "#episodes", "#share")
-    for end in summary.ends:
-        made.add_row(end.status, end.cause or "", f"{end.episodes:,}", f"{end.episodes / summary.episodes:.1%}")
-    return made
+def _section(summary: RunSummary) -> Section:
+    rows = [
+        (end.status, end.cause or "", f"{end.episodes:,}", f"{end.episodes / summary.episodes:.1%}")
+        for end in summary.ends
+    ]
+    return Section(("ended", "cause", "#episodes", "#share"), rows)
 
 
 def _summary_lines(summary: RunSummary) -> list[str]:
@@ -83,23 +81,19 @@ def _summary_lines(summary: RunSummary) -> list[str]:
         spread = "" if summary.error is None else f" ± {summary.error:.3f} (standard error over tasks)"
         reward = f"mean reward {summary.reward:.3f}{spread} of {summary.scored:,} scored attempts"
     lines = [
-        *map(safe, summary.advice),
+        *summary.advice,
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
         f"{lost_line(summary.scores)}; {reward}; {summary.tokens['sampled']:,} tokens sampled.",
         *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
         pin_line(summary.run),
-        safe(f"Next: tapereel show {summary.run}"),
+        f"Next: tapereel show {summary.run}",
     ]
     if not summary.usable and summary.episodes:
-        lines.insert(
-            0,
-            "No episode ended usably: `tapereel show RUN TAPE` prints the cause of each.",
-        )
-    return [*_fault_lines(summary), *lines]
-
-
-def _fault_lines(summary: RunSummary) -> list[str]:
-    lines = [safe(str(fault)) for fault in summary.faults[:SHOWN]]
+        lines.insert(0, "No episode ended usably: `tapereel show RUN TAPE` prints the cause of each.")
     more = len(summary.faults) - SHOWN
-    return lines if more <= 0 else [*lines, f"and {more} more; --json has them"]
+    return [
+        *map(str, summary.faults[:SHOWN]),
+        *([f"and {more} more; --json has them"] if more > 0 else []),
+        *lines,
+    ]

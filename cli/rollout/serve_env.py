@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.load_named import listed_tasks, load_named
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, check_port, say
+from ..console import Exit, answer, at_least, positive, say
 from ..scene_arguments import add_server_arguments, token_line, variable_value
 from ..signals import stop_event
 
@@ -24,15 +24,6 @@ tapereel serve env my_env.py:Simulator --port 8100 --processes 8 --call-seconds 
 tapereel serve env my_env.py:GuessNumber --port 8100 --openenv --tasks "[3, 7, 9]"
 """
 
-LEAST = {
-    "sessions": 1,
-    "processes": 1,
-    "message_bytes": 1024,
-    "call_seconds": 0,
-    "window_seconds": 0,
-    "idle_seconds": 0,
-}
-"""The least value of each option; 0 means above 0."""
 PROCESS_SHARE = 0.9
 """Share of a call's seconds after which its process is killed. It is below 1 so that the client gets the error of the
 killed process, and not the service's bare timeout."""
@@ -44,32 +35,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "env", help="an Environment class, or a function with a return type that makes one: module:name, file.py:name"
     )
     add_server_arguments(parser)
-    parser.add_argument("--sessions", type=int, default=1000, metavar="N", help="concurrent episodes (default 1000)")
+    parser.add_argument(
+        "--sessions", type=at_least(1), default=1000, metavar="N", help="concurrent episodes (default 1000)"
+    )
     parser.add_argument(
         "--processes",
-        type=int,
+        type=at_least(1),
         metavar="N",
         help="run each episode in one of N processes, which are killed and replaced when they hang",
     )
     parser.add_argument(
-        "--call-seconds", type=float, default=60.0, metavar="S", help="longest call of the environment (default 60)"
+        "--call-seconds", type=positive, default=60.0, metavar="S", help="longest call of the environment (default 60)"
     )
     parser.add_argument(
         "--window-seconds",
-        type=float,
+        type=positive,
         default=30.0,
         metavar="S",
         help="how long an episode waits for its client after a connection broke (default 30)",
     )
     parser.add_argument(
         "--idle-seconds",
-        type=float,
+        type=positive,
         default=900.0,
         metavar="S",
         help="longest time between two calls of an episode (default 900)",
     )
     parser.add_argument(
-        "--message-bytes", type=int, default=1 << 20, metavar="N", help="longest message to accept (default 1 MiB)"
+        "--message-bytes",
+        type=at_least(1024),
+        default=1 << 20,
+        metavar="N",
+        help="longest message to accept (default 1 MiB)",
     )
     parser.add_argument("--openenv", action="store_true", help="accept OpenEnv's clients too, at /ws")
     parser.add_argument("--tasks", help="tasks for OpenEnv's clients that bring none: a JSON list, or module:name")
@@ -81,12 +78,6 @@ def run(args: argparse.Namespace) -> int:
 
     if args.tasks is not None and not args.openenv:
         raise UsageError("--tasks is only for OpenEnv's clients: add --openenv, or remove --tasks")
-    check_port(args.port)
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value is not None and not (value >= least if least else value > 0):
-            wanted = f"{least:,} or more" if least else "more than 0"
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be {wanted}")
     limits = ServiceLimits(
         sessions=args.sessions,
         message_bytes=args.message_bytes,

@@ -7,9 +7,16 @@ import asyncio
 import os
 
 from ...agents.gateway.gateway_control import GatewayConfig, serve_gateway
-from ...tapes.common.config import add_config_arguments, dump_config, load_config
-from ..console import Exit, answer, check_port, say
-from ..scene_arguments import add_out_arguments, add_server_arguments, engine_settings, run_directory, variable_value
+from ...tapes.common.config import dump_config, load_config
+from ..console import Exit, answer, say
+from ..scene_arguments import (
+    add_config_arguments,
+    add_out_arguments,
+    add_server_arguments,
+    engine_settings,
+    run_directory,
+    variable_value,
+)
 from ..signals import stop_event
 
 EXAMPLE = """
@@ -33,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         answer(args, config, dump_config(config))
         return Exit.HOLDS
-    check_port(args.port)
     own = variable_value(args.token or (VARIABLE if os.environ.get(VARIABLE) else None))
     asyncio.run(_serve(args, config, own))
     return Exit.HOLDS

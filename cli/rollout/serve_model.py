@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...tapes.common.hub import model_folder
 from ...tapes.errors import UsageError
-from ..console import Exit, answer, check_port, say
+from ..console import Exit, answer, at_least, given, positive, say
 from ..scene_arguments import add_server_arguments, token_line, variable_value
 from ..signals import stop_event
 
@@ -32,17 +32,7 @@ tapereel serve model models/qwen --port 8000 --options '--max-model-len 8192 --g
 """
 
 
-_VLLM_ONLY: dict[str, object] = {
-    "no_weights": False,
-    "transfer": False,
-    "nccl": False,
-    "lora": None,
-    "options": "",
-    "log": Path("vllm.log"),
-    "patience": 600.0,
-    "python": sys.executable,
-}
-"""Default of each argument that only vLLM has. The embedded engine refuses any other value."""
+_VLLM_ONLY = ("no_weights", "transfer", "nccl", "lora", "options", "log", "patience", "python")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +55,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--nccl", action="store_true", help="also receive weights by NCCL from the trainer's GPU (engine.publish=nccl)"
     )
     parser.add_argument(
-        "--lora", type=int, metavar="RANK", help="receive LoRA adapters of this rank (engine.publish=lora)"
+        "--lora", type=at_least(1), metavar="RANK", help="receive LoRA adapters of this rank (engine.publish=lora)"
     )
     parser.add_argument("--python", default=sys.executable, help="Python interpreter that has vLLM (default: this one)")
     parser.add_argument("--log", type=Path, default=Path("vllm.log"), help="file for vLLM's output (default vllm.log)")
     parser.add_argument(
         "--patience",
-        type=float,
+        type=positive,
         default=600.0,
         metavar="S",
         help="longest start of the server in seconds (default 600)",
@@ -95,16 +85,13 @@ def run(args: argparse.Namespace) -> int:
     from ...agents.engines.servers.launch import LocalServer
 
     args.model = model_folder(args.model)
-    check_port(args.port)
     if args.engine == "embedded":
         return _embedded(args)
-    if args.device != "auto" or args.slots != 64:
+    if given(args, ("device", "slots")):
         raise UsageError(
             "--device and --slots are for --engine embedded; remove them. For vLLM set CUDA_VISIBLE_DEVICES in the "
             "environment, and --options '--max-num-seqs 64'"
         )
-    if args.patience <= 0 or (args.lora is not None and args.lora < 1):
-        raise UsageError("--patience (seconds) and --lora (a rank) are numbers above 0")
     if shutil.which(args.python) is None:
         raise UsageError(
             f"--python is {args.python!r}, and there is no such program; name an interpreter that has vLLM"
@@ -168,12 +155,8 @@ def _embedded(args: argparse.Namespace) -> int:
     from ...agents.engines.embedded.embedded_server import EngineServer
     from ...agents.engines.embedded.pretrained import load_pretrained
 
-    for name, default in _VLLM_ONLY.items():
-        if getattr(args, name) != default:
-            raise UsageError(
-                f"--{name.replace('_', '-')} is only for vLLM: remove it. The embedded engine receives weights by "
-                "its own routes"
-            )
+    for flag in given(args, _VLLM_ONLY):
+        raise UsageError(f"{flag} is only for vLLM: remove it. The embedded engine receives weights by its own routes")
     token = variable_value(args.key)
     try:
         model = load_pretrained(args.model, device=args.device).model

@@ -6,17 +6,15 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...tapes.common.config import add_config_arguments, dump_config, load_config
+from ...tapes.common.config import dump_config, load_config
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import CONFIG, pin_line
 from ...tapes.view.overview import checks, command, next_commands
-from ..console import Exit, answer, table
+from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_resume_arguments, take_over
+from ..scene_arguments import add_config_arguments, add_resume_arguments, take_over
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...finetune.run.demonstrations import DemoSummary
 
 EXAMPLE = """tapereel demo --seed 1 --out runs/demo
@@ -76,17 +74,17 @@ def run(args: argparse.Namespace) -> int:
     take_over(args, out)
     with live_progress() as progress:
         summary = demo(config, out, controls=args.controls, resume=args.resume, progress=progress)
-    answer(args, summary, _table(summary), _closing(summary))
+    answer(args, summary, _section(summary), _closing(summary))
     return Exit.HOLDS
 
 
-def _table(summary: DemoSummary) -> Table:
+def _section(summary: DemoSummary) -> Section:
     title = f"Held-out reward, {summary.held_out['n']} tasks, seed {summary.seed}"
-    made = table("policy", "#sampled", "#greedy", "note", fold=("note",))
-    made.title, made.title_justify = title, "left"
-    for row in summary.scores:
-        made.add_row(row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
-    return made
+    rows = [
+        (row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
+        for row in summary.scores
+    ]
+    return Section(("policy", "#sampled", "#greedy", "note"), rows, title, fold=("note",))
 
 
 def _closing(summary: DemoSummary) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 
 from ...agents.runs.runner import RunScores, score_run
-from ...tapes.common.text import safe
 from ..console import Exit, answer, check_target
 from ..score_lines import read_k, score_lines
 
@@ -57,12 +56,12 @@ def run(args: argparse.Namespace) -> int:
 def _score_lines(found: RunScores) -> list[str]:
     split = "" if found.split is None else f", split {found.split}"
     lines = [
-        safe(f"{found.run}{split}: {found.scores.tasks:,} tasks, {found.scores.attempts:,} attempts"),
+        f"{found.run}{split}: {found.scores.tasks:,} tasks, {found.scores.attempts:,} attempts",
         *score_lines(found.scores),
     ]
     if found.against is None or found.against_scores is None or found.difference is None:
         return lines
-    lines += [safe(f"{found.against}:"), *score_lines(found.against_scores, "  ")]
+    lines += [f"{found.against}:", *score_lines(found.against_scores, "  ")]
     difference = found.difference
     lines.append(
         f"Difference on the {difference.reward.tasks:,} tasks that both scored ({difference.only_first:,} more only "

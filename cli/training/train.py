@@ -7,18 +7,16 @@ import os
 from typing import TYPE_CHECKING
 
 from ...agents.runs.pass_at_k import Interval
-from ...tapes.common.config import add_config_arguments, dump_config, load_config
+from ...tapes.common.config import dump_config, load_config
 from ...tapes.common.config_yaml import write_yaml
-from ...tapes.common.text import counted, safe
+from ...tapes.common.text import counted
 from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import UNTAUGHT, command
-from ..console import Exit, answer, table
+from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
-from ..scene_arguments import add_scene_arguments, run_directory, scene_settings
+from ..scene_arguments import add_config_arguments, add_scene_arguments, run_directory, scene_settings
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ...finetune.run.train_run import TrainSummary
 
 EXAMPLE = """
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
     with live_progress() as progress:
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress)
-    answer(args, summary, _table(summary), *_summary_lines(summary))
+    answer(args, summary, _section(summary), *_summary_lines(summary))
     return _exit_code(summary)
 
 
@@ -67,37 +65,39 @@ def _learned_nothing(summary: TrainSummary) -> bool:
     return bool(summary.updates) and not summary.tokens["trained"] and not summary.tokens["authored_trained"]
 
 
-def _table(summary: TrainSummary) -> Table:
-    made = table("mean reward", "#before", "#after", "#change, with its 95 % interval")
+def _section(summary: TrainSummary) -> Section:
     held_out = summary.held_out
-    made.add_row("first and last five updates", _number(summary.reward["first"]), _number(summary.reward["last"]), "")
-    for path, ends in summary.agents.items():
-        made.add_row(safe(f"those of {path}"), _number(ends["first"]), _number(ends["last"]), "")
+    rows = [
+        (name, _number(ends["first"]), _number(ends["last"]), "")
+        for name, ends in (
+            ("first and last five updates", summary.reward),
+            *((f"those of {path}", ends) for path, ends in summary.agents.items()),
+        )
+    ]
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
         if f"{prefix}after" in held_out and held_out["n"]:
-            made.add_row(
-                f"{held_out['n']} {name}",
-                _number(held_out.get(f"{prefix}before")),
-                _number(held_out[f"{prefix}after"]),
-                Interval.model_validate(change).signed if (change := held_out.get(f"{prefix}after_change")) else "",
+            before, after = _number(held_out.get(f"{prefix}before")), _number(held_out[f"{prefix}after"])
+            change = held_out.get(f"{prefix}after_change")
+            rows.append(
+                (f"{held_out['n']} {name}", before, after, Interval.model_validate(change).signed if change else "")
             )
-    return made
+    return Section(("mean reward", "#before", "#after", "#change, with its 95 % interval"), rows)
 
 
 def _summary_lines(summary: TrainSummary) -> list[str]:
     seconds, tokens = summary.seconds, summary.tokens
     return [
-        *map(safe, summary.advice),
+        *summary.advice,
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
         f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
         "trained on; "
         + ("all are accounted for." if summary.books_close else "some are NOT accounted for: see tapereel audit."),
         *([UNTAUGHT] if _learned_nothing(summary) else []),
-        safe(f"The model: {summary.model}"),
-        *(safe(f"The model of {name}: {player.model}") for name, player in summary.players.items() if player.lineage),
+        f"The model: {summary.model}",
+        *(f"The model of {name}: {player.model}" for name, player in summary.players.items() if player.lineage),
         pin_line(summary.run),
-        safe(f"Next: open {summary.report} in a browser; {command('explain', summary.run)}"),
+        f"Next: open {summary.report} in a browser; {command('explain', summary.run)}",
     ]
 
 

@@ -8,7 +8,6 @@ equal model. The record of a run (`is_recorded`) may have old keys, which are tr
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -140,21 +139,6 @@ def load_config(
 def dump_config(config: BaseModel) -> str:
     """Every setting with its value, as YAML that `load_config` reads as an equal model."""
     return write_yaml(config.model_dump(mode="json"))
-
-
-def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
-    """Add `--config`, `--set` and `--dry-run` to the parser of a verb that has a configuration. needs: what a dry run
-    prints beside it, for the help."""
-    parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="sets",
-        help="one setting, as in --set seed=3, on top of the file; repeatable",
-    )
-    parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs} and stop")
 
 
 def config_keys(cls: type[BaseModel]) -> list[str]:

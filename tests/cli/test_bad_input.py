@@ -86,7 +86,6 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
         ("TRAINED", "--recipe", "BROKEN.yaml"),
         ("TRAINED", "--recipe", "own", "--png", "NOWHERE/x.png"),
         ("TRAINED", "--recipe", "own", "--html", "EMPTY"),
-        ("TRAINED", "--recipe", "own", "--tokens", "-1"),
         ("TRAINED", "--recipe", "own", "--update", "99"),
         ("TRAINED", "--recipe", "own", "--policy", "nobody"),
     ],

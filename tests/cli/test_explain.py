@@ -85,7 +85,7 @@ def test_without_a_name_the_last_tapes_of_the_last_update_are_chosen(trained: Pa
     found = explained(capsys, trained, "--n", "4")
     assert [tape["tape"]["id"] for tape in found] == last_update(trained).info["tapes"][-4:]
     assert len(explained(capsys, trained)) == 3
-    assert "--n is 0" in refusal_of(capsys, "explain", str(trained), "--n", "0")
+    assert "--n: it is 0, and must be 1 or more" in refusal_of(capsys, "explain", str(trained), "--n", "0")
 
 
 def test_a_held_out_tape_says_so(trained: Path, capsys):

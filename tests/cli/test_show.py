@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.cli.console import Exit, answer, table
+from tapereel.cli.console import Exit, Section, answer
 from tapereel.tapes import Tape
 from tapereel.tapes.transcript import call_lines, episode_rewards, step_lines, summarise
 
@@ -196,8 +196,8 @@ class Terminal(io.StringIO):
 def test_a_narrow_terminal_cuts_no_number_short(run, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
-    made = table("component", "#tokens", "#trained", "#share", "what it is", fold=("what it is",))
-    made.add_row("a name that is long", "1234567890", "9876543210", "100.0%", "and words that may well break")
+    row = ("a name that is long", "1234567890", "9876543210", "100.0%", "and words that may well break")
+    made = Section(("component", "#tokens", "#trained", "#share", "what it is"), [row], fold=("what it is",))
     out = Terminal()
     answer(argparse.Namespace(answer_to=out), {}, made)
     for whole in ("a name that is long", "1234567890", "9876543210", "100.0%", "tokens", "trained"):

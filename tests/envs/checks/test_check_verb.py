@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tapereel.cli import main
 from tapereel.cli.checks import check_env_command as check_verb
 from tapereel.cli.console import Exit
 from tapereel.envs import Environment
@@ -94,8 +95,6 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
     ("words", "says"),
     [
         (["--tasks", "3"], "give a JSON list"),
-        (["--tasks", "[1]", "--timeout", "0"], "--timeout is 0.0"),
-        (["--tasks", "[1]", "--max-turns", "-1"], "--max-turns is -1"),
         (["--tasks", "nothing"], "is not the name of an object"),
         (["--tasks", "[]"], "at least one task"),
         (["--tasks", "[3"], r"--tasks is '\[3', which is not JSON: Expecting ',' delimiter"),
@@ -105,6 +104,19 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
 def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str], says: str):
     with pytest.raises(UsageError, match=says):
         _run(f"{parrots}:Parrot", *words, "--actions", f"{parrots}:say")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--timeout", "0"], "--timeout: it is 0, and must be above 0"),
+        (["--max-turns", "-1"], "--max-turns: it is -1, and must be 1 or more"),
+        (["--episodes", "two"], "--episodes: invalid integer value: 'two'"),
+    ],
+)
+def test_a_number_out_of_range_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", "env", "a.py:Env", "--tasks", "[1]", "--actions", "a.py:act", *words]) == Exit.USAGE
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
