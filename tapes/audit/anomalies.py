@@ -25,7 +25,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..arrays import decode
 from ..records import Status, Use
@@ -40,7 +42,7 @@ ROUNDING = 1e-6
 """Nats. A log-softmax in float32 may exceed 0 by this much."""
 
 
-class Component(Value):
+class Component(Value, frozen=False):
     """One reward component."""
 
     name: str
@@ -48,19 +50,39 @@ class Component(Value):
     """None for what was recorded with the tapes."""
     metric: bool
     """Has weight 0: reported, never part of a reward."""
-    scores: int
-    unknown: int
+    scores: int = 0
+    unknown: int = 0
     """Scores that are NaN or infinite; they are in no sum."""
-    evidence: int
+    evidence: int = 0
     """Scores with evidence."""
-    low: float | None
-    mean: float | None
+    low: float | None = None
+    mean: float | None = None
     """Mean of the values without their weights."""
-    high: float | None
-    total: float
+    high: float | None = None
+    total: float = 0.0
     """Sum of weight * value."""
-    share: float | None
+    share: float | None = None
     """|total| divided by the sum of |total| over all components; None for metrics, layers, and where that sum is 0."""
+    _sum: float = 0.0
+
+    def add(self, one: RewardFacts) -> None:
+        """Count a score. `mean` and `share` need all scores: `sealed`."""
+        self.scores += 1
+        self.evidence += one.evidence
+        if not math.isfinite(one.value):
+            self.unknown += 1
+            return
+        self.low = one.value if self.low is None else min(self.low, one.value)
+        self.high = one.value if self.high is None else max(self.high, one.value)
+        self._sum += one.value
+        self.total += one.weight * one.value
+
+    def sealed(self, whole: float) -> Component:
+        """A copy with the mean of the scores so far, and the share of `whole`."""
+        n = self.scores - self.unknown
+        counts = whole and self.layer is None and not self.metric
+        mean, share = self._sum / n if n else None, abs(self.total) / whole if counts else None
+        return self.model_copy(update={"mean": mean, "share": share})
 
 
 class Anomaly(Value):
@@ -80,30 +102,46 @@ class Anomaly(Value):
     """Some tapes that show it."""
 
 
+@dataclass(slots=True)
 class _Odd:
-    __slots__ = ("count", "most", "tapes")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.most = 0.0
-        self.tapes: list[str] = []
+    count: int = 0
+    most: float = 0.0
+    tapes: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class _Group:
     """The attempts of one group so far."""
 
-    __slots__ = ("equal", "first", "running", "tapes", "values")
+    running: dict[int, int] = field(default_factory=dict)
+    """attempt -> its tapes without an end."""
+    tapes: dict[int, bool] = field(default_factory=dict)
+    """attempt -> whether one of its ended tapes may be trained on."""
+    first: list[str] = field(default_factory=list)
+    values: dict[str, tuple[float, int, bool]] = field(default_factory=dict)
+    """Component -> (first value, number of tapes, whether all have that value), of tapes that may be trained on."""
+    equal: tuple[float, int, bool] | None = None
+    """The same for the sum of all components."""
 
-    def __init__(self) -> None:
-        self.running: dict[int, int] = {}
-        """attempt -> its tapes without an end."""
-        self.tapes: dict[int, bool] = {}
-        """attempt -> whether one of its ended tapes may be trained on."""
-        self.first: list[str] = []
-        self.values: dict[str, tuple[float, int, bool]] = {}
-        """Component -> (first value, number of tapes, whether all have that value), of tapes that may be trained on."""
-        self.equal: tuple[float, int, bool] | None = None
-        """The same for the sum of all components."""
+
+_NOTED: dict[str, tuple[str | None, str]] = {
+    "cut completions": ("completions", "completions that reached their limit of tokens"),
+    "cut episodes": ("ended", "episodes that ended as truncated or at a limit"),
+    "unknown log-probs": ("tokens", "sampled tokens without a log-prob"),
+    "impossible log-probs": ("tokens", "log-probs above 0, up to {most:.3g}"),
+    "log-prob mismatch": (
+        "updates",
+        "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
+        "which the weights that sampled it don't explain",
+    ),
+    "retries": ("calls", "calls that were tried again, up to {most:.0f} tries"),
+    "failed calls": ("calls", "calls whose last try failed"),
+    "failed tries": (None, "tries of calls that failed so"),
+    "repeated actions": ("ended", "episodes that do the same action up to {most:.0f} times in a row"),
+    "reward that is no number": (None, "NaN or an infinity; in none of the sums"),
+    "reward without action": (None, "scores other than 0 on tapes that did nothing"),
+}
+"""Kind -> (what it is a part of, its sentence)."""
 
 
 class Anomalies:
@@ -120,7 +158,8 @@ class Anomalies:
         """call -> the versions that sampled it."""
         self._uses: list[tuple[Use, float, list[str]]] = []
         """(update, mismatch in nats, its tapes)."""
-        self._ended = self._completions = self._tokens = self._calls = self._updates = 0
+        self._seen: Counter[str] = Counter()
+        """Calls, sampled completions and their tokens, ended tapes and updates so far: what anomalies are a part of."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())
@@ -146,7 +185,7 @@ class Anomalies:
 
     def call(self, tape: str, call: CallFacts) -> None:
         """A call of a tape."""
-        self._calls += 1
+        self._seen["calls"] += 1
         errors = [one.get("error") for one in call.attempts]
         for error in filter(None, errors):
             self._note("failed tries", str(error).partition(":")[0], [tape])
@@ -155,7 +194,7 @@ class Anomalies:
         if errors and errors[-1]:
             self._note("failed calls", "", [tape])
         if call.sampled:
-            self._completions += 1
+            self._seen["completions"] += 1
             if call.finish == "length":
                 self._note("cut completions", "", [tape])
             self._logprobs(tape, call)
@@ -163,7 +202,7 @@ class Anomalies:
 
     def _logprobs(self, tape: str, call: CallFacts) -> None:
         n = column_length(call.completion)
-        self._tokens += n
+        self._seen["tokens"] += n
         values = decode("f", call.logprobs) if call.logprobs is not None else None
         # NaN is an unknown log-prob. A sum is NaN iff a value is: the slow count runs only where there is one.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
@@ -179,7 +218,7 @@ class Anomalies:
         mismatch = use.info.get("mismatch")
         if not isinstance(mismatch, int | float) or not tapes:
             return
-        self._updates += 1
+        self._seen["updates"] += 1
         if mismatch > MISMATCH:
             self._uses.append((use, mismatch, tapes))
 
@@ -200,7 +239,7 @@ class Anomalies:
     def ended(self, tape: TapeFold, repeats: tuple[int, str], rewards: Sequence[RewardFacts]) -> None:
         """A tape ended; `repeats` is the length of its longest row of equal actions, and their kind."""
         name = tape.begun.id
-        self._ended += 1
+        self._seen["ended"] += 1
         if tape.status in (Status.TRUNCATED, Status.LIMIT):
             self._note("cut episodes", "", [name])
         if repeats[0] >= self._repeats:
@@ -271,35 +310,13 @@ class Anomalies:
         return [tape for group in groups[: self._examples] for tape in group.first[:1]]
 
     def _noted(self) -> list[Anomaly]:
-        out_of = {
-            "cut completions": self._completions,
-            "cut episodes": self._ended,
-            "unknown log-probs": self._tokens,
-            "impossible log-probs": self._tokens,
-            "log-prob mismatch": self._updates,
-            "retries": self._calls,
-            "failed calls": self._calls,
-            "repeated actions": self._ended,
-        }
-        details = {
-            "cut completions": "completions that reached their limit of tokens",
-            "cut episodes": "episodes that ended as truncated or at a limit",
-            "unknown log-probs": "sampled tokens without a log-prob",
-            "impossible log-probs": "log-probs above 0, up to {most:.3g}",
-            "log-prob mismatch": "updates in which trainer and sampler differ on a token, by up to {most:.3g} nats: "
-            "which the weights that sampled it don't explain",
-            "retries": "calls that were tried again, up to {most:.0f} tries",
-            "failed calls": "calls whose last try failed",
-            "failed tries": "tries of calls that failed so",
-            "repeated actions": "episodes that do the same action up to {most:.0f} times in a row",
-            "reward that is no number": "NaN or an infinity; in none of the sums",
-            "reward without action": "scores other than 0 on tapes that did nothing",
-        }
-        return [
-            _anomaly(kind, what, odd.count, out_of.get(kind), details[kind].format(most=odd.most), odd.tapes)
-            for (kind, what), odd in self._odd.items()
-            if kind not in ("cut completions", "cut episodes") or odd.count > OFTEN * out_of[kind]
-        ]
+        found = []
+        for (kind, what), odd in self._odd.items():
+            part_of, detail = _NOTED[kind]
+            of = self._seen[part_of] if part_of is not None else None
+            if of is None or kind not in ("cut completions", "cut episodes") or odd.count > OFTEN * of:
+                found.append(_anomaly(kind, what, odd.count, of, detail.format(most=odd.most), odd.tapes))
+        return found
 
     def _unclosed_groups(self) -> list[Anomaly]:
         never, short = [], []

@@ -19,7 +19,9 @@ import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import Field
 
 from ..errors import NotATape
 from ..records import Use
@@ -41,20 +43,20 @@ INHERITED = "(before the fork)"
 """Stands for the kind of an action that a fork inherited from its parent."""
 
 
-class Ended(Lost):
+class Ended(Lost, frozen=False):
     """The same, with what only an audit sums up. `sampled` includes authored completions that have token ids."""
 
-    unscored: int
+    unscored: int = 0
     """Episodes among these that have no reward."""
-    seconds: float
+    seconds: float = 0.0
     """Sum over the episodes, as their `end` records state it."""
-    tokens: dict[str, int]
+    tokens: dict[str, int] = Field(default={})
     """Episodes by completion tokens, in the buckets of `turns`."""
-    tapes: tuple[str, ...]
+    tapes: tuple[str, ...] = ()
     """Some of these episodes."""
 
 
-class Spent(Value):
+class Spent(Value, frozen=False):
     """Cost of the calls of one agent path to one engine, sampled by one policy version."""
 
     by: str
@@ -63,19 +65,19 @@ class Spent(Value):
     """Empty where the calls don't name it."""
     version: str | None
     """None for calls that name no version."""
-    calls: int
-    prompt: int | None
+    calls: int = 0
+    prompt: int | None = None
     """Tokens; None when no call has a known number."""
-    completion: int | None
+    completion: int | None = None
     """Tokens; None when no call has a known number."""
-    uncounted: int
+    uncounted: int = 0
     """Calls with an unknown number of prompt or completion tokens."""
-    seconds: float | None
+    seconds: float | None = None
     """Sum over all tries; None when no call was timed."""
-    untimed: int
-    cost: float | None
+    untimed: int = 0
+    cost: float | None = None
     """US dollars; None when no call has a known cost."""
-    unpriced: int
+    unpriced: int = 0
 
 
 class Earned(Value):
@@ -150,30 +152,6 @@ class _Tape(TapeFold):
 
 
 @dataclass(slots=True)
-class _Scores:
-    """The values of one component so far."""
-
-    scores: int = 0
-    unknown: int = 0
-    evidence: int = 0
-    low: float | None = None
-    high: float | None = None
-    sum: float = 0.0
-    total: float = 0.0
-
-    def add(self, one: RewardFacts) -> None:
-        self.scores += 1
-        self.evidence += one.evidence
-        if not math.isfinite(one.value):
-            self.unknown += 1
-            return
-        self.low = one.value if self.low is None else min(self.low, one.value)
-        self.high = one.value if self.high is None else max(self.high, one.value)
-        self.sum += one.value
-        self.total += one.weight * one.value
-
-
-@dataclass(slots=True)
 class _Earnings:
     """What one kind of action earned from one component so far."""
 
@@ -211,19 +189,14 @@ class AuditFold:
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}
         self._tapes = self._unscored = 0
-        self._ends: dict[tuple[str, str | None], dict[str, Any]] = {}
-        self._spent: dict[tuple[str, str, str | None], dict[str, Any]] = {}
-        self._components: dict[tuple[str | None, str, bool], _Scores] = {}
+        self._ends: dict[tuple[str, str | None], Ended] = {}
+        self._spent: dict[tuple[str, str, str | None], Spent] = {}
+        self._components: dict[tuple[bool, str, str, bool], Component] = {}
         self._earned: dict[tuple[str, str | None], _Earnings] = {}
         self._odd = Anomalies(EXAMPLES, repeats, diverged)
 
-    def add(self, t: str, tape: str | None, body: bytes) -> None:
-        """One record, by its `t` and `tape`. NotATape when it can't be read."""
-        if t == "use" or self._only is None or (tape or "") in self._only:
-            self.take(tape or "", read_facts(t, body))
-
     def take(self, name: str, facts: Facts | None) -> None:
-        """The same by the record's facts."""
+        """One record, by its tape's id and its facts."""
         if isinstance(facts, Use):
             self._odd.update(facts, self._only)
         elif self._only is not None and name not in self._only:
@@ -260,32 +233,21 @@ class AuditFold:
             self._end(self._open.pop(tape.begun.id), facts)
 
     def _end(self, tape: _Tape, end: EndFacts) -> None:
-        of = self._ends.setdefault(
-            (end.status, end.cause),
-            {
-                "trainable": tape.trainable,
-                "episodes": 0,
-                "unscored": 0,
-                "sampled": 0,
-                "seconds": 0.0,
-                "turns": {},
-                "tokens": {},
-                "tapes": [],
-            },
-        )
+        made = Ended(status=end.status, cause=end.cause, trainable=tape.trainable)
+        of = self._ends.setdefault((end.status, end.cause), made)
         unscored = tape.reward is None
         rewards = [
             one._replace(weight=0.0) if tape.failed and math.isfinite(one.value) else one for one in tape.rewards
         ]
         self._unscored += unscored
-        of["episodes"] += 1
-        of["unscored"] += unscored
-        of["sampled"] += tape.sampled
-        of["seconds"] += end.seconds
-        for length, n in (("turns", tape.actions), ("tokens", tape.sampled)):
-            of[length][bucket(n)] = of[length].get(bucket(n), 0) + 1
-        if len(of["tapes"]) < EXAMPLES:
-            of["tapes"].append(tape.begun.id)
+        of.episodes += 1
+        of.unscored += unscored
+        of.sampled += tape.sampled
+        of.seconds += end.seconds
+        for lengths, n in ((of.turns, tape.actions), (of.tokens, tape.sampled)):
+            lengths[bucket(n)] = lengths.get(bucket(n), 0) + 1
+        if len(of.tapes) < EXAMPLES:
+            of.tapes += (tape.begun.id,)
         for one in rewards:
             self._component(one, None)
             if one.weight and math.isfinite(one.value):
@@ -312,71 +274,37 @@ class AuditFold:
         self._odd.call(tape.begun.id, call)
 
     def _spend(self, key: tuple[str, str, str | None], first: bool, **amounts: float | None) -> None:
-        of = self._spent.setdefault(
-            key,
-            {
-                "calls": 0,
-                "prompt": None,
-                "completion": None,
-                "uncounted": 0,
-                "seconds": None,
-                "untimed": 0,
-                "cost": None,
-                "unpriced": 0,
-            },
-        )
+        by, engine, version = key
+        of = self._spent.setdefault(key, Spent(by=by, engine=engine, version=version))
         if first:
-            of["calls"] += 1
-            of["uncounted"] += amounts["prompt"] is None or amounts["completion"] is None
-            of["untimed"] += amounts["seconds"] is None
-            of["unpriced"] += amounts["cost"] is None
+            of.calls += 1
+            of.uncounted += amounts["prompt"] is None or amounts["completion"] is None
+            of.untimed += amounts["seconds"] is None
+            of.unpriced += amounts["cost"] is None
         for name, value in amounts.items():
             if value is not None:
-                of[name] = (of[name] or 0) + value
+                setattr(of, name, (getattr(of, name) or 0) + value)
 
     def _component(self, one: RewardFacts, layer: str | None) -> None:
-        self._components.setdefault((layer, one.name, not one.weight), _Scores()).add(one)
+        made = Component(name=one.name, layer=layer, metric=not one.weight)
+        self._components.setdefault((layer is not None, layer or "", one.name, made.metric), made).add(one)
 
     # The account
 
     def audit(self) -> Audit:
         """The audit of the records so far."""
-        components = self._all_components()
+        whole = math.fsum(abs(one.total) for one in self._components.values() if one.layer is None)
+        components = tuple(one.sealed(whole) for _, one in sorted(self._components.items()))
+        ends = sorted(self._ends.values(), key=lambda one: (one.status, one.cause or ""))
         return Audit(
             tapes=self._tapes,
             open=len(self._open),
             unscored=self._unscored,
-            ends=tuple(
-                Ended(status=status, cause=cause, **of)
-                for (status, cause), of in sorted(self._ends.items(), key=lambda item: (item[0][0], item[0][1] or ""))
-            ),
-            spent=tuple(
-                Spent(by=by, engine=engine, version=version, **of) for (by, engine, version), of in self._spent.items()
-            ),
+            ends=tuple(one.model_copy(deep=True) for one in ends),
+            spent=tuple(one.model_copy() for one in self._spent.values()),
             components=components,
             earned=self._all_earned(),
             anomalies=self._odd.found(components),
-        )
-
-    def _all_components(self) -> tuple[Component, ...]:
-        whole = math.fsum(abs(of.total) for (layer, _, _), of in self._components.items() if layer is None)
-        return tuple(
-            Component(
-                name=name,
-                layer=layer,
-                metric=metric,
-                scores=of.scores,
-                unknown=of.unknown,
-                evidence=of.evidence,
-                low=of.low,
-                mean=of.sum / n if (n := of.scores - of.unknown) else None,
-                high=of.high,
-                total=of.total,
-                share=abs(of.total) / whole if whole and layer is None and not metric else None,
-            )
-            for (layer, name, metric), of in sorted(
-                self._components.items(), key=lambda item: (item[0][0] or "", *item[0][1:])
-            )
         )
 
     def _all_earned(self) -> tuple[Earned, ...]:

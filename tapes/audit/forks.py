@@ -68,13 +68,8 @@ def _fork(store: Store, name: str, tapes: dict[str, Summary], children: dict[str
         parent=s.parent,
         turn=parent.turn if parent is not None else None,
         unverified=parent.unverified if parent is not None else None,
-        status=s.status,
-        reward=s.reward,
         turns=s.actions,
-        split=s.split,
-        agent=s.agent,
-        group=s.group,
-        attempt=s.attempt,
+        **{name: getattr(s, name) for name in ("status", "reward", "split", "agent", "group", "attempt")},
         children=tuple(sorted(below, key=lambda fork: fork.turn or 0)),
     )
 

@@ -71,11 +71,9 @@ GONE: Mapping[str, str] = {
 
 def _move_trainer(data: dict[str, Any]) -> None:
     """The trainer's settings stood under `engine`, in every engine that can be trained and also where none was."""
-    players = data.get("players")
-    for group in (data, *(players.values() if isinstance(players, dict) else ())):
-        engine = group.get("engine") if isinstance(group, dict) else None
+    for group, engine in _engines(data):
         # `lora` was recorded with every such engine and no engine has it now: it tells the old layout from the new.
-        if not isinstance(engine, dict) or "lora" not in engine:
+        if "lora" not in engine:
             continue
         keys = ("device", "dtype", "attention", "lora", "threads")
         settings = {key: engine.pop(key) for key in keys if key in engine}
@@ -88,17 +86,21 @@ def _move_trainer(data: dict[str, Any]) -> None:
 
 def _rename_engines(data: dict[str, Any]) -> None:
     """`kind: vllm_inprocess` became `kind: vllm` without addresses. A default of an embedded engine was None."""
-    players = data.get("players")
-    for group in (data, *(players.values() if isinstance(players, dict) else ())):
-        engine = group.get("engine") if isinstance(group, dict) else None
-        if not isinstance(engine, dict):
-            continue
+    for _, engine in _engines(data):
         if engine.get("kind") == "vllm_inprocess":
             engine["kind"] = "vllm"
         if engine.get("kind") == "embedded":
             for key in ("device", "dtype", "threads"):
                 if key in engine and engine[key] is None:
                     del engine[key]
+
+
+def _engines(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """(group, its engine): of the configuration itself, and of each player."""
+    players = data.get("players")
+    for group in (data, *(players.values() if isinstance(players, dict) else ())):
+        if isinstance(group, dict) and isinstance(group.get("engine"), dict):
+            yield group, group["engine"]
 
 
 def _drop_demo_constants(data: dict[str, Any]) -> None:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from pydantic import Field
+
 from ..errors import NotATape
 from ..records import Status, Tokens, Use, Void
 from ..value import Value
@@ -50,16 +52,16 @@ PLACES = (
 )
 
 
-class Lost(Value):
+class Lost(Value, frozen=False):
     """Episodes that ended the same way, by their length: attrition biases the episodes that are left to train on."""
 
     status: str
     cause: str | None
     trainable: bool
-    episodes: int
-    turns: dict[str, int]
+    episodes: int = 0
+    turns: dict[str, int] = Field(default={})
     """Episodes by length in actions: `0`, `1`, `2-3`, `4-7`, ... -> how many."""
-    sampled: int
+    sampled: int = 0
     """Tokens."""
 
 
@@ -189,10 +191,7 @@ class BooksFold:
         odd = list(self._odd)
         marks, applied = self._marks(odd)
         tokens = {
-            "trained": self._by_fate(marks, 0),
-            "stale": self._by_fate(marks, 1),
-            "filtered": self._by_fate(marks, 2),
-            "context": self._by_fate(marks, 3),
+            **{fate: self._by_fate(marks, bit) for bit, fate in enumerate(FATES)},
             "unscored": self._unnamed(marks, scored=False),
             "errored": self._sampled_on(lambda tape: _lost(tape) and tape.status != Status.CANCELLED),
             "cancelled": self._sampled_on(lambda tape: _lost(tape) and tape.status == Status.CANCELLED),

@@ -97,9 +97,7 @@ class _Fold:
     def __init__(self) -> None:
         self.books = BooksFold()
         self.broken: list[str] = []
-        self.digests: dict[str, tuple[int, bytes]] = {}
-        """Tape -> (records so far, digest after them)."""
-        self.ended: set[str] = set()
+        self.tapes: set[str] = set()
         self.forks: list[tuple[str, Parent]] = []
         self.media: set[str] = set()
         self.pictures = _Pictures()
@@ -117,11 +115,8 @@ class _Fold:
         except ValueError as error:
             self.broken.append(f"record {line.n} of segment {segment} can't be read: {str(error).splitlines()[0]}")
             return
-        if tape is not None and t in IN_TAPE and tape not in self.ended:
-            n, digest = self.digests.get(tape, (0, DIGEST_START))
-            self.digests[tape] = n + 1, fold(digest, line.body)
-            if t == "end":
-                self.ended.add(tape)
+        if tape is not None and t in IN_TAPE:
+            self.tapes.add(tape)
         if isinstance(record, Begin | StepRecord | Call):
             self.broken += self.pictures.add(record)
             self.media |= set(record.media)
@@ -351,18 +346,11 @@ def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
 
 def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
     """Check that each fork's parent, where it is in this run, has the digest that the fork recorded."""
-    wanted = {
-        parent.tape: {p.records: p.digest for _, p in found.forks if p.tape == parent.tape}
-        for _, parent in found.forks
-        if parent.tape in found.digests
-    }
-    met: set[tuple[str, int]] = set()
-    if wanted:
-        for tape, n, digest in _digests(folder, names, disk, wanted):
-            if wanted[tape].get(n) == digest:
-                met.add((tape, n))
+    wanted = {(parent.tape, parent.records) for _, parent in found.forks if parent.tape in found.tapes}
+    digests = _digests(folder, names, disk, {tape for tape, _ in wanted}) if wanted else ()
+    met = {(tape, n, digest) for tape, n, digest in digests if (tape, n) in wanted}
     for fork, parent in found.forks:
-        if parent.tape in wanted and (parent.tape, parent.records) not in met:
+        if parent.tape in found.tapes and (parent.tape, parent.records, parent.digest) not in met:
             found.broken.append(
                 f"tape {fork} was forked from tape {parent.tape} with the digest {parent.digest} after "
                 f"{parent.records} records, which that tape does not have"

@@ -89,18 +89,12 @@ class Uses:
         for k in self._of_tape.get(tape, ()):
             use = self._uses[k]
             for fate in reversed(FATES):
-                if fate == "trained":
-                    found += [
-                        TokenUse(call, start, end, fate, weight, use.lineage, use.update)
-                        for name, call, start, end, weight in use.items
-                        if name == tape
-                    ]
-                else:
-                    found += [
-                        TokenUse(call, start, end, fate, 0.0, use.lineage, use.update)
-                        for name, call, start, end in ranges(use, fate)
-                        if name == tape
-                    ]
+                named = ((*one, 0.0) for one in ranges(use, fate)) if fate != "trained" else use.items
+                found += [
+                    TokenUse(call, start, end, fate, weight, use.lineage, use.update)
+                    for name, call, start, end, weight in named
+                    if name == tape
+                ]
         return found
 
     def taken_by(self, tape: str) -> list[dict[str, object]]:

@@ -54,25 +54,16 @@ class Plot(Value):
 
 def reward_curve(name: str, metrics: Path) -> Curve:
     """Mean reward of each update of the loop; NaN where a batch was not scored."""
-    rewards = [_number(line.get("reward")) for line in read_metrics(metrics) if line.get("phase") == "rl"]
-    return Curve(name=name, x=tuple(float(k + 1) for k in range(len(rewards))), y=tuple(rewards), mean_of=MEAN_OF)
+    return _curve(name, "reward", _loop(read_metrics(metrics)), MEAN_OF)
 
 
 def agent_curves(paths: Sequence[str] | None, metrics: Path) -> list[Curve]:
     """Mean reward of each agent at these paths; None takes all agents that the metrics have a reward of."""
-    lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"]
+    lines = _loop(read_metrics(metrics))
     if paths is None:
         keys = dict.fromkeys(key.removeprefix("reward/") for line in lines for key in line if key.startswith("reward/"))
         paths = [key for key in keys if key not in _TERMS and not key.startswith("missing/")]
-    return [
-        Curve(
-            name=path,
-            x=tuple(float(k + 1) for k in range(len(lines))),
-            y=tuple(_number(line.get(f"reward/{path}")) for line in lines),
-            mean_of=MEAN_OF,
-        )
-        for path in paths
-    ]
+    return [_curve(path, f"reward/{path}", lines, MEAN_OF) for path in paths]
 
 
 _TERMS = ("clipped", "overlong", "kl", "square", "std", "min", "max")
@@ -123,7 +114,7 @@ def loss_plots(metrics: Path) -> list[Plot]:
     that no update measured has no plot."""
     lines = read_metrics(metrics)
     warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
-    loop = [line for line in lines if line.get("phase") == "rl"]
+    loop = _loop(lines)
     keys = dict.fromkeys(key for line in loop for key in line)
     found = [("Loss of the imitation", "", _curves({"loss": "loss"}, warm))]
     for title, what, caption in _MEASURED:
@@ -179,9 +170,18 @@ def _name_of(key: str, what: Sequence[str]) -> str | None:
 
 
 def _curves(named: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> list[Curve]:
-    x = tuple(float(k + 1) for k in range(len(lines)))
-    made = [Curve(name=name, x=x, y=tuple(_number(line.get(key)) for line in lines)) for key, name in named.items()]
+    made = [_curve(name, key, lines) for key, name in named.items()]
     return [curve for curve in made if any(not math.isnan(y) for y in curve.y)]
+
+
+def _curve(name: str, key: str, lines: Sequence[Mapping[str, Any]], mean_of: int = 1) -> Curve:
+    """One key of the metrics over these lines, counted from 1."""
+    x = tuple(float(k + 1) for k in range(len(lines)))
+    return Curve(name=name, x=x, y=tuple(_number(line.get(key)) for line in lines), mean_of=mean_of)
+
+
+def _loop(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [line for line in lines if line.get("phase") == "rl"]
 
 
 def _number(value: Any) -> float:

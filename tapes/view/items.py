@@ -105,8 +105,7 @@ def _step(read: StepRecord) -> dict[str, object]:
     if any(time is not None for time in times):
         found["times"] = times
     if not (isinstance(fields, dict) and len(fields) == 1 and isinstance(next(iter(fields.values())), str)):
-        written = json.dumps(fields, ensure_ascii=False, indent=1)
-        found["fields"] = written if len(written) <= TEXT else f"{written[:TEXT]}\N{HORIZONTAL ELLIPSIS}"
+        found["fields"] = _json(fields)
     return found
 
 
@@ -125,23 +124,16 @@ def call_item(read: Call) -> dict[str, object]:
 
 
 def _begin(read: Begin) -> dict[str, object]:
+    plain = ("t", "tape", "at", "split", "group", "attempt", "versions", "task_hash", "parent")
     return {
-        "t": "begin",
-        "tape": read.tape,
-        "at": read.at,
-        "split": read.split,
-        "group": read.group,
-        "attempt": read.attempt,
+        **read.model_dump(mode="json", include=set(plain)),
         "env_seed": str(read.env_seed),
         "seed": str(read.seed),
-        "versions": read.versions,
         "task": read.task.id,
-        "task_hash": read.task_hash,
         "public": _json(read.task.public),
         "private": _json(read.task.private),
         "agent": _identity(read.agent),
         "env": _identity(read.env),
-        "parent": read.parent.model_dump() if read.parent is not None else None,
         "sampling": _json(read.sampling.model_dump(mode="json")) if read.sampling is not None else None,
         "limits": _json(read.limits),
     }
@@ -161,8 +153,8 @@ def _json(value: Any) -> str | None:
 
 def _end(read: End) -> dict[str, object]:
     cause = read.cause.model_dump(mode="json") if read.cause is not None else None
-    if cause is not None and cause["message"] and len(cause["message"]) > TEXT:
-        cause["message"] = cause["message"][:TEXT] + "\N{HORIZONTAL ELLIPSIS}"
+    if cause is not None:
+        cause["message"] = _json(cause["message"])
     return {"t": "end", "status": read.status.value, "cause": cause, "seconds": read.seconds, "at": read.at}
 
 
@@ -176,10 +168,6 @@ def _reward(read: Reward) -> dict[str, object]:
         "layer": read.layer,
         "evidence": _json(read.evidence),
     }
-
-
-def _label(read: Label) -> dict[str, object]:
-    return read.model_dump(mode="json")
 
 
 def _tokens(read: Tokens) -> dict[str, object]:
@@ -198,7 +186,7 @@ _SHAPES: dict[type, Any] = {
     Call: call_item,
     Reward: _reward,
     End: _end,
-    Label: _label,
+    Label: Label.model_dump,
     Tokens: _tokens,
 }
 

@@ -18,7 +18,7 @@ from ..audit.faults import Fault, Faults
 from ..errors import TapereelError
 from ..records import End as EndRecord
 from ..records import Status, parse_record
-from ..store.books import Books
+from ..store.books import Books, Lost
 from ..store.disk import read_file
 from ..store.run_directory import CONFIG, METRICS, RESULTS, Results, read_metrics, recorded_settings
 from ..store.store import Store
@@ -62,15 +62,6 @@ class TapeToRead(Value):
     """Why the page proposes it: `after training, a wrong answer`."""
 
 
-class Ending(Value):
-    """Episodes that ended alike."""
-
-    status: str
-    cause: str
-    """The failed part or the limit; empty for an end that needs no cause."""
-    episodes: int
-
-
 class Overview(Value):
     """Everything on the page. An empty part is left out of the page."""
 
@@ -85,7 +76,7 @@ class Overview(Value):
     """Wall-clock seconds by part."""
     tokens: dict[str, int] = Field(default={})
     """Every sampled token by what became of it; the values add up to all sampled tokens."""
-    ends: tuple[Ending, ...] = ()
+    ends: tuple[Lost, ...] = ()
     faults: tuple[Fault, ...] = ()
     """The errors that ended episodes, most frequent first."""
     tapes: tuple[TapeToRead, ...] = ()
@@ -116,7 +107,7 @@ def overview_of(
     """
     path = store.path
     metrics = path / METRICS
-    books = _books(store)
+    books, accounting = _books(store)
     edited = store.edited()
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"] if not edited else []
     settings = recorded_settings(path)
@@ -135,18 +126,15 @@ def overview_of(
         notes=(
             *notes,
             *(f"{text}. No number of such files is shown." for text in edited),
-            *_accounting(books),
+            *accounting,
             *advice(store, "train" if lines else None, lines, results.after),
         ),
         facts=_facts(results, lines, books, seconds, loop.get("updates")),
         plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
         scores=held_out_scores(results),
         seconds=dict(seconds),
-        tokens=books.tokens if isinstance(books, Books) and books.sampled else {},
-        ends=tuple(
-            Ending(status=end.status, cause=end.cause or "", episodes=end.episodes)
-            for end in (books.ends if isinstance(books, Books) else ())
-        ),
+        tokens=books.tokens if books is not None and books.sampled else {},
+        ends=books.ends if books is not None else (),
         faults=_faults(store),
         tapes=_tapes(store),
         checks=checks(str(path), trained=trained),
@@ -156,26 +144,21 @@ def overview_of(
     )
 
 
-def _books(store: Store) -> Books | str:
-    """The accounting of the run's tokens, or why it can't be made: one unreadable record hides no other part."""
+def _books(store: Store) -> tuple[Books | None, tuple[str, ...]]:
+    """The accounting of the run's tokens, and sentences on what is wrong with it. None where it can't be made: one
+    unreadable record hides no other part."""
     try:
-        return store.books()
+        books = store.books()
     except TapereelError as error:
-        return str(error)
-
-
-def _accounting(books: Books | str) -> tuple[str, ...]:
-    if isinstance(books, str):
-        return (f"The tokens can't be accounted for: {books}",)
-    if books.closes:
-        return ()
-    return ("Not every token is accounted for: " + ("; ".join(books.findings) or "the sums differ"),)
+        return None, (f"The tokens can't be accounted for: {error}",)
+    why = "; ".join(books.findings) or "the sums differ"
+    return books, () if books.closes else (f"Not every token is accounted for: {why}",)
 
 
 def _facts(
     results: Results,
     lines: Sequence[Mapping[str, Any]],
-    books: Books | str,
+    books: Books | None,
     seconds: Mapping[str, float],
     updates: Any,
 ) -> tuple[Fact, ...]:
@@ -195,7 +178,7 @@ def _facts(
         )
     if updates is not None:
         facts.append(Fact(label="updates", value=f"{len(lines)} of {updates}"))
-    if isinstance(books, Books):
+    if books is not None:
         trained = f"; {books.tokens['trained']:,} trained on" if updates is not None else ""
         facts.append(Fact(label="tokens", value=f"{books.sampled:,}", note=f"sampled{trained}"))
         facts.append(Fact(label="episodes on tape", value=f"{books.begun:,}"))

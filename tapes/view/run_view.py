@@ -183,11 +183,9 @@ class RunView:
             phase = f"{update.phase}, {update.lineage}" if several else update.phase
             points.append(
                 {
+                    **update._asdict(),
                     "k": k,
-                    "lineage": update.lineage,
-                    "update": update.update,
                     "phase": phase,
-                    "skipped": update.skipped,
                     "tapes": len(update.tapes),
                     "scored": len(scored),
                     "reward": sum(scored) / len(scored) if scored else None,
@@ -269,24 +267,13 @@ class RunView:
         digest = self._digest(tape_map) if kept else None
         return [
             {
-                "verb": check.verb,
-                "at": check.at,
-                "turn": check.turn,
-                "given": check.given,
-                "outcome": verdict.outcome,
+                **check.model_dump(),
+                **verdict.model_dump(include={"outcome", "checked", "not_checked"}),
                 "says": str(verdict),
-                "checked": verdict.checked,
-                "not_checked": list(verdict.not_checked),
                 "fits": None if digest is None else verdict.digest == digest,
                 **(
-                    {
-                        "field": d.field,
-                        "cause": d.cause.value,
-                        "step": d.step,
-                        "call": d.call,
-                        "where": d.where,
-                        "diff": d.diff[:DIFF],
-                    }
+                    d.model_dump(mode="json", include={"field", "cause", "step", "call", "where"})
+                    | {"diff": d.diff[:DIFF]}
                     if (d := verdict.divergence) is not None
                     else {}
                 ),

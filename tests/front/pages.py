@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tapereel.tapes.audit.faults import Fault
+from tapereel.tapes.store.books import Lost
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.curves import Curve, Level, Plot
-from tapereel.tapes.view.overview import Ending, Fact, Overview, Score, TapeToRead
+from tapereel.tapes.view.overview import Fact, Overview, Score, TapeToRead
 
 EVIL = "</title></pre><script>alert(1)</script>\" onmouseover='x' {{ 7*7 }} $x_1$ & \x1b[2J\u202e"
 
@@ -35,7 +36,7 @@ def overview_with(text: str, *tapes: str) -> Overview:
         seconds={text: 1.5},
         tokens={text: 1200},
         notes=(text,),
-        ends=(Ending(status=text, cause=text, episodes=3),),
+        ends=(Lost(status=text, cause=text, trainable=True, episodes=3),),
         faults=(Fault(cause=text, error=text, raised_at=text, episodes=2, tape=text),),
         versions={text: text},
         checks={text: text},

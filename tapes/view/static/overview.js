@@ -38,7 +38,7 @@ T.Overview = class {
       when(o.scores, () => section("Held-out tasks", this.scores(o.scores))),
       when(small, () => section("Over the updates", T.h("div", { class: "cards" }, small.map((plot) => T.h("div", { class: "card" }, T.h("h3", null, text(plot.title)), this.figure(plot)))))),
       when([...Object.keys(o.seconds), ...Object.keys(o.tokens)], () => section("Where it went", T.h("div", { class: "cards" }, whole("Time", o.seconds, " s", 1), whole("Sampled tokens", o.tokens, "", 0)))),
-      when(o.ends, () => section("What ended episodes", this.table(["ended", "cause", "#episodes"], o.ends.map((end) => [text(end.status), text(end.cause), T.count(end.episodes)])),
+      when(o.ends, () => section("What ended episodes", this.table(["ended", "cause", "#episodes"], o.ends.map((end) => [text(end.status), text(end.cause || ""), T.count(end.episodes)])),
         o.faults.map((fault) => T.h("p", { class: "bad" }, text(`${T.count(fault.episodes)} x error of the ${fault.cause}: ${fault.error.slice(0, 300)}${fault.raised_at ? ` at ${fault.raised_at}` : ""}, first on tape `), this.link(fault.tape))))),
       when(o.tapes, () => section("Tapes to read", T.h("ul", null, o.tapes.map(({ tape, caption }) => T.h("li", null, text(`${caption}: `), this.link(tape)))))),
       when(Object.keys(o.checks), () => section("How to check it", commands(Object.entries(o.checks)))),

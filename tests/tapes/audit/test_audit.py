@@ -38,6 +38,7 @@ from tapereel.tapes.steps import Action, Answer, Text
 from tapereel.tapes.store.books import bucket
 from tapereel.tapes.store.segment import peek
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.summary import read_facts
 from tapereel.tapes.tape import Tape, step_record
 
 
@@ -107,7 +108,8 @@ def audited(*records: Iterable[Record], **how: Any) -> Audit:
     fold = AuditFold(**how)
     for record in (record for some in records for record in some):
         body = record.body()
-        fold.add(*peek(body), body)
+        t, tape = peek(body)
+        fold.take(tape or "", read_facts(t, body))
     return fold.audit()
 
 
