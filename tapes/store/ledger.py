@@ -53,7 +53,8 @@ class Ledger:
     """The redo log: every update that counts, inherited ones included, by (update, epoch)."""
     ended: Void | None = None
     """The `void` that ended this lineage, and which another lineage continues; None while it lives."""
-    _taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
+    taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
+    """tape -> its calls that an update trained on or set aside. The loop must not use these calls again."""
 
     @property
     def next_update(self) -> int:
@@ -72,14 +73,9 @@ class Ledger:
                     taught.setdefault(tape, []).append(use.update)
         return taught
 
-    @property
-    def taken(self) -> dict[str, set[str]]:
-        """tape -> its calls that an update trained on or set aside. The loop must not use these calls again."""
-        return self._taken
-
     def __contains__(self, tape: object) -> bool:
         """Whether an update used or set aside a token of the tape."""
-        return tape in self._taken
+        return tape in self.taken
 
 
 class Lineages:

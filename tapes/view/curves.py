@@ -57,12 +57,11 @@ def reward_curve(name: str, metrics: Path) -> Curve:
     return _curve(name, "reward", _loop(read_metrics(metrics)), MEAN_OF)
 
 
-def agent_curves(paths: Sequence[str] | None, metrics: Path) -> list[Curve]:
-    """Mean reward of each agent at these paths; None takes all agents that the metrics have a reward of."""
+def agent_curves(metrics: Path) -> list[Curve]:
+    """Mean reward of each agent that the metrics have a reward of."""
     lines = _loop(read_metrics(metrics))
-    if paths is None:
-        keys = dict.fromkeys(key.removeprefix("reward/") for line in lines for key in line if key.startswith("reward/"))
-        paths = [key for key in keys if key not in _TERMS and not key.startswith("missing/")]
+    keys = dict.fromkeys(key.removeprefix("reward/") for line in lines for key in line if key.startswith("reward/"))
+    paths = [key for key in keys if key not in _TERMS and not key.startswith("missing/")]
     return [_curve(path, f"reward/{path}", lines, MEAN_OF) for path in paths]
 
 
@@ -70,31 +69,20 @@ _TERMS = ("clipped", "overlong", "kl", "square", "std", "min", "max")
 """Keys below `reward/` in the metrics that the objective writes; all others are paths of agents."""
 
 
-def reward_plot(
-    name: str,
-    metrics: Path,
-    results: Results,
-    agents: Sequence[str] | None = (),
-    others: Sequence[Curve] = (),
-) -> Plot:
+def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Curve] = ()) -> Plot:
     """Mean reward of each update, of each agent and of `others`, with the held-out rewards."""
-    curves = [reward_curve(name, metrics), *agent_curves(agents, metrics), *others, *held_out_curve(results)]
+    curves = [reward_curve(name, metrics), *agent_curves(metrics), *others, *held_out_curve(results)]
+    levels = [
+        Level(name=f"held out, {when}", value=mean)
+        for when, part in (("before", results.before), ("after", results.after))
+        if part and (mean := part["sampled"].mean) is not None
+    ]
     return Plot(
         title="Mean reward of each update's episodes",
         curves=tuple(curves),
-        levels=held_out_levels(results, "sampled"),
-        xlabel="update",
+        levels=tuple(levels),
         ylabel="mean reward",
         caption="Thin: each update; thick: mean over five.",
-    )
-
-
-def held_out_levels(results: Results, evaluation: str) -> tuple[Level, ...]:
-    """The held-out reward before and after training, where it was measured."""
-    return tuple(
-        Level(name=f"held out, {name}", value=mean)
-        for name, part in (("before", results.before), ("after", results.after))
-        if part and (mean := part[evaluation].mean) is not None
     )
 
 

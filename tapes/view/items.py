@@ -84,9 +84,9 @@ def _videos(content: JsonValue) -> Iterator[Video]:
             yield from _videos(part)
 
 
-def _clip(name: str, text: str, limit: int = TEXT) -> dict[str, object]:
-    """`name` -> the text up to `limit`, and `cut` -> the whole length of a longer text."""
-    return {name: text} if len(text) <= limit else {name: text[:limit], "cut": len(text)}
+def _clip(name: str, text: str) -> dict[str, object]:
+    """`name` -> the text up to `TEXT` characters, and `cut` -> the whole length of a longer text."""
+    return {name: text} if len(text) <= TEXT else {name: text[:TEXT], "cut": len(text)}
 
 
 def _step(read: StepRecord) -> dict[str, object]:

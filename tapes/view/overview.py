@@ -98,7 +98,6 @@ def overview_of(
     results: Results | None = None,
     seconds: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
-    agents: Sequence[str] | None = None,
 ) -> Overview:
     """The overview of the run whose store this is.
 
@@ -130,7 +129,7 @@ def overview_of(
             *advice(store, "train" if lines else None, lines, results.after),
         ),
         facts=_facts(results, lines, books, seconds, loop.get("updates")),
-        plots=(reward_plot(recipe, metrics, results, agents), *loss_plots(metrics)) if trained else (),
+        plots=(reward_plot(recipe, metrics, results), *loss_plots(metrics)) if trained else (),
         scores=held_out_scores(results),
         seconds=dict(seconds),
         tokens=books.tokens if books is not None and books.sampled else {},
