@@ -19,7 +19,7 @@ from tapereel.envs.adapters.trl import TRLEnvironment, trl_reward, trl_row
 from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import Rewards
 from tapereel.envs.taskset import BadTasks, columns, standard_row
-from tapereel.tapes import Answer, Picture, Status, Tape, Task, ToolCalls, ToolResults
+from tapereel.tapes import Answer, Picture, Status, Tape, Task, ToolCalls, ToolResults, Video
 from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import content_parts
 from tapereel.tapes.store.store import Store
@@ -90,6 +90,31 @@ def test_an_environment_of_trl_shows_images_by_reset_and_by_tools():
     assert [part["type"] for part in tape.messages()[0]["content"]] == ["text", "text", "image"]
     (step,) = [step for step in tape if isinstance(step, ToolResults)]
     assert (step.results[0].content, step.results[0].pictures) == ("Second.", (Picture.of(square(3)),))
+
+
+def test_an_environment_of_trl_shows_videos_and_its_rewards_read_their_frames():
+    heard: list[Any] = []
+
+    class Films(Photos):
+        def reset(self, **row: Any) -> Any:
+            self.corner = int(row["corner"])
+            return ["First:", Video.of([square(self.corner)], fps=2, indices=[3])]
+
+        def take(self) -> Any:
+            """Film again."""
+            return Video.of([square(3)], fps=2, indices=[5])
+
+    def reads(completions: Any, **columns: Any) -> list[float]:
+        heard.extend(completions[0])
+        return [1.0]
+
+    row = trl_row({"prompt": [{"role": "user", "content": "Look."}], "corner": 2})
+    engine = ScriptedEngine([TAKE, "32"])
+    tape = asyncio.run(rollout(AGENT, lambda: TRLEnvironment(Films, rewards=[reads]), row, engine=engine))
+    assert (tape.status, tape.reward) == (Status.FINISHED, 1.0), tape.cause
+    assert [part["type"] for part in tape.messages()[0]["content"]] == ["text", "text", "video"]
+    (result,) = [message for message in heard if message["role"] == "tool"]
+    assert [part.get("text", part["type"]) for part in result["content"]] == ["<2.5 seconds>", "image"]
 
 
 def looked(images: Any = None, image: Any = None, completions: Any = None, **columns: Any) -> list[float]:
