@@ -64,9 +64,10 @@ def run(args: argparse.Namespace) -> int:
     with Store.open(args.run) as store:
         check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)
+        images = bool(store.media.names())
         if args.format != "rows":
-            return _answer_format(args, write(tapes, args.out, args.format))
-        renderer, images = renderer_of(args.tokenizer), bool(store.media.names())
+            return _answer_format(args, write(tapes, args.out, args.format, images=images))
+        renderer = renderer_of(args.tokenizer)
         done = export(tapes, args.out, agents=args.agents, renderer=renderer, images=images)
     if done.without_tokens:
         say(f"{done.without_tokens} tapes have text but no token ids, and were left out: give --tokenizer")

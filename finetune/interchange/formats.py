@@ -6,6 +6,7 @@ unchanged.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import Field, ValidationError
 
 from ...tapes import Tape
 from ...tapes.errors import UsageError
+from ...tapes.messages import image_parts
 from ...tapes.store.store import Store
 from ...tapes.value import Value
 from . import openenv_traces as openenv
@@ -109,8 +111,9 @@ def _format_of(name: str) -> Format:
     return FORMATS[name]
 
 
-def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
-    """Write closed `tapes` to `path`.
+def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool = False) -> Exchange:
+    """Write closed `tapes` to `path`. images: the tapes show pictures, which TRL's sets (`trl`, `sft`, `preference`)
+    hold in a column `images`: as `datasets.Image` in Parquet, as data URLs in JSONL.
 
     UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
     record; no file is written then.
@@ -118,16 +121,26 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str) -> Exchange:
     chosen, path = _format_of(format), Path(path)
     check_new(path, chosen.endings, format)
     left_out: dict[str, int] = {}
-    seen = 0
+    seen, files = 0, dict[str, bytes]()
+    images = images and ".parquet" in chosen.endings
 
     def stories() -> Iterator[Story]:
         nonlocal seen
         for tape in tapes:
             seen += 1
-            yield story_of(tape)
+            story = story_of(tape)
+            shown = image_parts([m for turn in story.turns for m in turn.messages]) if images else ()
+            files.update({name: tape.picture(name) for name in {str(p["media"]) for p in shown} - files.keys()})
+            yield story
+
+    def image(name: str) -> object:
+        if path.suffix == ".parquet":
+            return {"bytes": files[name], "path": name}
+        return f"data:image/png;base64,{base64.b64encode(files[name]).decode()}"
 
     def kept() -> Iterator[Mapping[str, object]]:
         for record in chosen.write(stories()):
+            record = record if isinstance(record, str) or not images else sets.with_images(record, image)
             if isinstance(record, str):
                 left_out[record] = left_out.get(record, 0) + 1
             else:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from ...tapes import Message, Status, Task
+from ...tapes.messages import frames_of
+from ...tapes.steps import PLACE, content_parts
 from .openenv_traces import Bit, Id
 from .story import Score, Story, Turn, conversation
 
@@ -129,6 +131,7 @@ def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
 
 def read_trl(record: Mapping[str, object], stem: str) -> list[Story]:
     """One story, with a call for each run of ones in the mask. ValueError if mask, ids or messages disagree."""
+    _without_images(record)
     row = TRLRow.model_validate(dict(record))
     n = len(row.completion_ids)
     logprobs = row.logprobs if row.logprobs is not None else [None] * n
@@ -196,6 +199,7 @@ def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
 
 def read_sft(record: Mapping[str, object], stem: str) -> list[Story]:
     """One story without token ids; a trainer tokenizes its text."""
+    _without_images(record)
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
     turns, prompt = _spoken(before, said, row.tools)
@@ -268,6 +272,7 @@ def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
 
 def read_preference(record: Mapping[str, object], stem: str) -> list[Story]:
     """Two stories in one group. Without scores, the reward `preferred` is 1 for the chosen and 0 for the rejected."""
+    _without_images(record)
     row = PreferenceRow.model_validate(dict(record))
     prompt = _back(row.prompt, "user")
     made = []
@@ -280,6 +285,29 @@ def read_preference(record: Mapping[str, object], stem: str) -> list[Story]:
 
 
 # Messages in a column
+
+
+def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Mapping[str, object] | str:
+    """The row in TRL's form for pictures: every content is a list of parts, and the column `images` has the picture of
+    each part `{"type": "image"}`, in order. A reason where TRL's form can't hold the row. image: what stands in the
+    column, by the name of the file."""
+    names: list[str] = []
+    made: dict[str, object] = dict(row)
+    for key in ("messages", "prompt", "completion", "chosen", "rejected"):
+        before, shown = len(names), []
+        for message in frames_of(cast("Sequence[Message]", row.get(key, ()))):
+            parts = content_parts(message) or [{"type": "text", "text": message.get("content") or ""}]
+            names += [str(part["media"]) for part in parts if "media" in part]
+            shown.append({**message, "content": [PLACE if "media" in part else part for part in parts]})
+        if key in ("chosen", "rejected") and len(names) > before:
+            return "pictures behind the prompt, which TRL's preference form doesn't hold"
+        made |= {key: shown} if key in row else {}
+    return {**made, "images": [image(name) for name in names]}
+
+
+def _without_images(row: Mapping[str, object]) -> None:
+    if row.get("images"):
+        raise ValueError("it has pictures (`images`), which only tasks hold: read the file by `--tasks`")
 
 
 def _flat(messages: Iterable[Message]) -> list[Message]:

@@ -222,15 +222,16 @@ def _without_none(value: Any) -> Any:
 
 def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
     try:
-        from datasets import Dataset, disable_progress_bars
+        from datasets import Dataset, Image, List, disable_progress_bars
     except ImportError as error:
         raise MissingExtra("datasets", "train", "writing Parquet") from error
     disable_progress_bars()
     try:
-        Dataset.from_list([dict(record) for record in made]).to_parquet(str(path))
+        found = Dataset.from_list([dict(record) for record in made])
+        (found.cast_column("images", List(Image())) if "images" in made[0] else found).to_parquet(str(path))
     except ValueError as error:  # ArrowInvalid, as for contents that are text in one message and parts in another
         raise UsageError(
             f"{path.name}: a column of Parquet has one type, and messages with pictures have parts where others have "
-            f"text ({error}): write .jsonl"
+            f"text ({error}): write it with images=True"
         ) from error
     return len(made)
