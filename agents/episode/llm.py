@@ -13,10 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
-from random import Random
 from typing import Any
-from uuid import UUID
 
 from pydantic import BaseModel, JsonValue
 
@@ -83,7 +80,7 @@ class RenderFailed(Exception):
     """The conversation can't be rendered as tokens: the fault of the environment or agent that wrote its content."""
 
 
-class LLM:
+class LLM(Clock):
     """`reply = await llm(tape, system="...")`. Built by `rollout`, one for each episode."""
 
     def __init__(
@@ -101,12 +98,11 @@ class LLM:
         retries: further requests after an engine's error that may pass. backoff: seconds before the first of them; each
         further wait is twice as long.
         """
+        super().__init__(recorder, seed)
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         # Asked once an episode: Python looks up each member of a protocol, which would cost a tenth of every turn.
         self._recorded = engine if isinstance(engine, RecordedEngine) else None
-        self._clock = Clock(recorder, seed)
         self._conversations = Conversations(recorder, engine)
-        self._seed = seed
         self._limits = limits
         self._retries = retries
         self._backoff = backoff
@@ -237,20 +233,6 @@ class LLM:
         thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
         read = read_tool_calls(text, schemas or (), native=native, thinking=thinking)
         return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)
-
-    # Time and randomness that a replay repeats
-
-    def now(self, tape: Tape) -> datetime:
-        """The time (UTC) of the newest record that this agent knows; see `Clock.now`."""
-        return self._clock.now(tape)
-
-    def random(self, tape: Tape) -> Random:
-        """This agent's random generator for the current turn; see `Clock.random`."""
-        return self._clock.random(tape)
-
-    def uuid(self, tape: Tape) -> UUID:
-        """A new id, drawn from `random`."""
-        return self._clock.uuid(tape)
 
     # Attribution: the rollout asks, for each yielded step, which path yielded it and which calls it was read from
 

@@ -110,7 +110,7 @@ async def rollout(
         task=task,
         task_hash=task.hash,
         agent=agent.identity(),
-        env=_environment_identity(env) if not isinstance(env, _Unmade) else Identity(name=_name(factory)),
+        env=_identity(env, factory),
         env_seed=derive_seed(seed, "env") if env_seed is None else env_seed,
         seed=seed,
         group=group,
@@ -325,7 +325,10 @@ class Episode:
         if self.timers.reached is not None:
             return None, _limit(self.timers.reached)
         if action is None:
-            return None, _limit(self.llm.latched) if self.llm.latched is not None else _no_action(self.agent)
+            if self.llm.latched is not None:
+                return None, _limit(self.llm.latched)
+            fault = AgentFault(f"{type(self.agent).__qualname__}.act ended without an Action")
+            return None, (Status.ERROR, _cause(CauseType.AGENT, fault))
         return action, None
 
     async def _turn(self, view: Tape) -> Action | None:
@@ -472,10 +475,6 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
         yield error
 
 
-def _no_action(agent: Agent) -> tuple[Status, Cause | None]:
-    return Status.ERROR, _cause(CauseType.AGENT, AgentFault(f"{type(agent).__qualname__}.act ended without an Action"))
-
-
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line of the user's code: a library's error is corrected where the user called the library.
@@ -535,11 +534,10 @@ def _new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
         return _Unmade(error)
 
 
-def _name(factory: object) -> str:
-    return getattr(factory, "__name__", type(factory).__name__)
-
-
-def _environment_identity(env: AnyEnvironment) -> Identity:
+def _identity(env: AnyEnvironment, factory: object) -> Identity:
+    """Of the environment, or of the factory that raised in its place."""
+    if isinstance(env, _Unmade):
+        return Identity(name=getattr(factory, "__name__", type(factory).__name__))
     config = configuration(env)
     if env.rewards is not None:
         config["rewards"] = list(env.rewards.names)

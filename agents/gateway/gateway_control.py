@@ -237,9 +237,7 @@ class Control(Gateway):
     def _route(self, route: _Route) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             if not self.has_admin_token(request):
-                raise Refused(
-                    401, "the admin token is needed here", kind="authentication_error", code="invalid_api_key"
-                )
+                raise Refused(401, "the admin token is needed here")
             return json_response(await route(request))
 
         return handler
@@ -266,15 +264,9 @@ class Control(Gateway):
         """
         asked = self._body(request, BeginTape)
         if self._closed:
-            raise Refused(503, "the gateway is ending", kind="server_error", code="shutting_down")
+            raise Refused(503, "the gateway is ending", code="shutting_down")
         if len(self._open) >= self._most:
-            raise Refused(
-                429,
-                f"{self._most} tapes are open, which is the most; end some",
-                kind="rate_limit_error",
-                code="too_many_tapes",
-                headers={"Retry-After": "1"},
-            )
+            raise Refused(429, f"{self._most} tapes are open, which is the most; end some", code="too_many_tapes")
         loop = asyncio.get_running_loop()
         new = _Open(new_tape_id(), loop.create_future(), loop.create_future())
         budget = asked.budget.model_dump(exclude_none=True, exclude={"idle"})
@@ -300,7 +292,7 @@ class Control(Gateway):
         await asyncio.wait((new.ready, new.task), return_when=asyncio.FIRST_COMPLETED)
         if not new.ready.done():
             new.task.result()  # raises StoreFailed; no other failure ends an episode before the agent acts
-            raise Refused(500, f"tape {new.id} ended before it began to ask", kind="server_error")
+            raise Refused(500, f"tape {new.id} ended before it began to ask")
         return {"tape": new.id, "key": new.ready.result(), "base_url": self.url_for(request)}
 
     def _over(self, open_: _Open, task: asyncio.Task[Tape]) -> None:
@@ -363,7 +355,7 @@ class Control(Gateway):
             raise Refused(
                 409, f"tape {tape} has ended; score it later with `tapereel replay --rewards`", code="tape_ended"
             )
-        raise Refused(404, f"there is no open tape {tape}", code="not_found")
+        raise Refused(404, f"there is no open tape {tape}")
 
     async def stop(self) -> None:
         """End all open tapes as cancelled, and refuse new ones. Returns after all their rollouts have ended."""

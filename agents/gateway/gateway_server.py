@@ -112,8 +112,7 @@ class Gateway(HttpService):
 
     def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
         """The answer to a refused request, as OpenAI's servers give it."""
-        kind = "authentication_error" if status == 401 else "invalid_request_error"
-        return self._refuse(request, Refused(status, why, kind=kind, code=_CODES.get(status)))
+        return self._refuse(request, Refused(status, why))
 
     # Keys
 
@@ -148,7 +147,7 @@ class Gateway(HttpService):
             return session
         if _digest(key) in self._ended:
             raise ended()
-        raise Refused(401, "this is no key of a tape here", kind="authentication_error", code="invalid_api_key")
+        raise Refused(401, "this is no key of a tape here")
 
     # Weights
 
@@ -173,13 +172,8 @@ class Gateway(HttpService):
             # The engine doesn't signal the end of its own weight sync, so it is polled.
             while self._paused or session.changing:
                 if time.monotonic() >= deadline:
-                    raise Refused(
-                        429,
-                        "the model's weights are being replaced; ask again in a moment",
-                        kind="rate_limit_error",
-                        code="weights_changing",
-                        headers={"Retry-After": "1"},
-                    )
+                    why = "the model's weights are being replaced; ask again in a moment"
+                    raise Refused(429, why, code="weights_changing")
                 await asyncio.sleep(0.02)
         finally:
             session.held -= 1
@@ -295,9 +289,6 @@ class Gateway(HttpService):
         return False
 
 
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-
-
 def _about(model: str) -> dict[str, JsonValue]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "tapereel"}
 
@@ -331,7 +322,7 @@ def _events(chunks: Iterable[Mapping[str, object]]) -> bytes:
 
 
 def _store_failed(error: StoreFailed) -> Refused:
-    return Refused(500, str(error), kind="server_error", code="store_failed", headers={"x-should-retry": "false"})
+    return Refused(500, str(error), code="store_failed", final=True)
 
 
 def json_response(value: object) -> web.Response:

@@ -218,14 +218,9 @@ class Session:
         except RenderFailed as error:
             raise Refused(400, str(error), param="messages") from None
         except ModelFailed as error:
-            raise Refused(502, str(error), kind="server_error", code="model_failed") from None
+            raise Refused(502, str(error), code="model_failed") from None
         except BaseException as error:
-            raise Refused(
-                500,
-                f"the episode is over: {type(error).__name__}",
-                kind="server_error",
-                headers={"x-should-retry": "false"},
-            ) from error
+            raise Refused(500, f"the episode is over: {type(error).__name__}", final=True) from error
         finally:
             self._asking.discard(asking)
             self.heard_at = time.monotonic()
@@ -278,7 +273,6 @@ class Session:
                 502,
                 "the model failed in the midst of this answer and answered otherwise when it was asked "
                 "again; ask again",
-                kind="server_error",
                 code="answer_changed",
             )
         return answer
@@ -308,7 +302,7 @@ class Session:
         self._llm.read_from(exchange, reply.call)
         self._exchanges.put_nowait(exchange)
         if reply.finish == "abort":
-            raise Refused(503, "the engine was stopped in the midst of the answer", kind="server_error")
+            raise Refused(503, "the engine was stopped in the midst of the answer")
         return answer
 
     async def exchanges(self) -> AsyncIterator[Exchange]:
@@ -394,25 +388,13 @@ class Session:
 
 def ended() -> Refused:
     """The error for the key of an ended tape."""
-    return Refused(
-        403,
-        "the tape of this key has ended",
-        kind="permission_error",
-        code="tape_ended",
-        headers={"x-should-retry": "false"},
-    )
+    return Refused(403, "the tape of this key has ended", code="tape_ended", final=True)
 
 
 def _limit(error: LimitReached) -> Refused:
     if error.limit == "context":
         return Refused(400, str(error), code="context_length_exceeded", param="messages")
-    return Refused(
-        429,
-        f"this tape's budget is spent: {error}",
-        kind="insufficient_quota",
-        code="insufficient_quota",
-        headers={"x-should-retry": "false"},
-    )
+    return Refused(429, f"this tape's budget is spent: {error}", code="insufficient_quota", final=True)
 
 
 def _conversation(messages: list[Message]) -> str:

@@ -49,24 +49,26 @@ CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 
 
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+"""HTTP status -> OpenAI's type of the error. Another status below 500 is an `invalid_request_error`."""
+_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+"""HTTP status -> the code of an error that names none."""
+
+
 class Refused(TapereelError, ValueError):
     """A request is refused, with an error body in the form that OpenAI's clients read."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        code: str | None = None,
-        param: str | None = None,
-        headers: dict[str, str] | None = None,
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, final: bool = False
     ) -> None:
+        """final: tells OpenAI's clients, which retry some statuses by themselves, that no retry helps."""
         super().__init__(message)
+        known = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        kind = code if code == "insufficient_quota" else known
         self.status = status
         """HTTP status code."""
-        self.headers = headers or {}
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        self.headers = {"x-should-retry": "false"} if final else {"Retry-After": "1"} if status == 429 else {}
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
         """The JSON object that is sent."""
 
 

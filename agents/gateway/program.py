@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -215,8 +216,10 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 def _end_strays(key: bytes) -> None:
     """Kill the processes that left the command's session: their environment has the tape's key, and no other has it."""
+    if sys.platform != "linux":
+        return
     for _ in range(10):  # repeated, because a process may fork between the scan and the kill
-        found = [pid for pid in map(int, filter(str.isdigit, _processes())) if key in _environment(pid)]
+        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if key in _environment(pid)]
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -224,15 +227,10 @@ def _end_strays(key: bytes) -> None:
             return
 
 
-def _processes() -> list[str]:
-    return os.listdir("/proc") if sys.platform == "linux" else []
-
-
 def _environment(pid: int) -> bytes:
     """The environment at the start of a process; empty if the process is another user's or has ended."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read()
+        return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
 

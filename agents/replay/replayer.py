@@ -302,30 +302,14 @@ class _Checker(Recorder):
         script, by = self._script, record.by
         if record.engine != "authored":
             then = self._sampled[by, record.seed]
-            if then.conversation != record.conversation:
-                raise script.end(
-                    script.divergence(
-                        "conversation",
-                        then.conversation,
-                        record.conversation,
-                        Likely.CODE,
-                        f"call {then.call} by {by!r} belongs to another conversation",
-                        by=by,
-                        call=then,
-                    )
-                )
+            was, now = then.conversation, record.conversation
+            if was != now:
+                sentence = f"call {then.call} by {by!r} belongs to another conversation"
+                raise script.differs("conversation", was, now, Likely.CODE, sentence, call=then)
             if record.completion is not None and record.completion != then.completion:
-                raise script.end(
-                    script.divergence(
-                        "completion",
-                        list(then.completion or ()),
-                        list(record.completion),
-                        Likely.RENDERING,
-                        f"call {then.call} by {by!r}: the same answer becomes other token ids",
-                        by=by,
-                        call=then,
-                    )
-                )
+                was, now = list(then.completion or ()), list(record.completion)
+                sentence = f"call {then.call} by {by!r}: the same answer becomes other token ids"
+                raise script.differs("completion", was, now, Likely.RENDERING, sentence, call=then)
             return then
         if not self._authored[by]:
             raise script.beyond(by, "writes text without a model", record.text)
@@ -333,8 +317,6 @@ class _Checker(Recorder):
         was = {"messages": script.tape.call_messages(then), "text": then.text, "tool_calls": then.tool_calls}
         now = {"messages": Tape(self.log).call_messages(record), "text": record.text, "tool_calls": record.tool_calls}
         for found in differences(was, now):
-            raise script.end(
-                script.divergence(*found, Likely.CODE, f"{by!r} writes another text without a model", by=by, call=then)
-            )
+            raise script.differs(*found, Likely.CODE, f"{by!r} writes another text without a model", call=then)
         script.asked(then, tokens=False)
         return then

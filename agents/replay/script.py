@@ -121,18 +121,16 @@ class Script:
             return self.end()
         tape = self.tape
         how = tape.cause.message if tape.cause is not None else tape.status or "no end record: it is open"
-        return self.end(
-            self.divergence(
-                "call" if "calls" in does else "step",
-                None,
-                observed,
-                Likely.EXHAUSTED,
-                f"{by!r} {does}, after the last record of this agent (the tape ends with: {how})",
-                by=by,
-            )
+        return self.differs(
+            "call" if "calls" in does else "step",
+            None,
+            observed,
+            Likely.EXHAUSTED,
+            f"{by!r} {does}, after the last record of this agent (the tape ends with: {how})",
+            by=by,
         )
 
-    def divergence(
+    def differs(
         self,
         field: str,
         recorded: object,
@@ -144,12 +142,12 @@ class Script:
         step: int | None = None,
         call: Call | None = None,
         where: str | None = None,
-    ) -> Divergence:
-        """A difference at the current turn, or at a step or call."""
+    ) -> Over:
+        """End the replay with a difference at the current turn, or at a step or call. The caller raises the result."""
         if call is not None:
-            return call_divergence(self.tape, call, Difference(field, recorded, observed), cause, sentence)
+            return self.end(call_divergence(self.tape, call, Difference(field, recorded, observed), cause, sentence))
         then, now = clipped(recorded, observed)
-        return Divergence(
+        found = Divergence(
             tape=self.tape.id,
             turn=self.turn,
             record=record_of_step(self.tape, step),
@@ -162,6 +160,7 @@ class Script:
             sentence=sentence,
             where=where,
         )
+        return self.end(found)
 
     # What happens
 
@@ -182,19 +181,10 @@ class Script:
         then = [call for call, _, _ in entry.calls]
         if found is not None:
             cause, reason = self._blame(record, entry, same_calls=calls == then)
-            raise self.end(self.divergence(*found, cause, f"step {index} by {by!r}: {reason}", by=by, step=index))
+            raise self.differs(*found, cause, f"step {index} by {by!r}: {reason}", by=by, step=index)
         if calls != then:
-            raise self.end(
-                self.divergence(
-                    "calls",
-                    then,
-                    calls,
-                    Likely.ORDER,
-                    f"step {index} by {by!r} is read from another call than the recorded one",
-                    by=by,
-                    step=index,
-                )
-            )
+            sentence = f"step {index} by {by!r} is read from another call than the recorded one"
+            raise self.differs("calls", then, calls, Likely.ORDER, sentence, by=by, step=index)
         self.steps[by].popleft()
         self.checked["steps"] += 1
         if isinstance(record.content, Action):
@@ -207,7 +197,7 @@ class Script:
             return self.end()
         then, now = _what_ended(self.tape.end), _what_ended(end)
         if then == now:
-            return self.end(self._left(self.turn))
+            return self._left(self.turn) or self.end()
         cause = end.cause
         ending = end.status.value if cause is None else f"{end.status.value}: {cause.error}: {cause.message}"
         found = next(differences(then, now, "end"))
@@ -215,59 +205,40 @@ class Script:
         blame = Likely.PARSER if heard and cause is not None and cause.type is CauseType.AGENT else Likely.CODE
         if cause is not None and cause.error == "RenderFailed":
             blame = Likely.RENDERING
-        return self.end(
-            self.divergence(
-                *found,
-                blame,
-                f"the episode ends here ({ending}); recorded: {_end_text(then)}",
-                where=cause.frame if cause is not None else None,
-            )
-        )
+        was = then["cause"]
+        recorded = then["status"] if was is None else f"{then['status']}: {was['error']}: {was['message']}"
+        sentence = f"the episode ends here ({ending}); recorded: {recorded}"
+        return self.differs(*found, blame, sentence, where=cause.frame if cause is not None else None)
 
     def _turn_over(self) -> None:
         """The turn's Action was yielded: every recorded call and step of the turn must have been repeated."""
         left = self._left(self.turn)
         if left is not None:
-            raise self.end(left)
+            raise left
         self.turn += 1
         if self.only is not None:
             raise self.end()
 
-    def _left(self, turn: int) -> Divergence | None:
-        """The first record up to the end of that turn that was not repeated."""
+    def _left(self, turn: int) -> Over | None:
+        """Ends the replay at the first record up to the end of that turn that was not repeated; None without one."""
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
             asked = plain(self.tape.call_messages(call)[-1:])
-            return self.divergence(
-                "call",
-                asked,
-                None,
-                Likely.CODE,
-                f"call {call.call} by {call.by!r} was recorded and is not made now",
-                by=call.by,
-                call=call,
-            )
+            sentence = f"call {call.call} by {call.by!r} was recorded and is not made now"
+            return self.differs("call", asked, None, Likely.CODE, sentence, call=call)
         for by, steps in self.steps.items():
             if by != ENV and steps and steps[0][1].turn <= turn:
                 index, entry = steps[0]
                 sentence = f"step {index} by {by!r} ({entry.step.kind}) was recorded and is not yielded now"
-                return self.divergence("step", str(entry.step), None, Likely.CODE, sentence, by=by, step=index)
+                return self.differs("step", str(entry.step), None, Likely.CODE, sentence, by=by, step=index)
         return None
 
     def _unexpected(self, record: StepRecord) -> Over:
         known = sorted({entry.by for entry in self.tape.entries} - {ENV})
         if record.by in known or not known or self.past_the_cut:
             return self.beyond(record.by, f"yields a {record.kind}", str(record.content))
-        return self.end(
-            self.divergence(
-                "by",
-                known,
-                record.by,
-                Likely.CODE,
-                f"{record.by!r} yields a step, but has no step on this tape (agents with steps: {', '.join(known)})",
-                by=record.by,
-            )
-        )
+        sentence = f"{record.by!r} yields a step, but has no step on this tape (agents with steps: {', '.join(known)})"
+        return self.differs("by", known, record.by, Likely.CODE, sentence, by=record.by)
 
     def _blame(self, record: StepRecord, entry: Entry, *, same_calls: bool) -> tuple[Likely, str]:
         others = list(self.steps[record.by])[1:]
@@ -351,8 +322,3 @@ def _what_ended(end: End | None) -> dict[str, Any]:
     message = _ADDRESS.sub("0x", cause.message or "")
     error = _RENAMED_ERRORS.get(cause.error or "", cause.error)
     return {"status": end.status.value, "cause": {"type": cause.type.value, "error": error, "message": message}}
-
-
-def _end_text(end: dict[str, Any]) -> str:
-    cause = end["cause"]
-    return end["status"] if cause is None else f"{end['status']}: {cause['error']}: {cause['message']}"

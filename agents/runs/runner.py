@@ -299,12 +299,11 @@ def scores_of(
     labels: dict[str, str] | None = None
     if by is not None:
         first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}
-        labels = {task: _label(store.tape(tape, refresh=False).begin.task, by) for task, tape in first.items()}
+        labels = {}
+        for task, tape in first.items():
+            public = store.tape(tape, refresh=False).begin.task.public
+            labels[task] = str(public[by]) if isinstance(public, dict) and by in public else f"without {by}"
     return evaluate_rewards(rewards_of(store, split), k=k, success=success, labels=labels)
-
-
-def _label(task: Task, key: str) -> str:
-    return str(task.public[key]) if isinstance(task.public, dict) and key in task.public else f"without {key}"
 
 
 # The scores of recorded runs

@@ -299,11 +299,17 @@ class Made:
 async def make_engine(config: AnyEngineConfig) -> Made:
     """Create the engine that `config` describes. Raises EngineError or NotTrainable for an unusable server."""
     if isinstance(config, ScriptedConfig):
-        return Made(_scripted(config), None)
+        renderer = None if config.tokenizer is None else config.renderer.load(config.tokenizer)
+        return Made(ScriptedEngine(_policy(config), renderer=renderer), None)
     if isinstance(config, EmbeddedConfig):
         return _embedded(config)
     if isinstance(config, LiteLLMConfig):
-        return Made(_hosted(config), None)
+        from ..engines.servers.litellm_engine import LiteLLMEngine
+
+        try:
+            return Made(LiteLLMEngine(config.model, **config.model_dump(exclude={"kind", "model"})), None)
+        except ValueError as error:
+            raise UsageError(f"engine: {error}") from error
     if isinstance(config, CustomConfig):
         return Made(config.make(), None)
     return Made(await connect_to(config), None)
@@ -334,23 +340,6 @@ async def connect_to(
     await local.start()
     own = OwnServer(local, seconds=config.seconds)
     return await connect(config, renderer, weights=weights, adapters=adapters, servers=[own])
-
-
-def _hosted(config: LiteLLMConfig) -> Engine:
-    from ..engines.servers.litellm_engine import LiteLLMEngine
-
-    settings = config.model_dump(exclude={"kind", "model"})
-    try:
-        return LiteLLMEngine(config.model, **settings)
-    except ValueError as error:
-        raise UsageError(f"engine: {error}") from error
-
-
-def _scripted(config: ScriptedConfig) -> ScriptedEngine:
-    renderer = None
-    if config.tokenizer is not None:
-        renderer = config.renderer.load(config.tokenizer)
-    return ScriptedEngine(_policy(config), renderer=renderer)
 
 
 def _policy(config: ScriptedConfig) -> Policy:

@@ -137,7 +137,7 @@ def team_of(
     return TeamEngine({REST: engine, **seats}, lent=[engines[name] for name in lent])
 
 
-async def make_partners(players: Mapping[str, PartnerConfig]) -> dict[str, Made]:
+async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
     """Create an engine for each player, by name. If one fails, the function closes the others and raises."""
     made: dict[str, Made] = {}
     try:
@@ -159,27 +159,18 @@ async def make_team(
     weights have no entry. Raises BadTeam if the engines can't record on one tape, UsageError if one can't see what is
     shown."""
     check_together(config, players)
-    partners = await make_partners(players)
-    try:
-        made = await make_engine(config)
-    except BaseException:
-        for one in partners.values():
-            await one.engine.close()
-        raise
-    _use_threads([config, *(player.engine for player in players.values())])
-    published = {name: one.publish for name, one in {REST: made, **partners}.items() if one.publish is not None}
-    team = team_of(made.engine, players, {name: one.engine for name, one in partners.items()})
+    models = {REST: ModelConfig(engine=config), **players}
+    made = await make_partners(models)
+    engines = [model.engine for model in models.values()]
+    if any(isinstance(engine, EmbeddedConfig) for engine in engines):
+        import torch
+
+        torch.set_num_threads(threads_of(engines))  # one number per process, and each new engine sets its own
+    published = {name: one.publish for name, one in made.items() if one.publish is not None}
+    team = team_of(made[REST].engine, players, {name: made[name].engine for name in players})
     try:
         check_sight(team, shows)
     except UsageError:
         await team.close()
         raise
     return team, published
-
-
-def _use_threads(engines: list[AnyEngineConfig]) -> None:
-    """Set the number of torch threads. It is one number per process, and each new embedded engine sets its own."""
-    if any(config.kind == "embedded" for config in engines):
-        import torch
-
-        torch.set_num_threads(threads_of(engines))

@@ -30,6 +30,12 @@ AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 NO_ROUTE = (403, 404, 405)
 """HTTP statuses with which a server answers on a route that it lacks or has turned off."""
+HINTS = {
+    401: f"; is the API key right? {HOW_FOUND}",
+    403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
+    404: "; the server has no such route or model",
+}
+"""HTTP status -> its likely cause, for the message of the error."""
 LARGEST = 256 << 20
 """Maximum size of one answer, in bytes. A completion with its log-probs takes about 100 bytes per token."""
 
@@ -108,14 +114,10 @@ class Server:
     async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:
         """Yield the answer to a POST as it arrives, in pieces of any size. The timeout applies to each piece, not to
         the whole answer. Raises ServerFailed."""
-        where, size = f"POST {self.url}{route}", 0
         async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
-            async for part in answer.content.iter_chunked(1 << 16):
+            async for part in _parts(answer.content, f"POST {self.url}{route}"):
                 # Each piece restarts the timeout: a long completion may take longer than `seconds` in total.
                 bound.reschedule(asyncio.get_running_loop().time() + self._seconds)
-                size += len(part)
-                if size > LARGEST:
-                    raise ServerFailed(f"{where}: the answer is longer than {LARGEST >> 20} MiB", retry=False)
                 yield part
 
     async def healthy(self, seconds: float) -> bool:
@@ -192,12 +194,14 @@ class Server:
                     method, self.url + route, json=body, params=params, headers=headers, allow_redirects=False
                 ) as answer,
             ):
-                if answer.status >= 300:
-                    content = await _read(answer.content, where)
-                    failed = _refused(where, answer.status, content, answer.headers.get("Retry-After"), key)
+                status = answer.status
+                if status >= 300:
+                    content = _short(await _read(answer.content, where), key)
                     # A server that was started anew after the key was read has another key.
-                    failed.retry |= answer.status == 401 and self._key(where) != key
-                    raise failed
+                    retry = status in AGAIN or (status == 401 and self._key(where) != key)
+                    after = retry_after(answer.headers.get("Retry-After"))
+                    message = f"{where}: {status}{HINTS.get(status, '')}: {content}"
+                    raise ServerFailed(message, retry=retry, status=status, after=after)
                 yield answer, bound
         except TimeoutError as error:
             slow = ServerFailed(
@@ -238,30 +242,19 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
-    """Return the whole body. Raises ServerFailed for more than `LARGEST` bytes, so that a server can't exhaust this
-    process's memory."""
-    parts, size = [], 0
+async def _parts(stream: aiohttp.StreamReader, where: str) -> AsyncGenerator[bytes]:
+    """Yield the body. Raises ServerFailed after `LARGEST` bytes, so that a server can't exhaust this process's
+    memory."""
+    size = 0
     async for part in stream.iter_chunked(1 << 16):
         size += len(part)
         if size > LARGEST:
             raise ServerFailed(f"{where}: the answer is longer than {LARGEST >> 20} MiB", retry=False)
-        parts.append(part)
-    return b"".join(parts)
+        yield part
 
 
-def _refused(where: str, status: int, content: bytes, after: str | None, key: str | None) -> ServerFailed:
-    hint = {
-        401: f"; is the API key right? {HOW_FOUND}",
-        403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
-        404: "; the server has no such route or model",
-    }.get(status, "")
-    return ServerFailed(
-        f"{where}: {status}{hint}: {_short(content, key)}",
-        retry=status in AGAIN,
-        status=status,
-        after=retry_after(after),
-    )
+async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
+    return b"".join([part async for part in _parts(stream, where)])
 
 
 def _short(content: bytes, key: str | None) -> str:

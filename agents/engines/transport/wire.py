@@ -147,11 +147,13 @@ def sampled(
             f"the answer has prompt ids {_kind(prompt)}: without them it is unknown what the server read, and text "
             "alone is no RL data"
         )
+    if not isinstance(finish, str) or finish not in _FINISH:
+        raise BadAnswer(f"the answer finished as {finish!r}, not as one of {', '.join(_FINISH)}")
     return Sampled(
         ids=checked_ids(ids, "answer"),
         logprobs=array("f", [checked_logprob(value, k) for k, value in enumerate(logprobs)]),
         spans=_spans(versions, len(ids)),
-        finish=_finish(finish),
+        finish=_FINISH[finish],
         usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=len(ids), cached_tokens=cached),
         prompt=checked_ids(prompt, "prompt in the answer") if isinstance(prompt, list) else None,
         places=tuple((place["offset"], place["length"]) for place in places or ()),
@@ -232,12 +234,6 @@ _FINISH: dict[str, Finish] = {
 }
 
 
-def _finish(value: object) -> Finish:
-    if not isinstance(value, str) or value not in _FINISH:
-        raise BadAnswer(f"the answer finished as {value!r}, not as one of {', '.join(_FINISH)}")
-    return _FINISH[value]
-
-
 def _kind(value: Any) -> str:
     return "missing" if value is None else f"of type {type(value).__name__}"
 
@@ -250,13 +246,8 @@ def field(value: object, *path: str | int) -> object:
             found = found[step]
         except (TypeError, KeyError, IndexError) as error:
             where = ".".join(map(str, path[: k + 1]))
-            raise BadAnswer(f"the answer has no {where}; it is {_short(found)}") from error
+            raise BadAnswer(f"the answer has no {where}; it is {found!r:.200}") from error
     return found
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]} ..."
 
 
 def openai_messages(messages: Sequence[Message]) -> list[Message]:
