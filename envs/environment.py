@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Never, Protocol, cast
+from typing import Any, ClassVar, Generic, Literal, Never, Protocol, cast
 
 from pydantic import JsonValue
 from typing_extensions import TypeVar
 
-from ..tapes import Action, Answer, Observation, Status, TapereelError, Text
+from ..tapes import Action, Answer, Observation, Status, Step, Tape, TapereelError, Text
 from ..tapes.errors import UsageError
-
-if TYPE_CHECKING:
-    from ..tapes import Tape
-    from ..tapes.records import Reward
+from ..tapes.messages import ENV
+from ..tapes.records import Begin, Identity, Reward, Task
+from ..tapes.tape import step_record
 
 ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
@@ -142,6 +141,17 @@ class Outcome:
         )
         yield from ((name, value, 1.0) for name, value in rewards.items())
         yield from ((name, value, 0.0) for name, value in self.metrics.items())
+
+
+def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:
+    """A tape of these steps of an environment called `env`, for `restore`: without calls, rewards and an end."""
+    identity = Identity(name=env)
+    agent = Identity(name="agent")
+    begin = Begin(
+        tape=tape, task=task, task_hash=task.hash, agent=agent, env=identity, env_seed=env_seed, seed=0, at=0.0
+    )
+    records = [step_record(tape, step, by="agent" if isinstance(step, Action) else ENV) for step in steps]
+    return Tape.of([begin.body(), *(record.body() for record in records)])
 
 
 class TapeScorer(Protocol):

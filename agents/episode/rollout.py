@@ -38,7 +38,7 @@ from ...envs.rewards import RewardFailed
 from ...envs.supervised import Stopped, Supervised, TimedOut
 from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task, ToolCalls
 from ...tapes.common.redact import without_secrets
-from ...tapes.common.text import logger
+from ...tapes.common.text import logger, storable
 from ...tapes.errors import error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import ENV
@@ -480,9 +480,8 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
     # The innermost line of the user's code: a library's error is corrected where the user called the library.
     at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
-    return Cause(
-        type=kind, error=type(error).__qualname__, message=_clean(without_secrets(error_message(error))), frame=frame
-    )
+    message = storable(without_secrets(error_message(error)))
+    return Cause(type=kind, error=type(error).__qualname__, message=message, frame=frame)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -498,11 +497,6 @@ def _is_user_code(file: str) -> bool:
     # The folder of a user's project may hold the virtual environment, so the project's path alone decides nothing.
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return not file.startswith(tuple(f"{path}/" for path in libraries))
-
-
-def _clean(text: str) -> str:
-    """At most 2,000 characters, without lone surrogates, which JSON can't encode."""
-    return text[:2000].encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 _reported: set[tuple[str | None, ...]] = set()

@@ -328,25 +328,19 @@ def _innermost(error: BaseException) -> BaseException:
     return error
 
 
-class _First(logging.Filter):
-    """Passes the first log record of an unreadable line, and drops all later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith("Failed to parse"):
-            return True
-        found, self.found = self.found, True
-        record.exc_info = record.exc_text = None
-        return not found
-
-
 @contextmanager
 def _sparing() -> Iterator[None]:
-    """Limit the SDK's log: it writes a traceback for every line that is not a message, possibly millions."""
-    logger, first = logging.getLogger("mcp.client.stdio"), _First()
+    """Limit the SDK's log to its first record of an unreadable line: it writes a traceback for every line that is not
+    a message, possibly millions."""
+    logger, found = logging.getLogger("mcp.client.stdio"), list[bool]()
+
+    def first(record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Failed to parse"):
+            return True
+        found.append(True)
+        record.exc_info = record.exc_text = None
+        return len(found) == 1
+
     logger.addFilter(first)
     try:
         yield

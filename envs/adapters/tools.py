@@ -29,6 +29,7 @@ from ...tapes import (
     ToolResult,
     ToolResults,
 )
+from ...tapes.common.text import storable
 from ...tapes.errors import BadPicture, MissingExtra
 from ...tapes.messages import text_of
 from ...tapes.pictures import DATA_URL, Visual
@@ -248,7 +249,7 @@ def cut(text: str, limit: int) -> str:
     """At most `limit` characters and a note of the cut, without lone surrogates, which JSON can't hold."""
     if len(text) > limit:
         text = f"{text[:limit]}\n[cut here: {len(text) - limit:,} of {len(text):,} characters left out]"
-    return text.encode("utf-8", "backslashreplace").decode()
+    return storable(text, len(text))
 
 
 class ToolEnvironment(Environment[ToolCalls | Answer]):

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
-from ...tapes import Tape
 from ...tapes.errors import Unwritable
 from ...tapes.messages import ENV
-from ...tapes.records import Begin, Identity, StepRecord, Task
-from ...tapes.steps import Action, Step
+from ...tapes.records import StepRecord, Task
+from ...tapes.steps import Action
 from ...tapes.tape import step_record
-from ..environment import AnyEnvironment, EnvironmentFactory, Outcome
+from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, bare_tape
 from ..taskset import BadTasks
 from .env_probe import Failed, Play, Policy, Probe, Stuck
 from .findings import CheckReport, checked
@@ -109,10 +108,6 @@ def check_env(
         _check_again(probe, plays, skipped)
     except Stuck:
         skipped = dict.fromkeys(list(CHECKS)[4:], "a call never returned") | skipped
-    return _report(probe, plays, skipped, time.perf_counter() - started)
-
-
-def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: float) -> Report:
     ended = [play for play in plays if play.status is not None]
     sums = [total for total in map(_total, ended) if total is not None]
     return Report(
@@ -123,7 +118,7 @@ def _report(probe: Probe, plays: list[Play], skipped: dict[str, str], seconds: f
         episodes=len(ended),
         turns=sum(len(play.turns) for play in plays),
         rewards=(min(sums), max(sums)) if sums else None,
-        seconds=seconds,
+        seconds=time.perf_counter() - started,
     )
 
 
@@ -131,7 +126,7 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
     for step in (step for play in plays for step in play.steps):
         what = f"{type(step).__qualname__} {step!r:.120}"
         try:
-            body = _record(step)
+            body = step_record("check", step, by="policy" if isinstance(step, Action) else ENV).body()
             back = StepRecord.model_validate_json(body)
             same = back.content == step and back.body() == body
             prompt = str(step)
@@ -290,7 +285,8 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
     The second half shows state that no observation of the first half shows, such as the random generator's.
     """
     cut = len(play.turns) // 2
-    tape = _tape(Play(play.task, play.first, play.turns[:cut]), probe, k)
+    begun = Play(play.task, play.first, play.turns[:cut])
+    tape = bare_tape("check", play.task, probe.name, probe.seed + k, begun.steps)
     script = play.turns[cut:]
 
     async def continued() -> str | None:
@@ -318,25 +314,6 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
             f"restored after {cut} of {len(play.turns)} turns, the episode continued differently than recorded: "
             f"{difference}; `restore` must bring back the whole state, including the random generator's",
         )
-
-
-def _tape(play: Play, probe: Probe, k: int) -> Tape:
-    begin = Begin(
-        tape="check",
-        task=play.task,
-        task_hash=play.task.hash,
-        agent=Identity(name="policy"),
-        env=Identity(name=probe.name),
-        env_seed=probe.seed + k,
-        seed=0,
-        at=0.0,
-    )
-    steps: list[Step] = [*play.steps]
-    return Tape.of([begin.body(), *map(_record, steps)])
-
-
-def _record(step: Step) -> bytes:
-    return step_record("check", step, by="policy" if isinstance(step, Action) else ENV).body()
 
 
 def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:

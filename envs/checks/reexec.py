@@ -114,7 +114,11 @@ async def reexec(
             return unverifiable("reexec", tape.id, f"the environment did not finish within {seconds:g} s")
         runs.append(moments)
         found = found or _compare(tape, then, moments, raised, rules)
-    more: dict[str, Any] = {"checked": _counts(then), **_variation(runs, rules)}
+    counts = {
+        "observations": sum(m.values.get("observation") is not None for m in then),
+        "rewards": sum(key.startswith(("reward.", "metric.")) for m in then for key in m.values),
+    }
+    more: dict[str, Any] = {"checked": counts, **_variation(runs, rules)}
     return verified("reexec", tape.id, **more) if found is None else diverged("reexec", found, **more)
 
 
@@ -271,13 +275,6 @@ def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str,
     if isinstance(seen, dict):
         made["observation"] = {key: without(part, key, rules) for key, part in seen.items()}
     return made
-
-
-def _counts(moments: Sequence[Moment]) -> dict[str, int]:
-    return {
-        "observations": sum(m.values.get("observation") is not None for m in moments),
-        "rewards": sum(key.startswith(("reward.", "metric.")) for m in moments for key in m.values),
-    }
 
 
 # What varies

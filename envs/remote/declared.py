@@ -57,9 +57,12 @@ class Declared:
         if isinstance(thing, Declared) or isinstance(known, Declared):
             return thing if isinstance(thing, Declared) else known  # type: ignore[return-value]
         env = _environment_class(thing)
-        every = [*kinds, *env.kinds, *_action_kinds(env), *_shown_by_reset(env)]
+        arguments = list(_type_arguments(env))
+        accepted = [kind for argument in arguments for kind in _classes(argument, Action)]
+        shown = _classes(_returned(inspect.unwrap(env.reset)), Observation)
+        every = [*kinds, *env.kinds, *accepted, *shown]
         actions: dict[str, type[Action]] = {kind.kind: kind for kind in every if issubclass(kind, Action)}
-        if not actions and not _names_actions(env):
+        if not actions and not arguments:  # `class Guess(Environment)`
             actions = {Answer.kind: Answer}
         observations = {kind.kind: kind for kind in every if issubclass(kind, Observation)}
         for what, found in (("actions", actions), ("observations", observations)):
@@ -73,11 +76,8 @@ class Declared:
     @functools.cached_property
     def digests(self) -> dict[str, str]:
         """`action:guess` or `observation:hint` -> digest of the kind's fields."""
-        roles: list[tuple[str, Mapping[str, type[Step]]]] = [
-            ("action", self.actions),
-            ("observation", self.observations),
-        ]
-        return {f"{role}:{kind}": _digest(cls) for role, kinds in roles for kind, cls in sorted(kinds.items())}
+        roles: dict[str, Mapping[str, type[Step]]] = {"action": self.actions, "observation": self.observations}
+        return {f"{role}:{kind}": _digest(cls) for role, kinds in roles.items() for kind, cls in sorted(kinds.items())}
 
     def agree(self, name: str, digests: Mapping[str, str], effect: str) -> None:
         """Raise WrongEnvironment unless the other side declares the same kinds and effect."""
@@ -163,16 +163,6 @@ def _returned(function: Callable[..., Any]) -> Any:
         return None
 
 
-def _action_kinds(env: type[AnyEnvironment]) -> Iterator[type[Step]]:
-    for argument in _type_arguments(env):
-        yield from _classes(argument, Action)
-
-
-def _names_actions(env: type[AnyEnvironment]) -> bool:
-    """False for `class Guess(Environment)`, which takes the default action, `Answer`."""
-    return any(True for _ in _type_arguments(env))
-
-
 def _type_arguments(env: type[AnyEnvironment]) -> Iterator[Any]:
     """`Guess | Pass` of `Environment[Guess | Pass]`, for the class and its base classes."""
     for cls in env.__mro__:
@@ -182,12 +172,8 @@ def _type_arguments(env: type[AnyEnvironment]) -> Iterator[Any]:
                 yield typing.get_args(base)[0]
 
 
-def _shown_by_reset(env: type[AnyEnvironment]) -> Iterator[type[Step]]:
-    """The classes in the return type of `reset`; `str` stands for `Text`."""
-    yield from _classes(_returned(inspect.unwrap(env.reset)), Observation)
-
-
 def _classes(annotation: Any, role: type[Step]) -> Iterator[type[Step]]:
+    """The classes of that role in an annotation; `str` stands for `Text`."""
     if annotation is str and role is Observation:
         yield Text
     elif isinstance(annotation, type) and issubclass(annotation, role) and annotation is not role:

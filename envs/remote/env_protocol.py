@@ -13,8 +13,7 @@ from __future__ import annotations
 import base64
 import operator
 import random
-from array import array
-from sys import byteorder
+import struct
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError, model_validator
@@ -33,6 +32,7 @@ PROTOCOL = "tapereel-env.1"
 Number = Annotated[int, Field(ge=1, le=1 << 53)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _WORDS = 624
+_LAYOUT = struct.Struct(f"<{_WORDS}I")  # of one byte order: otherwise two machines would draw other numbers
 MessageT = TypeVar("MessageT")
 
 
@@ -93,26 +93,17 @@ class RandomState(Message):
     @classmethod
     def of(cls, rng: random.Random) -> RandomState:
         _, (*words, position), gauss = rng.getstate()
-        return cls(
-            words=base64.b64encode(_little(array("I", words)).tobytes()).decode(), position=position, gauss=gauss
-        )
+        return cls(words=base64.b64encode(_LAYOUT.pack(*words)).decode(), position=position, gauss=gauss)
 
     def made(self) -> random.Random:
         """A generator in this state. ValueError if the state is invalid."""
-        words = array("I")
-        words.frombytes(base64.b64decode(self.words, validate=True))
-        if len(words) != _WORDS:
-            raise ValueError(f"the state of a generator has {_WORDS} words, not {len(words)}")
         rng = random.Random()
-        rng.setstate((3, (*_little(words), self.position), self.gauss))
+        try:
+            words = _LAYOUT.unpack(base64.b64decode(self.words, validate=True))
+        except struct.error as error:
+            raise ValueError(f"the state of a generator has {_WORDS} words: {error}") from error
+        rng.setstate((3, (*words, self.position), self.gauss))
         return rng
-
-
-def _little(words: array[int]) -> array[int]:
-    """Between native and little-endian byte order, in place; without it two machines would draw other numbers."""
-    if byteorder == "big":
-        words.byteswap()
-    return words
 
 
 class _Begins(Message):

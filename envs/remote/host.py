@@ -22,11 +22,10 @@ import traceback
 from collections.abc import Coroutine
 from typing import IO, Any, cast
 
-from ...tapes.common.text import guard_terminal, logger
+from ...tapes.common.text import guard_terminal, logger, storable
 from ...tapes.errors import error_message
 from ...tapes.pictures import RECORDED
-from ...tapes.records import Begin, Identity, StepRecord
-from ...tapes.steps import Action, Observation, role_of
+from ...tapes.steps import Action, Observation, Step
 from ...tapes.tape import Tape
 from ..blocking import EnvironmentThread
 from ..environment import (
@@ -36,6 +35,7 @@ from ..environment import (
     RestoreMismatch,
     as_observation,
     as_outcome,
+    bare_tape,
     new_environment,
 )
 from ..load_named import load_named
@@ -61,8 +61,6 @@ from .env_protocol import (
 from .remote_errors import BadAnswer
 
 log = logger("service")
-_MESSAGE = 2000
-"""Longest message of a fault, in characters; tapes keep as much."""
 _ENDING = 3.0
 """Seconds that the environment of a worker has to close after stdin has ended."""
 
@@ -93,9 +91,9 @@ class Host:
             self.dead = True
             return Fault(id=call.id, code="hung", message=str(error))
         except BadAnswer as error:
-            return Fault(id=call.id, code="refused", error="BadAnswer", message=_clean(str(error)))
+            return Fault(id=call.id, code="refused", error="BadAnswer", message=storable(str(error)))
         except RestoreMismatch as error:
-            return Fault(id=call.id, code="mismatch", error="RestoreMismatch", message=_clean(str(error)))
+            return Fault(id=call.id, code="mismatch", error="RestoreMismatch", message=storable(str(error)))
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -183,38 +181,18 @@ class Host:
 
     def _tape(self, call: RestoreCall) -> Tape:
         """The tape to restore, from the steps in the message."""
-        begin = Begin(
-            tape=call.tape,
-            task=call.task,
-            task_hash=call.task.hash,
-            agent=Identity(name="agent"),
-            env=Identity(name=self._declared.name),
-            env_seed=call.env_seed,
-            seed=0,
-            at=0.0,
-        )
-        return Tape.of([begin.body(), *(self._record(call.tape, item) for item in call.steps)])
-
-    def _record(self, tape: str, item: Item) -> bytes:
-        step: Action | Observation
-        if item.kind in self._declared.actions:
-            step, by = self._declared.action(item.kind, item.content, RECORDED), "agent"
-        else:
-            step, by = self._declared.observation(item.kind, item.content, RECORDED), "env"
-        return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, content=step, at=0.0).body()
+        declared, steps = self._declared, list[Step]()
+        for item in call.steps:
+            read = declared.action if item.kind in declared.actions else declared.observation
+            steps.append(read(item.kind, item.content, RECORDED))
+        return bare_tape(call.tape, call.task, declared.name, call.env_seed, steps)
 
 
 def _raised(call: Call, error: BaseException) -> Fault:
     frames = traceback.extract_tb(error.__traceback__)
     frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
-    return Fault(
-        id=call.id, code="raised", error=type(error).__qualname__, message=_clean(error_message(error)), frame=frame
-    )
-
-
-def _clean(text: str) -> str:
-    """At most `_MESSAGE` characters, without lone surrogates, which JSON can't hold."""
-    return text[:_MESSAGE].encode("utf-8", "backslashreplace").decode("utf-8")
+    message = storable(error_message(error))
+    return Fault(id=call.id, code="raised", error=type(error).__qualname__, message=message, frame=frame)
 
 
 def main(name: str, largest: int) -> None:

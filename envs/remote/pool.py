@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -68,8 +68,8 @@ class Pool:
         self.seconds, self.patience, self.largest = seconds, patience, largest
         self._name = make if isinstance(make, str) else _name_of(make)
         self._free = Places(processes)
-        self._idle: list[Worker] = []
-        self._all: set[Worker] = set()
+        self._idle: list[LineProcess] = []
+        self._all: set[LineProcess] = set()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(processes, "tapereel-pool")
         self._closed = False
@@ -105,7 +105,7 @@ class Pool:
             raise self._gone()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    async def take(self) -> Worker:
+    async def take(self) -> LineProcess:
         """A free process, reserved for the caller. Raises Busy if none is free in time."""
         try:
             async with asyncio.timeout(self.patience):
@@ -121,14 +121,14 @@ class Pool:
             self._free.release()
             raise
 
-    def give_back(self, worker: Worker) -> None:
+    def give_back(self, worker: LineProcess) -> None:
         """Return a process after its episode; another episode may use it."""
         with self._lock:
             if not self._closed:
                 self._idle.append(worker)
         self._free.release()
 
-    def lose(self, worker: Worker) -> None:
+    def lose(self, worker: LineProcess) -> None:
         """Kill a process whose state is unknown; the next episode starts another."""
         with self._lock:
             self.killed += 1
@@ -138,13 +138,13 @@ class Pool:
     def _gone(self) -> SessionLost:
         return SessionLost(f"the pool of {self.declared.name} is closed")
 
-    def _discard(self, worker: Worker) -> None:
+    def _discard(self, worker: LineProcess) -> None:
         worker.kill()
         self._all.discard(worker)
         if not self._closed:  # otherwise `close` reaps it, and the threads accept no more work
             self._threads.submit(worker.reap)
 
-    async def _worker(self) -> Worker:
+    async def _worker(self) -> LineProcess:
         with self._lock:
             if self._closed:
                 raise self._gone()
@@ -153,7 +153,10 @@ class Pool:
                 if worker.ended() is None:
                     return worker
                 self._discard(worker)
-            worker = Worker(self._name, self.largest)
+            # The worker can import the same modules as this process.
+            search = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            command = [sys.executable, "-m", "tapereel.envs.remote.host", self._name, str(self.largest)]
+            worker = LineProcess(command, largest=self.largest, environment=search)
             self._all.add(worker)
             self.started += 1
         try:
@@ -181,7 +184,7 @@ class PooledEnvironment(Proxy):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool.declared)
         self._pool = pool
-        self._worker: Worker | None = None
+        self._worker: LineProcess | None = None
         self._over = False
 
     async def acquire(self) -> None:
@@ -233,16 +236,20 @@ class PooledEnvironment(Proxy):
             raise
 
 
-class Worker:
+class LineProcess:
     """One process and its two pipes. `ask` and `read` block; other threads may call the other methods meanwhile."""
 
-    def __init__(self, name: str, largest: int) -> None:
+    def __init__(
+        self, command: Sequence[str], *, largest: int = 1 << 20, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """largest: size limit of an answer, in bytes. environment: variables besides those of this process."""
         self._largest = largest
-        command = [sys.executable, "-m", "tapereel.envs.remote.host", name, str(largest)]
-        # The worker can import the same modules as this process.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,
         )
 
     def ask(self, line: bytes) -> bytes:
@@ -295,6 +302,11 @@ class Worker:
             return  # it is reaped, and the system may have given its number to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Kill the process and wait until it has ended."""
+        self.kill()
+        self.reap()
 
     def reap(self) -> None:
         """Wait until the process has ended, kill it if that takes too long, and close the pipes."""

@@ -7,11 +7,8 @@ process, which is killed at the time limit of an answer and replaced.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import selectors
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +18,7 @@ from typing import Any
 
 from ...tapes import Tape, TapereelError
 from ...tapes.errors import MissingExtra
+from ..remote.pool import LineProcess
 from .sources import RewardSource, reference_of
 
 START_SECONDS = 120.0
@@ -40,20 +38,16 @@ class MathVerifier:
             raise ValueError(f"timeout must be above 0, not {timeout}")
         self.timeout = timeout
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LineProcess | None = None
+        self._finalizer: weakref.finalize[[], MathVerifier] | None = None
 
     def equal(self, answer: str, reference: str) -> bool:
         """Whether the answer's text contains an expression equal to the reference. NotVerified if the reference can't
         be parsed or the time limit is reached."""
         with self._lock:
-            process = self._process if self._process is not None and self._process.poll() is None else self._start()
-            try:
-                reply = self._ask(process, {"answer": answer, "reference": reference}, self.timeout)
-            except BaseException:
-                # Kill it also after a cancellation: its late reply would be read as the reply to the next answer.
-                _kill(process)
-                self._process = None
-                raise
+            if self._process is None or self._process.ended() is not None:
+                self._start()
+            reply = self._ask({"answer": answer, "reference": reference}, self.timeout)
         if "failed" in reply:
             raise NotVerified(f"the answer {answer[-200:]!r} can't be compared with {reference!r}: {reply['failed']}")
         return bool(reply["equal"])
@@ -61,51 +55,38 @@ class MathVerifier:
     def close(self) -> None:
         """End the process; the next answer starts another."""
         with self._lock:
-            if self._process is not None:
-                _kill(self._process)
-            self._process = None
+            self._end()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        weakref.finalize(self, _kill, process)
-        if "missing" in (reply := self._ask(process, {}, START_SECONDS)):
-            self._process = None
-            _kill(process)
+    def _start(self) -> None:
+        self._end()
+        self._process = LineProcess([sys.executable, "-m", __name__])
+        self._finalizer = weakref.finalize(self, self._process.stop)
+        if "missing" in (reply := self._ask({}, START_SECONDS)):
+            self._end()
             raise MissingExtra(reply["missing"], "math", "verifying mathematics")
-        return process
 
-    def _ask(self, process: subprocess.Popen[bytes], question: dict[str, str], seconds: float) -> dict[str, Any]:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    def _ask(self, question: dict[str, str], seconds: float) -> dict[str, Any]:
+        assert self._process is not None
+        timer, began = threading.Timer(seconds, self._process.kill), time.monotonic()
+        timer.start()
+        reply = b""
         try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            process.stdin.flush()
-        except OSError as error:
-            raise NotVerified(f"the process that verifies mathematics died: {error}") from error
-        line, until = bytearray(), time.monotonic() + seconds
-        with selectors.DefaultSelector() as ready:
-            ready.register(process.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
-                if not ready.select(max(0.0, until - time.monotonic())):
-                    raise NotVerified(f"{question.get('answer', 'the start')[-200:]!r} took longer than {seconds:g} s")
-                chunk = process.stdout.read1(1 << 16)  # type: ignore[attr-defined]
-                if not chunk:
-                    raise NotVerified(f"the process that verifies mathematics died of {question}")
-                line += chunk
-        return json.loads(line)
+            reply = self._process.ask(json.dumps(question).encode() + b"\n")
+        finally:
+            timer.cancel()
+            late = time.monotonic() - began >= seconds
+            # Also after Ctrl-C: its late reply would be read as the reply to the next answer.
+            if late or not reply:
+                self._end()
+        if not reply:
+            problem = f"took longer than {seconds:g} s" if late else "ended the process that verifies mathematics"
+            raise NotVerified(f"{question.get('answer', 'the start')[-200:]!r} {problem}")
+        return json.loads(reply)
 
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # unsent data in the buffer of a closed pipe
-                pipe.close()
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
 
 
 def last_text(tape: Tape) -> str:

@@ -13,7 +13,6 @@ counts.
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pydantic_core import from_json
 from ...tapes import Message, Tape, TapereelError
 from ...tapes.errors import MissingExtra
 from ...tapes.messages import text_of
+from .sources import LARGEST as MOST
 from .sources import RewardSource, Score, label_of, reference_of
 
 LARGEST = 64 << 20
@@ -104,20 +104,12 @@ def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelSc
     for score, sample in zip(scores, samples, strict=True):
         for value in score.values() if isinstance(score, Mapping) else (score,):
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and _finite(value)) and score is not None:
+            if not (number and -MOST <= value <= MOST) and score is not None:
                 odd = "an integer that no float can hold" if number and isinstance(value, int) else f"{value!r:.80}"
                 raise WrongAnswer(
                     f"{who} returned {odd} for {sample.id}; a score must be a finite number, or null for no score"
                 )
     return list(scores)
-
-
-def _finite(value: float) -> bool:
-    """False also for an integer that no float can hold, for which `math.isfinite` raises."""
-    try:
-        return math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 class Batched:
@@ -276,7 +268,12 @@ class HttpReward:
             raise MissingExtra(error.name or "aiohttp", "http", "an HTTP reward model") from error
         headers = dict(self._headers)
         if self._key_variable is not None:
-            headers["Authorization"] = f"Bearer {_secret(self._key_variable)}"
+            key = os.environ.get(self._key_variable)
+            if not key:
+                raise ValueError(
+                    f"the environment variable {self._key_variable} (the token of the reward model) is not set"
+                )
+            headers["Authorization"] = f"Bearer {key}"
         try:
             async with (
                 aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self.timeout)) as session,
@@ -369,10 +366,3 @@ def _seconds(header: str | None) -> float | None:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:  # Retry-After may be a date: use the own waiting time instead
         return None
-
-
-def _secret(variable: str) -> str:
-    key = os.environ.get(variable)
-    if not key:
-        raise ValueError(f"the environment variable {variable} (the token of the reward model) is not set")
-    return key

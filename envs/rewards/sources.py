@@ -17,6 +17,7 @@ from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
+from ...tapes.common.text import storable
 from ...tapes.errors import RunStopped, UsageError
 from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
@@ -271,8 +272,7 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
 
 
 def _failure(source: RewardSource[Any], what: str, error: BaseException) -> RewardFailed:
-    what = what[:2000].encode("utf-8", "backslashreplace").decode()  # JSON can't hold lone surrogates
-    failure = RewardFailed(f"reward source {source.name!r} failed, so the episode has no reward: {what}")
+    failure = RewardFailed(f"reward source {source.name!r} failed, so the episode has no reward: {storable(what)}")
     failure.__cause__ = error
     return failure
 
@@ -361,12 +361,14 @@ def ensemble(
             )
         needed = {key: w for key, w in recipe[kind].items() if w != 0}
         scores = await asyncio.gather(*(_score(sources[key], tape) for key in needed))
-        unscored = [key for key, (value, _) in zip(needed, scores, strict=True) if value is None]
-        if unscored:
-            raise NoRecipe(f"part {unscored[0]!r}, which the recipe of {kind!r} needs, returned no score")
-        values = {key: value for key, (value, _) in zip(needed, scores, strict=True) if value is not None}
+        values: dict[str, float] = {}
         reasons: dict[str, JsonValue] = {"label": kind}
-        reasons |= {key: evidence for key, (_, evidence) in zip(needed, scores, strict=True) if evidence is not None}
+        for key, (value, evidence) in zip(needed, scores, strict=True):
+            if value is None:
+                raise NoRecipe(f"part {key!r}, which the recipe of {kind!r} needs, returned no score")
+            values[key] = value
+            if evidence is not None:
+                reasons[key] = evidence
         return Scored(values, evidence=reasons, weights=needed)
 
     pure = all(source.pure for source in sources.values())

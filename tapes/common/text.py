@@ -24,6 +24,11 @@ def safe(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
+def storable(text: str, limit: int = 2000) -> str:
+    """At most `limit` characters of `text`, without lone surrogates, which JSON can't hold."""
+    return text[:limit].encode("utf-8", "backslashreplace").decode()
+
+
 class _Escaped(logging.Filter):
     """Escapes a record's message and traceback: both quote environments, models and files."""
 
