@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ..tapes.records import Task
@@ -93,28 +93,24 @@ def contamination(
     *,
     n: int = N,
     share: float = SHARE,
-    text: Callable[[Task], str] | None = None,
 ) -> Contamination:
-    """Compare held-out tasks with training tasks.
-
-    text: gives the text of a task to compare; None takes all texts of its public part, or of the private part if there
-    is no public one. Training is read once; memory is 8 bytes for each n-gram, plus the overhead of a set.
+    """Compare held-out tasks with training tasks, by all texts of the public part, or of the private part of a task
+    without a public one. Training is read once; memory is 8 bytes for each n-gram, plus the overhead of a set.
     """
     if n < 1 or not 0 < share <= 1:
         raise ValueError(f"n must be at least 1 and share in (0, 1], not {n} and {share:g}")
-    read = text or texts
     known = _Known(n)
     for task in train:
-        known.add(task, read(task))
+        known.add(task, texts(task))
     found: dict[str, list[Overlap]] = {name: [] for name in ("exact", "question", "normalised", "runs")}
     short = count = 0
     for task in held_out:
         count += 1
-        words = _words(read(task))
+        words = _words(texts(task))
         short += len(words) < n
         kind, where, part = known.find(task, words, share)
         if kind is not None:
-            found[kind].append(Overlap(held_out=task.hash, train=where, share=part, text=read(task)[:80]))
+            found[kind].append(Overlap(held_out=task.hash, train=where, share=part, text=texts(task)[:80]))
     kinds = {name: Kind(tasks=len(found), shown=tuple(found[:SHOWN])) for name, found in found.items()}
     return Contamination(train=known.tasks, held_out=count, n=n, share=share, too_short=short, **kinds)
 

@@ -76,22 +76,17 @@ def check_sight(engine: object, shows: str | None, name: str | None = None) -> N
 class TeamEngine:
     """`TeamEngine({"match/white": white, "match/black": black})`: an `Engine` for a rollout of several agents.
 
-    `lead`: the path whose engine takes the weights that the loop syncs; by default the first. The weights of the other
-    engines change only by their own `sync_weights`. `lent`: engines that stay open when the team is closed.
+    The first engine is the lead: it takes the weights that the loop syncs. The weights of the other engines change only
+    by their own `sync_weights`. `lent`: engines that stay open when the team is closed.
     """
 
     name = "team"
 
-    def __init__(
-        self, engines: Mapping[str, Engine], *, lead: str | None = None, lent: Collection[Engine] = ()
-    ) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, lent: Collection[Engine] = ()) -> None:
         if not engines:
             raise BadTeam("A team has no engines: give at least one, under the path of the agent that it answers for")
-        lead = next(iter(engines)) if lead is None else lead
-        if lead not in engines:
-            raise BadTeam(f"lead={lead!r} is not a path of the team; its paths are {_quoted(engines)}")
         self.engines = dict(engines)
-        self.lead = self.engines[lead]
+        self.lead = next(iter(self.engines.values()))
         # One engine may answer for several paths; by id, because engines need not be hashable.
         self._distinct = list({id(engine): engine for engine in self.engines.values()}.values())
         self._lent = {id(engine) for engine in lent}

@@ -49,9 +49,9 @@ class Agent:
 class FunctionAgent(Agent):
     """An agent made of one async generator function `(tape, llm) -> steps`."""
 
-    def __init__(self, function: Callable[[Tape, LLM], AsyncIterator[Step]], name: str = "") -> None:
+    def __init__(self, function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> None:
         self.function = function
-        self.name = name or function.__name__
+        self.name = function.__name__
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         return self.function(tape, llm)

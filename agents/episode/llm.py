@@ -47,6 +47,9 @@ from .recorder import Recorder
 from .seeds import derive_seed, seed_stream
 from .timers import Timers
 
+BACKOFF = 0.5
+"""Seconds before the first retry; each further wait is twice as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
@@ -92,12 +95,8 @@ class LLM(Clock):
         limits: Limits,
         sampling: Sampling,
         retries: int = 2,
-        backoff: float = 0.5,
     ) -> None:
-        """
-        retries: further requests after an engine's error that may pass. backoff: seconds before the first of them; each
-        further wait is twice as long.
-        """
+        """retries: further requests after an engine's error that may pass."""
         super().__init__(recorder, seed)
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         # Asked once an episode: Python looks up each member of a protocol, which would cost a tenth of every turn.
@@ -105,7 +104,6 @@ class LLM(Clock):
         self._conversations = Conversations(recorder, engine)
         self._limits = limits
         self._retries = retries
-        self._backoff = backoff
         self.timers = Timers(limits, engine)
         self._asking: set[asyncio.Task[Any]] = set()
         """Tasks with a call in flight."""
@@ -423,7 +421,7 @@ class LLM(Clock):
                         raise _Failed(error, tuple(attempts)) from error
                     if request.listener is not None:
                         request.listener.again()
-                    await asyncio.sleep(self._backoff * 2 ** (len(attempts) - 1))
+                    await asyncio.sleep(BACKOFF * 2 ** (len(attempts) - 1))
                     timed.begin()
                 else:
                     attempts += completion.attempts or (timed.attempt(),)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,42 +110,38 @@ def replay_run(
         raise UsageError(f"seconds is {seconds}; it must be above 0")
     if agent is not None and not isinstance(agent, str):
         jobs = 1
-    plan = ReplayPlan(str(run), agent, tuple(imports), tokenizer, turn, seconds)
+    plan = partial(_plan, str(run), agent, tuple(imports), tokenizer, turn, seconds)
     return check_run(run, "replay", plan, tapes=tapes, split=split, turn=turn, jobs=jobs, progress=progress)
 
 
-@dataclass(frozen=True)
-class ReplayPlan:
-    """What a worker process needs to replay tapes. It is pickled, unless `agent` is an object."""
+def _plan(
+    run: str,
+    agent: Agent | str | None,
+    imports: tuple[str, ...],
+    tokenizer: str | None,
+    turn: int | None,
+    seconds: float,
+    store: Store,
+) -> Callable[[Tape], Verdict]:
+    """The check of one tape, made in each worker process."""
+    first = next(iter(store.summaries()), None)
+    for name in imports:
+        load_named(name)
+    # Who names the agent chooses all the code that runs: nothing that the run's configuration names.
+    if agent is None:
+        import_steps(run)
+    begin = store.tape(first.id).begin if first is not None else None
+    acting = recorded_agent(run, agent, begin.agent if begin is not None else None)
+    renderer = recorded_renderer(run, tokenizer)
 
-    run: str
-    agent: Agent | str | None
-    imports: tuple[str, ...]
-    tokenizer: str | None
-    turn: int | None
-    seconds: float
+    def check(tape: Tape) -> Verdict:
+        recorded = tape.begin.agent.name
+        if recorded != acting.path:
+            reason = f"it was recorded of the agent {recorded!r}, not of {acting.path!r}: give --agent"
+            return unverifiable("replay", tape.id, reason)
+        return run_async(replay(tape, acting, renderer=renderer, turn=turn, seconds=seconds))
 
-    def __call__(self, store: Store) -> Callable[[Tape], Verdict]:
-        first = next(iter(store.summaries()), None)
-        for name in self.imports:
-            load_named(name)
-        # Who names the agent chooses all the code that runs: nothing that the run's configuration names.
-        if self.agent is None:
-            import_steps(self.run)
-        begin = store.tape(first.id).begin if first is not None else None
-        agent = recorded_agent(self.run, self.agent, begin.agent if begin is not None else None)
-        renderer = recorded_renderer(self.run, self.tokenizer)
-
-        def check(tape: Tape) -> Verdict:
-            if tape.begin.agent.name != agent.path:
-                return unverifiable(
-                    "replay",
-                    tape.id,
-                    f"it was recorded of the agent {tape.begin.agent.name!r}, not of {agent.path!r}: give --agent",
-                )
-            return run_async(replay(tape, agent, renderer=renderer, turn=self.turn, seconds=self.seconds))
-
-        return check
+    return check
 
 
 def _unable(tape: Tape, turn: int | None) -> str | None:

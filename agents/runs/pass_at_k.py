@@ -116,9 +116,9 @@ def check_k(k: Sequence[int], attempts: int) -> None:
         raise ValueError(f"pass@k for k = {', '.join(map(str, k))} takes 1 <= k <= attempts, and attempts = {attempts}")
 
 
-def wilson(p: float, n: float, level: float = LEVEL) -> tuple[float, float]:
+def wilson(p: float, n: float) -> tuple[float, float]:
     """Wilson's interval of a share p of n independent trials; n may be an effective number."""
-    z2 = NormalDist().inv_cdf((1 + level) / 2) ** 2
+    z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
     centre, half = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n)
     low, high = (centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)
     return (0.0 if p == 0 else max(0.0, low)), (1.0 if p == 1 else min(1.0, high))

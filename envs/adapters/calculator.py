@@ -143,8 +143,8 @@ def read_action(text: str) -> Calculate | FinalAnswer:
     raise ValueError("write c and two numbers (c12+34) to calculate, or a and the number (a46) to answer")
 
 
-def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 2) -> Taskset:
-    """`size` distinct sums of `terms` numbers with `digits` digits, from reasoning-gym's `chain_sum` (its sums only).
+def calculator_tasks(size: int, seed: int = 0) -> Taskset:
+    """`size` distinct sums of three numbers with two digits, from reasoning-gym's `chain_sum` (its sums only).
 
     Split them by hash: `train, held_out = calculator_tasks(14_000).split(0.9, 0.1)`.
     """
@@ -154,10 +154,10 @@ def calculator_tasks(size: int, seed: int = 0, *, terms: int = 3, digits: int = 
         seed,
         keep=lambda entry: "-" not in entry["metadata"]["expression"],
         question=lambda entry: entry["metadata"]["expression"].replace(" ", ""),
-        min_terms=terms,
-        max_terms=terms,
-        min_digits=digits,
-        max_digits=digits,
+        min_terms=3,
+        max_terms=3,
+        min_digits=2,
+        max_digits=2,
     )
 
 

@@ -238,7 +238,7 @@ async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opi
     )
 
 
-def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreement:
+def disagreement(opinions: Sequence[Opinion]) -> Disagreement:
     """Summarise the scores of two reward functions."""
     both = [(o, o.ours, o.theirs) for o in opinions if o.ours is not None and o.theirs is not None]
     groups: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -259,7 +259,7 @@ def disagreement(opinions: Sequence[Opinion], *, shown: int = 10) -> Disagreemen
         mean_theirs=sum(b for _, _, b in both) / n if n else None,
         pairs=sum(a != 0 or b != 0 for a, b in pairs),
         turned=sum(a * b < 0 for a, b in pairs),
-        furthest=tuple(o for o, _, _ in furthest[:shown]),
+        furthest=tuple(o for o, _, _ in furthest[:10]),
     )
 
 

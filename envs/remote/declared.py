@@ -12,7 +12,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -47,11 +47,11 @@ class Declared:
     """As `Environment.rewards`, if the class has them: they read the tape, so they score on the client's side."""
 
     @classmethod
-    def of(cls, thing: object, *, kinds: Iterable[type[Step]] = ()) -> Declared:
+    def of(cls, thing: object) -> Declared:
         """The declaration of an Environment class or instance, or of a function whose return type names one.
 
-        `kinds` are added to those that `Environment[...]`, the return type of `reset` and `Environment.kinds` name. A
-        return type `str` of `reset` stands for `Text`. An environment that names no action type accepts `Answer`.
+        The kinds are those that `Environment[...]`, the return type of `reset` and `Environment.kinds` name. A return
+        type `str` of `reset` stands for `Text`. An environment that names no action type accepts `Answer`.
         """
         known = getattr(thing, "declared", None)
         if isinstance(thing, Declared) or isinstance(known, Declared):
@@ -60,7 +60,7 @@ class Declared:
         arguments = list(_type_arguments(env))
         accepted = [kind for argument in arguments for kind in _classes(argument, Action)]
         shown = _classes(_returned(inspect.unwrap(env.reset)), Observation)
-        every = [*kinds, *env.kinds, *accepted, *shown]
+        every = [*env.kinds, *accepted, *shown]
         actions: dict[str, type[Action]] = {kind.kind: kind for kind in every if issubclass(kind, Action)}
         if not actions and not arguments:  # `class Guess(Environment)`
             actions = {Answer.kind: Answer}
@@ -69,7 +69,7 @@ class Declared:
             if not found:
                 raise Undeclared(
                     f"{env.__qualname__} doesn't declare which kinds of {what} it has; set `kinds = (...)` to their "
-                    "classes on it, or pass kinds="
+                    "classes on it"
                 )
         return cls(env.__name__, actions, observations, env.effect, env.varies, env.rewards)
 

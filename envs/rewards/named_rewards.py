@@ -17,7 +17,7 @@ from ...tapes import Tape
 from ...tapes.common.redact import holds_secret, without_secrets
 from ...tapes.errors import UsageError
 from ..load_named import load_named
-from .reward_models import ModelScore, Sample, WrongAnswer, http_reward, model_source, sample_of
+from .reward_models import ModelScore, Sample, WrongAnswer, http_reward, model_source
 from .sources import NoReward, Rewards, RewardSource, Scorer
 
 FUNCTION = "reward_func"
@@ -107,27 +107,13 @@ class FileReward:
         return rows  # type: ignore[return-value]
 
 
-def file_reward(
-    path: str | Path,
-    *,
-    name: str | None = None,
-    weight: float = 1.0,
-    size: int = 64,
-    sample: Callable[[Tape], Sample] = sample_of,
-) -> RewardSource[Tape]:
-    """A source of the `reward_func` in a file; by default it has the file's name. It is pure unless the function has an
-    attribute `pure = False`."""
+def file_reward(path: str | Path) -> RewardSource[Tape]:
+    """A source of the `reward_func` in a file, with the file's name. It is pure unless the function has an attribute
+    `pure = False`."""
     function = load_named(f"{path}:{FUNCTION}")
     if not callable(function):
         raise UsageError(f"{FUNCTION} in {path} is a {type(function).__name__}, not a function")
-    return model_source(
-        FileReward(function),
-        name=name or Path(path).stem,
-        weight=weight,
-        size=size,
-        sample=sample,
-        pure=bool(getattr(function, "pure", True)),
-    )
+    return model_source(FileReward(function), name=Path(path).stem, pure=bool(getattr(function, "pure", True)))
 
 
 def _listed(scores: Any) -> list[Any]:

@@ -36,6 +36,8 @@ HINTS = {
     404: "; the server has no such route or model",
 }
 """HTTP status -> its likely cause, for the message of the error."""
+CONNECTIONS = 512
+"""Maximum number of open connections to a server."""
 LARGEST = 256 << 20
 """Maximum size of one answer, in bytes. A completion with its log-probs takes about 100 bytes per token."""
 
@@ -69,10 +71,9 @@ class ServerFailed(EngineError):
 class Server:
     """One server's base address and its connections. One event loop may run any number of requests concurrently."""
 
-    def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0, connections: int = 512):
+    def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0):
         """`key_variable` names the environment variable with the API key. `seconds` is the default timeout of a
-        request; `connections` is the maximum number of open connections. ValueError for a `url` that has no http
-        scheme, or that contains a secret."""
+        request. ValueError for a `url` that has no http scheme, or that contains a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
         if holds_secret(url):
@@ -84,7 +85,6 @@ class Server:
         self.in_flight = 0
         self._key_variable = key_variable
         self._seconds = seconds
-        self._connections = connections
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
         """Key True: each request opens its own connection (`fresh`). Key False: connections are pooled."""
 
@@ -227,7 +227,7 @@ class Server:
             # No total timeout here: `_answer` applies one, and aiohttp's default (300 s) would end long completions.
             # `trust_env=False` ignores HTTP_PROXY and its relatives.
             self._sessions[fresh] = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=self._connections, force_close=fresh),
+                connector=aiohttp.TCPConnector(limit=CONNECTIONS, force_close=fresh),
                 trust_env=False,
                 timeout=aiohttp.ClientTimeout(total=None),
             )

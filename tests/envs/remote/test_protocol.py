@@ -189,5 +189,4 @@ def test_a_fault_has_the_name_of_what_was_raised_and_is_nothing_but_a_fault(give
 def test_kinds_given_by_hand():
     declared = Declared("Elsewhere", {"answer": Answer}, {"text": Text})
     assert Declared.of(declared) is declared
-    assert Declared.of(Silent, kinds=(Answer, Text)).digests == declared.digests
     assert issubclass(declared.actions["answer"], Action)

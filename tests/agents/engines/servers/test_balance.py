@@ -21,7 +21,7 @@ from tapereel.agents.engines.servers import health
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import SGLangGenerate
 from tapereel.agents.engines.servers.vllm import Chat, Completions, Generate
-from tapereel.agents.engines.transport import absence
+from tapereel.agents.engines.transport import absence, http_channel
 from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.transport.wire import BadAnswer, Dialect
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
@@ -155,9 +155,11 @@ async def one_connection(test: Callable[[Server, asyncio.Event], Any]) -> Any:
     app = web.Application()
     app.router.add_post("/{route}", answer)
     async with listening(app) as url:
-        server = Server(url, connections=1)
+        server = Server(url)
         try:
-            return await test(server, go_on)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(http_channel, "CONNECTIONS", 1)
+                return await test(server, go_on)
         finally:
             go_on.set()
             await server.close()
