@@ -97,7 +97,10 @@ class Curriculum:
         if k < 0:
             raise BadTasks(f"task {k}: tasks are counted from 0")
         while len(self._drawn) <= k:
-            self._drawn.append(self._draw(len(self._drawn)))
+            name = self.pool(len(self._drawn))
+            if name not in self._cursors:
+                self._cursors[name] = self.parts[name].cursor(random.Random(f"{self.seed}/{name}").getrandbits(32))
+            self._drawn.append(next(self._cursors[name]))
         return self._drawn[k]
 
     def pool(self, k: int) -> str:
@@ -113,12 +116,6 @@ class Curriculum:
                 return name
         # Rounding can leave `point` at 0 or above after the last subtraction: take the last pool with a weight.
         return next(name for name in reversed(weights) if weights[name])
-
-    def _draw(self, k: int) -> Task:
-        name = self.pool(k)
-        if name not in self._cursors:
-            self._cursors[name] = self.parts[name].cursor(random.Random(f"{self.seed}/{name}").getrandbits(32))
-        return next(self._cursors[name])
 
     def _checked(self, weights: Weights, parts: Mapping[str, Any]) -> dict[str, float]:
         unknown = sorted(set(weights) - set(parts))

@@ -29,7 +29,7 @@ def load_named(name: str, *, execute: bool = True) -> object:
     home, _, path = name.rpartition(":")
     if not home or not path:
         raise UsageError(f"{name!r} is not the name of an object; write package.module:name or file.py:name")
-    if not execute and not _is_loaded(home):
+    if not execute and _imported(home) is None:
         raise UsageError(f"{name} is code that was not imported, and reading a run executes none: import it first")
     module = _from_file(Path(home)) if home.endswith(".py") else _from_package(home)
     try:
@@ -61,11 +61,12 @@ def listed_tasks(text: str) -> Iterable[object]:
     return tasks
 
 
-def _is_loaded(home: str) -> bool:
+def _imported(home: str) -> ModuleType | None:
+    """The module of that name or file, if this process has imported it."""
     if not home.endswith(".py"):
-        return home in sys.modules
+        return sys.modules.get(home)
     known = sys.modules.get(Path(home).stem)
-    return known is not None and getattr(known, "__file__", None) == str(Path(home).resolve())
+    return known if getattr(known, "__file__", None) == str(Path(home).resolve()) else None
 
 
 def _from_package(name: str) -> ModuleType:
@@ -85,10 +86,10 @@ def _from_package(name: str) -> ModuleType:
 
 def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
-    known = sys.modules.get(path.stem)
-    if known is not None and getattr(known, "__file__", None) == str(path):
-        return known  # a second import would register its step kinds twice
+    known = _imported(str(path))
     if known is not None:
+        return known  # a second import would register its step kinds twice
+    if sys.modules.get(path.stem) is not None:
         raise UsageError(
             f"{path} would be imported as the module {path.stem!r}, but another module has that name; rename the file"
         )

@@ -99,11 +99,12 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
     logprobs = None
     if first.logprobs is not None and rest.logprobs is not None:
         logprobs = first.logprobs + rest.logprobs
+    costs = first.usage.cost, rest.usage.cost
     usage = Usage(
         prompt_tokens=first.usage.prompt_tokens,
         completion_tokens=len(ids),
         cached_tokens=first.usage.cached_tokens,
-        cost=_sum(first.usage.cost, rest.usage.cost),
+        cost=None if costs[0] is None or costs[1] is None else costs[0] + costs[1],
     )
     text = engine.renderer.decode(ids) if engine.renderer is not None else (first.text or "") + (rest.text or "")
     return replace(
@@ -127,7 +128,3 @@ def _spans(first: Spans, rest: Sequence[tuple[str, int, int]], n: int) -> Spans:
         else:
             spans.append((version, start + n, end + n))
     return tuple(spans)
-
-
-def _sum(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a + b

@@ -191,7 +191,7 @@ class Gateway(HttpService):
             why = f"{request.method} {request.path[:100]} is not served here: {error.reason}"
             return self.refusal(request, error.status, why)
         except StoreFailed as error:
-            return self._refuse(request, _store_failed(error))
+            return self._refuse(request, Refused(500, str(error), code="store_failed", final=True))
 
     def _log(self, request: web.Request, error: Refused) -> None:
         known = [self.token]

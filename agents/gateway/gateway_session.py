@@ -296,9 +296,12 @@ class Session:
             created=live.created if live is not None else int(time.time()),
         )
         for tool in tools:
-            self._sent[tool["id"]] = (_plain(answer.message), call.reply)
+            # As a client sends it back: empty content is "" and not None.
+            self._sent[tool["id"]] = ({**answer.message, "content": answer.message["content"] or ""}, call.reply)
         # Recorded even when the answer is refused below: its tokens were sampled, so they belong to the tape.
-        exchange = Exchange(asked=_asked(call), answered=_short(call.text or json.dumps(call.tool_calls or "")))
+        asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
+        answered = call.text or json.dumps(call.tool_calls or "")
+        exchange = Exchange(asked=_short(asked), answered=_short(answered))
         self._llm.read_from(exchange, reply.call)
         self._exchanges.put_nowait(exchange)
         if reply.finish == "abort":
@@ -404,15 +407,6 @@ def _conversation(messages: list[Message]) -> str:
     """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _plain(message: Message) -> Message:
-    """A sent message in the form in which a client sends it back: empty content is "" and not None."""
-    return {**message, "content": message["content"] or ""}
-
-
-def _asked(call: Call) -> str:
-    return _short("\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages))
 
 
 def _short(text: str) -> str:

@@ -188,7 +188,13 @@ class Script:
         self.steps[by].popleft()
         self.checked["steps"] += 1
         if isinstance(record.content, Action):
-            self._turn_over()
+            # The turn is over: every recorded call and step of it must have been repeated.
+            left = self._left(self.turn)
+            if left is not None:
+                raise left
+            self.turn += 1
+            if self.only is not None:
+                raise self.end()
         return entry
 
     def ended(self, end: End) -> Over:
@@ -209,15 +215,6 @@ class Script:
         recorded = then["status"] if was is None else f"{then['status']}: {was['error']}: {was['message']}"
         sentence = f"the episode ends here ({ending}); recorded: {recorded}"
         return self.differs(*found, blame, sentence, where=cause.frame if cause is not None else None)
-
-    def _turn_over(self) -> None:
-        """The turn's Action was yielded: every recorded call and step of the turn must have been repeated."""
-        left = self._left(self.turn)
-        if left is not None:
-            raise left
-        self.turn += 1
-        if self.only is not None:
-            raise self.end()
 
     def _left(self, turn: int) -> Over | None:
         """Ends the replay at the first record up to the end of that turn that was not repeated; None without one."""

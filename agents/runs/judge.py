@@ -171,7 +171,7 @@ def judge_reward(
     the task has one, the right answer."""
     if not low < high:
         raise ValueError(f"invalid grade range: low ({low:g}) must be below high ({high:g})")
-    asked = _judge(judge)
+    asked = judge if isinstance(judge, Judge) else Judge(judge)
     system = GRADE.format(rubric=rubric.strip(), low=low, high=high)
 
     def read(text: str) -> float:
@@ -211,7 +211,7 @@ def pairwise_reward(
     """
     if rivals is not None and (rivals < 2 or rivals % 2):
         raise ValueError(f"rivals must be even and at least 2, not {rivals}: each attempt meets as many on either side")
-    asked = _judge(judge)
+    asked = judge if isinstance(judge, Judge) else Judge(judge)
     system = CHOOSE.format(rubric=rubric.strip())
     text = show or shown
 
@@ -251,10 +251,6 @@ def shown(tape: Tape) -> str:
     reference = reference_of(tape)
     said = _middle_out(as_script(sample_of(tape).messages))
     return said if reference is None else f"{said}\n\n(the right answer, which the assistant didn't see: {reference})"
-
-
-def _judge(judge: Judge | Engine) -> Judge:
-    return judge if isinstance(judge, Judge) else Judge(judge)
 
 
 def _marked(what: str, text: str) -> str:

@@ -82,7 +82,11 @@ class Tool:
 
 @runtime_checkable
 class ToolSource(Protocol):
-    """A source of tools that must be opened first."""
+    """A source of tools that must be opened first.
+
+    A source may say in a dict `described`, read after `open`, how its tools run in this episode: `ToolOffer.sources`
+    has it on the tape. Its values may differ between two machines, so re-execution doesn't compare them.
+    """
 
     @property
     def effect(self) -> Effect:
@@ -95,17 +99,6 @@ class ToolSource(Protocol):
 
     async def close(self) -> None:
         """Called after the episode, also if `open` failed or was never called."""
-        ...
-
-
-@runtime_checkable
-class Described(Protocol):
-    """A source that says how its tools run; `ToolOffer.sources` has it on the tape. Its values may differ between runs
-    of one task on two machines, so re-execution doesn't compare them."""
-
-    @property
-    def described(self) -> Mapping[str, JsonValue]:
-        """What holds for this episode; read after `open`."""
         ...
 
 
@@ -146,7 +139,8 @@ def tool(
 
     return Tool(
         name=known,
-        description=_summary(text),
+        # Without its sections: the schema describes the parameters.
+        description=re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):\s*\n", text, maxsplit=1)[0].strip(),
         parameters=parameters,
         call=call,
         effect=effect,
@@ -173,11 +167,6 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
     for part in schema.get("properties", {}).values():
         part.pop("title", None)
     return adapter, {"type": "object", "properties": {}, **schema}
-
-
-def _summary(text: str) -> str:
-    """A docstring without its sections: the schema describes the parameters."""
-    return re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):\s*\n", text, maxsplit=1)[0].strip()
 
 
 def _arguments(text: str) -> dict[str, str]:
@@ -302,7 +291,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self.tools = _by_name([*self._given, *(t for tools in opened for t in tools)])
         self.effect = worst(t.effect for t in self.tools.values())
         text, tools = await self.prompt(self.task), tuple(t.schema for t in self.tools.values())
-        sources = tuple(dict(source.described) for source in self._sources if isinstance(source, Described))
+        sources = tuple(dict(said) for source in self._sources if (said := getattr(source, "described", None)))
         public = self.task.filled(self.task.public)
         messages = public.get("prompt") if isinstance(public, dict) else None
         # Chat messages, which the model reads as they are.
@@ -353,16 +342,12 @@ async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Seque
     except ToolFailed as error:
         return str(error), True
     except ValidationError as error:
-        return _mismatch(tool, error), True
+        parts = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors(include_url=False)]
+        return f"{tool.name} can't be called so: {'; '.join(parts)}.", True
     except Exception as error:  # the agent reads it as the result
         if isinstance(error, TimeoutError) and timer.expired():
             return f"{tool.name} gave no answer in {tool.timeout:g} s.", True
         return f"{type(error).__name__}: {error}", True
-
-
-def _mismatch(tool: Tool, error: ValidationError) -> str:
-    parts = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors(include_url=False)]
-    return f"{tool.name} can't be called so: {'; '.join(parts)}."
 
 
 def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:

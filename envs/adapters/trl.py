@@ -115,7 +115,9 @@ class TRLEnvironment(ToolEnvironment):
         row = row_of(self.task)
         self._instance, addition = self._made(row), None
         if self._instance is not None:
-            self.tools = {method.__name__: tool(method, effect=self.effect) for method in _methods(self._instance)}
+            members = inspect.getmembers(type(self._instance), predicate=inspect.isfunction)
+            names = [name for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS]
+            self.tools = {name: tool(getattr(self._instance, name), effect=self.effect) for name in names}
             addition = await _called(self._instance.reset, **row)
         messages, pictures = await with_pictures(_messages(row.get("prompt")), self.task.filled(self.task.public))
         if addition is not None:
@@ -260,11 +262,6 @@ async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
         return await function(**arguments)
     found = await in_thread(lambda: function(**arguments))
     return await found if inspect.isawaitable(found) else found
-
-
-def _methods(instance: Any) -> list[Callable[..., Any]]:
-    names = [name for name, _ in inspect.getmembers(type(instance), predicate=inspect.isfunction)]
-    return [getattr(instance, name) for name in names if not name.startswith("_") and name not in _NOT_TOOLS]
 
 
 async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Message, list[Visual]]:

@@ -88,7 +88,7 @@ class RemoteEnvironment(Proxy):
             async with whole:
                 return await self._until_answered(call, text)
         except (TimeoutError, asyncio.CancelledError) as error:
-            self._over = _CUT
+            self._over = "a call was cancelled, so the state of the environment is unknown"
             if isinstance(error, TimeoutError) and whole.expired():
                 raise Hung(
                     f"{self.url}: `{call.t}` had no answer within {most:g} s, including reconnections"
@@ -103,7 +103,9 @@ class RemoteEnvironment(Proxy):
         until = asyncio.get_running_loop().time() + self._line.patience
         while True:
             try:
-                channel = await self._connected(until)
+                if self._line.channel is None:
+                    self._line.channel = await self._line.patiently(self._open, until)
+                channel = self._line.channel
                 if len(text) * 4 > self._accepts and len(text.encode()) > self._accepts:
                     raise BadAnswer(
                         f"{self.url}: this `{call.t}` has {len(text.encode())} bytes, and the server accepts "
@@ -116,12 +118,6 @@ class RemoteEnvironment(Proxy):
                 await self._line.hang_up(goodbye=False)
                 if asyncio.get_running_loop().time() > until:
                     raise Unreachable(f"{self.url}: the connection broke repeatedly: {error}") from error
-
-    async def _connected(self, until: float) -> Channel:
-        """The channel; a lost one is opened again until the event loop's time `until`."""
-        if self._line.channel is None:
-            self._line.channel = await self._line.patiently(self._open, until)
-        return self._line.channel
 
     async def _open(self) -> Channel:
         headers = {SESSION: self._session} if self._session else {}
@@ -148,6 +144,3 @@ class RemoteEnvironment(Proxy):
 
     def _location(self) -> str:
         return self.url
-
-
-_CUT = "a call was cancelled, so the state of the environment is unknown"

@@ -106,10 +106,16 @@ class RandomState(Message):
         return rng
 
 
-class _Begins(Message):
-    """A call that begins an episode. Make it with `files=files_of(task)`."""
+class Numbered(Message):
+    """Base of calls and answers."""
 
     id: Number
+    """The number of the call; its answer has the same one."""
+
+
+class _Begins(Numbered):
+    """A call that begins an episode. Make it with `files=files_of(task)`."""
+
     task: Task
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
     """As `Item.files`, of the task's pictures."""
@@ -132,19 +138,17 @@ class ResetCall(_Begins):
     """None if the caller has no generator."""
 
 
-class StepCall(Message):
+class StepCall(Numbered):
     """Carry out an action."""
 
     t: Literal["step"] = "step"
-    id: Number
     action: Item
 
 
-class FinishCall(Message):
+class FinishCall(Numbered):
     """Final scoring."""
 
     t: Literal["finish"] = "finish"
-    id: Number
     status: Status
 
 
@@ -160,29 +164,26 @@ class RestoreCall(_Begins):
     """The tape's observations and actions in order; thoughts, calls and rewards are not sent."""
 
 
-class CloseCall(Message):
+class CloseCall(Numbered):
     """Release the environment. If another call is running, it is cancelled."""
 
     t: Literal["close"] = "close"
-    id: Number
 
 
 Call = ResetCall | StepCall | FinishCall | RestoreCall | CloseCall
 
 
-class Shown(Message):
+class Shown(Numbered):
     """The result of `reset`."""
 
     t: Literal["shown"] = "shown"
-    id: Number
     observation: Item
 
 
-class Led(Message):
+class Led(Numbered):
     """The outcome of an action, or of `finish`."""
 
     t: Literal["outcome"] = "outcome"
-    id: Number
     observation: Item | None = None
     reward: Finite | dict[str, Finite] | None = None
     terminated: bool = False
@@ -208,11 +209,10 @@ class Led(Message):
         return Outcome(shown, self.reward, self.terminated, self.truncated, self.metrics)
 
 
-class Done(Message):
+class Done(Numbered):
     """The call succeeded and has no result."""
 
     t: Literal["done"] = "done"
-    id: Number
 
 
 class Fault(Message):

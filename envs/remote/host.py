@@ -97,7 +97,10 @@ class Host:
         except (asyncio.CancelledError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            return _raised(call, error)
+            frames = traceback.extract_tb(error.__traceback__)
+            frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
+            kind, message = type(error).__qualname__, storable(error_message(error))
+            return Fault(id=call.id, code="raised", error=kind, message=message, frame=frame)
 
     async def close(self) -> None:
         """Release the instance, if there is one. No call waits for an answer: a fault of its `close` is a warning."""
@@ -186,13 +189,6 @@ class Host:
             read = declared.action if item.kind in declared.actions else declared.observation
             steps.append(read(item.kind, item.content, RECORDED))
         return bare_tape(call.tape, call.task, declared.name, call.env_seed, steps)
-
-
-def _raised(call: Call, error: BaseException) -> Fault:
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
-    message = storable(error_message(error))
-    return Fault(id=call.id, code="raised", error=type(error).__qualname__, message=message, frame=frame)
 
 
 def main(name: str, largest: int) -> None:

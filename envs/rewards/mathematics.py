@@ -126,16 +126,14 @@ def equal(question: dict[str, str]) -> dict[str, bool | str]:
 
     # math-verify's own time limits need signals and hide the timeout: the parent process kills this one instead.
     unlimited: Any = None
-    reference: Any = parse(_marked(question["reference"]), parsing_timeout=unlimited)
+    text = question["reference"]
+    # LaTeX marks: math-verify needs them to read the whole text as mathematics.
+    marked = text if "$" in text or "\\boxed" in text or "\\(" in text else f"${text}$"
+    reference: Any = parse(marked, parsing_timeout=unlimited)
     if not reference:
         return {"failed": "the reference is not mathematics"}
     answer: Any = parse(question["answer"], parsing_timeout=unlimited)
     return {"equal": bool(answer) and verify(reference, answer, timeout_seconds=None)}
-
-
-def _marked(reference: str) -> str:
-    """The reference between LaTeX marks, which math-verify needs to read the whole text as mathematics."""
-    return reference if "$" in reference or "\\boxed" in reference or "\\(" in reference else f"${reference}$"
 
 
 def main() -> None:

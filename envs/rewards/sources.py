@@ -105,11 +105,6 @@ class Rewards(Generic[SubjectT]):
         """Names of all sources."""
         return [source.name for source in (*self.sources, *self.relative)]
 
-    @property
-    def pure(self) -> Rewards[SubjectT]:
-        """Only the sources whose scores can be recomputed from a tape alone."""
-        return Rewards(source for source in self.sources if source.pure)
-
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
         """The reward records of `tape`, for a later scoring called `layer`, or as part of the tape (None).
 

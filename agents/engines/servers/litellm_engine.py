@@ -277,7 +277,9 @@ class LiteLLMEngine:
             return EngineStopped(message, reason)
         away = None if status == 408 else status in AWAY or _connection_lost(error)
         retry = away is not False or status in TRIED_AGAIN
-        return HostedFailed(message, retry=retry, after=_asked_for(error), away=away)
+        response = getattr(error, "response", None)
+        headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
+        return HostedFailed(message, retry=retry, after=retry_after(headers.get("retry-after")), away=away)
 
     async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
         """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left.
@@ -479,13 +481,6 @@ def _connection_lost(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _asked_for(error: Exception) -> float | None:
-    """Return the seconds of the error's `Retry-After` header; None without that header."""
-    response = getattr(error, "response", None)
-    headers = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", {})
-    return retry_after(headers.get("retry-after"))
 
 
 def is_hosted(model: str) -> bool:

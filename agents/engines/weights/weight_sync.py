@@ -123,7 +123,13 @@ class VLLMReload:
             return
         if isinstance(found, dict) and found.get("is_paused"):
             await self._drop()
-            await self._wake()
+            # A sleeping server is paused as well, and has no GPU memory to sample with. This call resumes a server that
+            # doesn't sleep, so all completions must have ended before.
+            try:
+                await self._post("/wake_up")
+            except ServerFailed as error:
+                if error.status not in NO_ROUTE:
+                    raise
             await self.abandon(f"{UNKNOWN}the server was found paused")
 
     # Sleep: vLLM's `/sleep` and `/wake_up`. Level 1 keeps the weights in host memory.
@@ -140,16 +146,6 @@ class VLLMReload:
     async def _drop(self) -> None:
         """Pause, and end the completions in flight."""
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
-
-    async def _wake(self) -> None:
-        """Wake a sleeping server: it is paused as well, and has no GPU memory to sample with.
-
-        This call resumes a server that doesn't sleep. The caller must therefore end all completions first."""
-        try:
-            await self._post("/wake_up")
-        except ServerFailed as error:
-            if error.status not in NO_ROUTE:
-                raise
 
     async def _post(self, route: str, body: object = None, params: dict[str, str] | None = None) -> None:
         await self.server.post(route, body, params=params, seconds=self._seconds, fresh=True)

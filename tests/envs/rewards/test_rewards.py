@@ -171,11 +171,6 @@ def test_what_needs_the_world_runs_off_the_loop_and_what_is_pure_on_it():
     assert where["pure"] == threading.get_ident() != where["world"]
 
 
-def test_only_pure_sources_can_be_verified_later():
-    rewards = Rewards([long, RewardSource(score=parts, pure=False)])
-    assert [source.name for source in rewards.pure.sources] == ["long"]
-
-
 def test_an_environment_scores_whatever_it_hands_over():
     rewards: Rewards[dict[str, float]] = Rewards(
         [
