@@ -10,7 +10,7 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
@@ -41,6 +41,14 @@ def load_named(name: str, *, execute: bool = True) -> object:
         own = sorted(public, key=lambda key: getattr(vars(module)[key], "__module__", None) != module.__name__)
         hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(own[:20]) or 'no public names'}"
         raise UsageError(f"{home} has no {path!r}; {hint}") from error
+
+
+def load_function(name: str, wanted: str) -> Callable[..., object]:
+    """The function or class called `name`. UsageError for any other object; `wanted`: what the name must be of."""
+    found = load_named(name)
+    if not callable(found):
+        raise UsageError(f"{name} is an object of type {type(found).__qualname__}, not {wanted}")
+    return found
 
 
 def listed_tasks(text: str) -> Iterable[object]:

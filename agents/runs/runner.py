@@ -153,7 +153,11 @@ async def _run(
                 await attempts.run(engine, progress)
         finally:
             await engine.close()
-        await _compare(attempts, store)
+        rewards = getattr(setup.env, "rewards", None)
+        if rewards is not None and rewards.relative:
+            for summaries in attempts_of(store.summaries(split=config.split, closed=True)).values():
+                tapes = [store.tape(one.id, refresh=False) for one in summaries if one.trainable]
+                await compared(rewards, tapes, store.append_layer)
         store.writer.sync()
         return _summary(attempts, store, out, time.perf_counter() - started)
 
@@ -245,16 +249,6 @@ class _Attempts:
 
         await run_attempt(usable, episode, retries=config.retries)
         return tapes
-
-
-async def _compare(run: _Attempts, store: Store) -> None:
-    """Add the rewards that compare the attempts at each task, where the environment has such rewards."""
-    rewards = getattr(run.setup.env, "rewards", None)
-    if rewards is None or not rewards.relative:
-        return
-    for attempts in attempts_of(store.summaries(split=run.config.split, closed=True)).values():
-        tapes = [store.tape(attempt.id, refresh=False) for attempt in attempts if attempt.trainable]
-        await compared(rewards, tapes, store.append_layer)
 
 
 def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSummary:

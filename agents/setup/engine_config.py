@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
-from ...envs.load_named import load_named
+from ...envs.load_named import load_function
 from ...tapes.common.config import Config
 from ...tapes.common.hub import model_folder
 from ...tapes.common.redact import names_secret
@@ -227,12 +227,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
 
         Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result lacks
         members of `protocol`, which `use` needs."""
-        factory = load_named(self.kind)
-        if not callable(factory):
-            raise UsageError(
-                f"engine.kind={self.kind} is an object of type {type(factory).__qualname__}: name a class, or a "
-                "function that makes an engine"
-            )
+        factory = load_function(self.kind, "a class or a function that makes an engine (engine.kind)")
         try:
             inspect.signature(factory).bind(**self.options)
         except TypeError as error:
@@ -344,13 +339,7 @@ async def connect_to(
 
 def _policy(config: ScriptedConfig) -> Policy:
     if config.policy is not None:
-        found = load_named(config.policy)
-        if not callable(found):
-            raise UsageError(
-                f"{config.policy} is an object of type {type(found).__qualname__}, not a function from a "
-                "Request to an answer"
-            )
-        return cast(Policy, found)
+        return cast(Policy, load_function(config.policy, "a function from a Request to an answer"))
     answers = config.answers
 
     def in_turn(request: Request) -> str:

@@ -21,7 +21,7 @@ from pydantic import Field, JsonValue
 
 from ...envs.blocking import in_thread
 from ...envs.environment import Environment, EnvironmentFactory
-from ...envs.load_named import load_named, not_loaded
+from ...envs.load_named import load_function, load_named, not_loaded
 from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
 from ...tapes.common.config import Config
@@ -183,10 +183,11 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "agent")
     # An instance is used as it is. An act function is not called: it is an agent only under `@agent`, as the hint says.
-    made = found if isinstance(found, Agent) or _is_act(found) or not callable(found) else _call(found, name)
+    is_act = inspect.isasyncgenfunction(found)
+    made = found if isinstance(found, Agent) or is_act or not callable(found) else _call(found, name)
     if isinstance(made, Agent):
         return made
-    hint = "; put @agent above it, and it is one" if _is_act(found) else ""
+    hint = "; put @agent above it, and it is one" if is_act else ""
     raise UsageError(
         f"{name} is {_described(found)}{_returned(found, made)}, not an agent: name an Agent, its class, or "
         f"a function without arguments that makes one{hint}"
@@ -263,15 +264,13 @@ def load_tasks(
     `Setup.dataset`. name: their name in errors."""
     dataset = dataset or DatasetConfig()
     name = name or (source if isinstance(source, str) else "the list of tasks")
-    to_task = load_named(row) if row is not None else None
-    if row is not None and not callable(to_task):
-        raise UsageError(f"{row} is {_described(to_task)}, not a function from a row to a task")
+    to_task = load_function(row, "a function from a row to a task") if row is not None else None
     if row is not None and dataset.columns:
         raise UsageError(f"task_row={row} and dataset.columns both say how a row becomes a task: remove one of them")
     if dataset.columns:
         to_task = standard_row(dataset.columns)
     try:
-        tasks = _tasks(source, name, cast("Callable[[Any], Any] | None", to_task), count, dataset)
+        tasks = _tasks(source, name, to_task, count, dataset)
     except BadTasks as error:
         raise UsageError(f"tasks: {error}") from error
     if not len(tasks):
@@ -376,10 +375,6 @@ def _required(thing: Any) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-
-
-def _is_act(thing: Any) -> bool:
-    return inspect.isasyncgenfunction(thing)
 
 
 def _described(thing: Any) -> str:

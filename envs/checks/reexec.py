@@ -54,7 +54,7 @@ from ..environment import (
     new_environment,
     without,
 )
-from ..load_named import load_named
+from ..load_named import load_function
 
 if TYPE_CHECKING:
     from ...tapes.store.store import Store
@@ -392,13 +392,7 @@ def _factory(name: str | None) -> EnvironmentFactory | None:
     """The factory called `name`; None without a name. UsageError where the name is that of something else."""
     if name is None:
         return None
-    found = load_named(name)
-    if not callable(found):
-        raise UsageError(
-            f"{name} is an object of type {type(found).__qualname__}, not an environment class or a function that "
-            "makes one"
-        )
-    return cast("EnvironmentFactory", found)
+    return cast("EnvironmentFactory", load_function(name, "an environment class or a function that makes one"))
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:

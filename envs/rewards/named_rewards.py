@@ -16,7 +16,7 @@ from typing import Any, cast
 from ...tapes import Tape
 from ...tapes.common.redact import holds_secret, without_secrets
 from ...tapes.errors import UsageError
-from ..load_named import load_named
+from ..load_named import load_function, load_named
 from .reward_models import ModelScore, Sample, WrongAnswer, http_reward, model_source
 from .sources import NoReward, Rewards, RewardSource, Scorer
 
@@ -110,9 +110,7 @@ class FileReward:
 def file_reward(path: str | Path) -> RewardSource[Tape]:
     """A source of the `reward_func` in a file, with the file's name. It is pure unless the function has an attribute
     `pure = False`."""
-    function = load_named(f"{path}:{FUNCTION}")
-    if not callable(function):
-        raise UsageError(f"{FUNCTION} in {path} is a {type(function).__name__}, not a function")
+    function = load_function(f"{path}:{FUNCTION}", "a function")
     return model_source(FileReward(function), name=Path(path).stem, pure=bool(getattr(function, "pure", True)))
 
 

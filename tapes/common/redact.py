@@ -60,6 +60,15 @@ def holds_secret(text: str) -> bool:
     return named or _LOGIN.match(text) is not None or without_secrets(text) != text
 
 
+def refuse_secret(url: str, what: str) -> None:
+    """ValueError for an address that contains a secret, which would be recorded. what: its name in the message."""
+    if holds_secret(url):
+        raise ValueError(
+            f"{what} {without_secrets(url)!r} holds a user, a password or a key, which would be recorded; give the "
+            "name of the environment variable with the key instead: key_variable"
+        )
+
+
 def environment_secrets() -> list[str]:
     """Values of the environment variables with a secret's name, longest first.
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ....tapes.common.access_token import token_for
 from ....tapes.common.hub import split_name
-from ....tapes.common.redact import guard_log, holds_secret, names_secret, without_secrets
+from ....tapes.common.redact import guard_log, names_secret, refuse_secret, without_secrets
 from ....tapes.errors import BadPicture, MissingExtra, NotATape
 from ....tapes.messages import frames_of, image_parts, visual_parts
 from ....tapes.records import Attempt, Message, Usage
@@ -122,11 +122,7 @@ class LiteLLMEngine:
         `budget` is in US dollars. `prices` are US dollars per million prompt and completion tokens, for a model whose
         prices litellm doesn't know. `options` are passed to litellm with each request. ValueError for an option that
         the engine sets itself, a secret in `base_url`, or a budget without known prices."""
-        if base_url is not None and holds_secret(base_url):
-            raise ValueError(
-                f"base_url {without_secrets(base_url)!r} holds a user, a password or a key, which would "
-                "be recorded with it; give the key by its variable: key_variable="
-            )
+        refuse_secret(base_url or "", "base_url")
         refused = sorted(name for name in options or () if name in OURS or names_secret(name))
         if refused:
             raise ValueError(

@@ -132,7 +132,7 @@ class AdapterEngine(RemoteEngine):
                 await self._load(version, folder)
             # All servers have the adapter before it becomes current. In the other order, a request could reach a server
             # that doesn't know the adapter yet.
-            self._note_version(version)
+            self._versions[version] = len(self._versions)
             self._loaded[version] = folder
             self.version = self._current = version
             self.stats.publishes += 1

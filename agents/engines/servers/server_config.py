@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from ....tapes.common.config import Config
-from ....tapes.common.redact import holds_secret
+from ....tapes.common.redact import refuse_secret
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
 """How a weight sync reaches the servers. `reload`: every server reloads a folder. `transfer`: vLLM's weight-transfer
@@ -16,11 +16,7 @@ from the GPU of this process to vLLM's GPUs."""
 
 
 def _without_password(url: str) -> str:
-    if holds_secret(url):
-        raise ValueError(
-            "an address with a user, a password or a key would be recorded with the run; name the "
-            "environment variable that holds the key instead: key_variable"
-        )
+    refuse_secret(url, "the address")
     return url
 
 

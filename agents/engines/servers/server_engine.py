@@ -253,7 +253,7 @@ class RemoteEngine:
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
             # Order: the version is known and `_moment` is odd before the first server changes. A completion may return
             # with the new version while the sync is in progress; without its entry it would count as foreign.
-            self._note_version(version)
+            self._versions[version] = len(self._versions)
             steps: dict[str, float] = {}
             self._moment += 1
             if mode != "drain":
@@ -280,9 +280,6 @@ class RemoteEngine:
     def _check_version(self, version: str) -> None:
         if version in self._versions:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
-
-    def _note_version(self, version: str) -> None:
-        self._versions[version] = len(self._versions)
 
     def _folder_of(self, version: str) -> Path:
         folder = self._temporary or Path(self._config.weights_folder or "")

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 
 from ....tapes.common.access_token import HOW_FOUND, token_for
 from ....tapes.common.extras import raise_missing
-from ....tapes.common.redact import holds_secret, without_secrets
+from ....tapes.common.redact import refuse_secret, without_secrets
 from ..engine import EngineError, EngineStopped
 from .wire import retry_after
 
@@ -76,11 +76,7 @@ class Server:
         request. ValueError for a `url` that has no http scheme, or that contains a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
-        if holds_secret(url):
-            raise ValueError(
-                f"server address {without_secrets(url)!r} holds a user, a password or a key, which would "
-                "be recorded with it; give the key by its variable: key_variable="
-            )
+        refuse_secret(url, "server address")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.in_flight = 0
         self._key_variable = key_variable
