@@ -205,11 +205,10 @@ class _Session:
         try:
             async with asyncio.timeout(seconds):
                 await asyncio.shield(ready)
-        except TimeoutError as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             await session.end()
-            raise ToolsLost(f"MCP server {name} was not ready in {seconds:g} s") from error
-        except asyncio.CancelledError:
-            await session.end()
+            if isinstance(error, TimeoutError):
+                raise ToolsLost(f"MCP server {name} was not ready in {seconds:g} s") from error
             raise
         return session
 

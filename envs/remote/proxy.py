@@ -6,7 +6,7 @@ environment is raised here under the same class name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import JsonValue
 
@@ -22,6 +22,7 @@ from .env_protocol import (
     FinishCall,
     Item,
     Led,
+    Message,
     RandomState,
     ResetCall,
     RestoreCall,
@@ -34,6 +35,9 @@ from .remote_errors import BadAnswer, Hung, Refused, RemoteFault, SessionLost
 
 if TYPE_CHECKING:
     from ...tapes import Tape
+
+
+AnswerT = TypeVar("AnswerT", bound=Message)
 
 
 class Proxy(Environment[Action]):
@@ -53,10 +57,7 @@ class Proxy(Environment[Action]):
         """Begin the episode, with the state of the local `rng`."""
         whole = Task.of(task)
         call = ResetCall(id=self._next(), task=whole, files=files_of(whole), rng=self._rng_state())
-        answer = await self._asked(call)
-        if not isinstance(answer, Shown):
-            raise _mismatched(call, answer)
-        seen = answer.observation
+        seen = (await self._asked(call, Shown)).observation
         return self._declared.observation(seen.kind, seen.content, seen.received())
 
     async def step(self, action: Action) -> Outcome:
@@ -67,20 +68,13 @@ class Proxy(Environment[Action]):
                 f"{action.kind!r} ({type(action).__qualname__})"
             )
         call = StepCall(id=self._next(), action=Item.of(action))
-        answer = await self._asked(call)
-        if not isinstance(answer, Led):
-            raise _mismatched(call, answer)
-        return answer.outcome(self._declared)
+        return (await self._asked(call, Led)).outcome(self._declared)
 
     async def finish(self, status: Status) -> Outcome | None:
         """The environment's final scoring."""
         call = FinishCall(id=self._next(), status=status)
-        answer = await self._asked(call)
-        if isinstance(answer, Led):
-            return answer.outcome(self._declared)
-        if not isinstance(answer, Done):
-            raise _mismatched(call, answer)
-        return None
+        answer = await self._asked(call, Led, Done)
+        return answer.outcome(self._declared) if isinstance(answer, Led) else None
 
     async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
         """Call the environment's own `restore`; the tape's actions and observations are sent."""
@@ -100,14 +94,15 @@ class Proxy(Environment[Action]):
             env_seed=tape.begin.env_seed,
             steps=tuple(Item.of(step, files=False) for step in steps),
         )
-        answer = await self._asked(call)
-        if not isinstance(answer, Done):
-            raise _mismatched(call, answer)
+        await self._asked(call, Done)
 
-    async def _asked(self, call: Call) -> Answer:
+    async def _asked(self, call: Call, *kinds: type[AnswerT]) -> AnswerT:
+        """The answer, which must be of one of these kinds. Raises the error of a Fault, BadAnswer for another kind."""
         answer = await self._ask(call)
         if isinstance(answer, Fault):
             raise self._error(answer)
+        if not isinstance(answer, kinds):
+            raise BadAnswer(f"`{answer.t}` is not a valid answer to `{call.t}`")
         return answer
 
     async def _ask(self, call: Call) -> Answer:
@@ -141,7 +136,3 @@ class Proxy(Environment[Action]):
     def _rng_state(self) -> RandomState | None:
         rng = getattr(self, "rng", None)
         return RandomState.of(rng) if rng is not None else None
-
-
-def _mismatched(call: Call, answer: Answer) -> BadAnswer:
-    return BadAnswer(f"`{answer.t}` is not a valid answer to `{call.t}`")
