@@ -259,55 +259,49 @@ Visual = Picture | Video
 # Which files a step refers to
 
 
-def _found_in(value: object) -> tuple[MediaReference | Visual, ...]:
-    """The pictures, videos and other media references in a step, in the order of its fields."""
-    # Asked of every step, and nearly none refers to a file.
-    return () if isinstance(value, BaseModel) and not _may_refer(type(value)) else tuple(_walked(value))
-
-
-def _walked(value: object) -> Iterator[MediaReference | Visual]:
-    if isinstance(value, MediaReference | Picture | Video):
-        yield value
-    elif isinstance(value, BaseModel):
-        yield from _found_in(value.__dict__)
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _found_in(part)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for part in value:
-            yield from _found_in(part)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for one in fields(value):
-            yield from _found_in(getattr(value, one.name, None))
-
-
-def references_of(value: object) -> tuple[MediaReference | Picture, ...]:
-    """The pictures, frames of videos, and other media references in a step, in the order of its fields."""
-    found = _found_in(value)
-    return tuple(file for one in found for file in (one.frames if isinstance(one, Video) else (one,))) if found else ()
-
-
 def media_of(value: object) -> tuple[str, ...]:
     """Names of the media files that a step refers to, in the order of its fields."""
-    found = references_of(value)
-    return tuple(one.name for one in found) if found else ()
+    # Asked of every step, and nearly none refers to a file: the class alone decides for most.
+    return tuple(one.name for one in _files(value)) if _may_refer(type(value)) else ()
 
 
 def pictures_of(value: object) -> tuple[Picture, ...]:
     """The pictures and the frames of videos in a step, in the order of its fields."""
-    found = references_of(value)
-    return tuple(one for one in found if isinstance(one, Picture)) if found else ()
+    return tuple(one for one in _files(value) if isinstance(one, Picture)) if _may_refer(type(value)) else ()
 
 
 def visuals_of(value: object) -> tuple[Visual, ...]:
     """The pictures and videos in a step, in the order of its fields."""
-    found = _found_in(value)
-    return tuple(one for one in found if isinstance(one, Picture | Video)) if found else ()
+    return tuple(one for one in _walked(value) if isinstance(one, Visual)) if _may_refer(type(value)) else ()
+
+
+def _files(value: object) -> Iterator[MediaReference | Picture]:
+    for one in _walked(value):
+        yield from one.frames if isinstance(one, Video) else (one,)
+
+
+def _walked(value: object) -> Iterator[MediaReference | Visual]:
+    if isinstance(value, MediaReference | Visual):
+        yield value
+    elif isinstance(value, BaseModel):
+        if _may_refer(type(value)):
+            yield from _walked(value.__dict__)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _walked(part)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for part in value:
+            yield from _walked(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for one in fields(value):
+            yield from _walked(getattr(value, one.name, None))
 
 
 @cache
-def _may_refer(cls: type[BaseModel]) -> bool:
-    """Whether a value of this class may hold a reference, by the annotations of its fields."""
+def _may_refer(cls: type) -> bool:
+    """Whether a value of this class may hold a reference; of a model, by the annotations of its fields."""
+    if not issubclass(cls, BaseModel):
+        return True
     left: list[object] = [field.annotation for field in cls.model_fields.values()]
     seen: list[object] = []  # a recursive type names itself
     while left:

@@ -86,7 +86,7 @@ class Step(BaseModel):
             (only,) = values.values()
             if isinstance(only, str | int | float | bool):
                 return str(only)
-        if _shows(self):
+        if visuals_of(self):
             return "\n".join(map(str, parts_of(self)))
         return self.model_dump_json()
 
@@ -97,16 +97,11 @@ def parts_of(step: Step) -> tuple[str | Visual, ...]:
     With pictures: the fields in order, each stretch of fields without a picture as the text that a step of these fields
     alone would have. A class that defines `__str__` has that text first, then its pictures.
     """
-    if not _shows(step):
+    if not visuals_of(step):
         return (str(step),)
     if type(step).__str__ is not Step.__str__:
         return (str(step), *visuals_of(step))
     return tuple(part for part in _parts(step) if part != "")
-
-
-def _shows(value: object) -> bool:
-    """Whether there is a picture or video in it."""
-    return bool(visuals_of(value))
 
 
 def _parts(value: object) -> Iterator[str | Visual]:
@@ -116,7 +111,7 @@ def _parts(value: object) -> Iterator[str | Visual]:
     elif isinstance(value, BaseModel):
         plain: dict[str, object] = {}
         for name, part in value.__dict__.items():
-            if _shows(part):
+            if visuals_of(part):
                 yield from _text_of(plain)
                 plain = {}
                 yield from _parts(part)

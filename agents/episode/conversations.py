@@ -134,11 +134,12 @@ class Conversations:
                 base, keep = track, n
                 if keep == len(track.messages) + 1:
                     break
+        new = tuple(messages[keep:])
         record = Call(
             base=base.call if base is not None else None,
             keep_messages=keep,
-            messages=tuple(messages[keep:]),
-            media=self._recorder.asked_in(messages[keep:]),
+            messages=new,
+            media=self._recorder.asked_in(new),
             usage=completion.usage,
             at=time.time(),
             **shared,
@@ -157,12 +158,13 @@ class Conversations:
         usage = completion.usage
         if usage == Usage():
             usage = Usage(prompt_tokens=len(rendered.ids), completion_tokens=len(ids))
+        new = tuple(pending.request.messages[keep:])
         record = Call(
             base=base.call if base is not None else None,
             keep=rendered.keep,
             keep_messages=keep,
-            messages=tuple(pending.request.messages[keep:]),
-            media=self._recorder.asked_in(pending.request.messages[keep:]),
+            messages=new,
+            media=self._recorder.asked_in(new),
             prompt=rendered.new,
             places=tuple(place for place in rendered.places if place.offset >= rendered.keep),
             completion=ids,

@@ -59,7 +59,9 @@ class Recorder:
 
     def asked_in(self, messages: Sequence[Message]) -> tuple[str, ...]:
         """Names of the pictures in the messages that came with a program's request."""
-        names = (str(part.get("media")) for part in image_parts(messages)) if self.asked else ()
+        if not self.asked:
+            return ()
+        names = (str(part.get("media")) for part in image_parts(messages))
         return tuple(dict.fromkeys(name for name in names if name in self.asked))
 
     def _show(self, shown: Step | Picture) -> None:

@@ -42,7 +42,6 @@ from ...tapes.common.text import logger, storable
 from ...tapes.errors import error_message
 from ...tapes.journal import Journal
 from ...tapes.messages import ENV
-from ...tapes.pictures import pictures_of
 from ...tapes.records import Begin, End, Identity, Parent, Reward
 from ...tapes.status import trains
 from ...tapes.tape import Ending, new_tape_id, step_record
@@ -441,11 +440,12 @@ class Episode:
             self.beside.append(_cause(CauseType.ENVIRONMENT, error))
 
     async def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
-        if pictures_of(step):
-            await self.recorder.keep(step)
         if by != ENV and not calls:
             calls = self.llm.authored(Tape(self.log), step, by)
-        self.recorder.write(step_record(self.recorder.tape, step, by=by, calls=calls))
+        record = step_record(self.recorder.tape, step, by=by, calls=calls)
+        if record.media:
+            await self.recorder.keep(step)
+        self.recorder.write(record)
 
     def _score(self, outcome: Outcome, step: int | None) -> None:
         for name, value, weight in outcome.components():
