@@ -22,8 +22,9 @@ from typing import NamedTuple, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import JsonValue
-from torch import Tensor, nn
+from torch import nn
 
 from ...agents.engines.engine import EngineError, FleetEngine, Request, Sampler, TrainableEngine
 from ...agents.engines.team_engine import lead_of
@@ -47,6 +48,8 @@ FIRST = 0.5
 """The bound in nats of a run's first comparison, when the rounding of its samplers is unknown."""
 KEPT = 8
 """Number of versions whose log-probs are kept."""
+ONE = Sampling(max_tokens=1)
+"""How each sampler samples."""
 
 
 class NotDelivered(TapereelError, RuntimeError):
@@ -57,7 +60,7 @@ class _Version(NamedTuple):
     """The trainer's distributions under one version."""
 
     name: str
-    after: Tensor
+    after: NDArray[np.float32]
     """(places, vocabulary) log-probs of the token after each place."""
 
 
@@ -65,19 +68,18 @@ class _Answer(NamedTuple):
     """What one sampler sampled after each place."""
 
     sampler: str
-    ids: Tensor
-    """(places,) int64."""
-    logprobs: Tensor
+    ids: NDArray[np.int64]
+    """(places,)"""
+    logprobs: NDArray[np.float32]
     """(places,) in nats."""
 
-    def of(self, version: _Version) -> Tensor:
+    def of(self, version: _Version) -> NDArray[np.float32]:
         """(places,) log-probs of these ids under a version."""
-        return version.after.gather(1, self.ids[:, None])[:, 0]
+        return version.after[np.arange(len(self.ids)), self.ids]
 
     def gaps(self, versions: Iterable[_Version]) -> list[float]:
         """Largest difference to each version, in nats."""
-        under = torch.stack([self.of(version) for version in versions])
-        return (under - self.logprobs).abs().amax(dim=1).tolist()
+        return [float(np.abs(self.of(version) - self.logprobs).max()) for version in versions]
 
 
 class Delivery:
@@ -122,7 +124,9 @@ class Delivery:
         """NotDelivered unless every sampler has the model's present weights, named `version`. Does nothing before
         `choose`. tolerance: difference in nats that counts as rounding in any case."""
         lead = lead_of(engine)
-        samplers = lead.samplers if isinstance(lead, FleetEngine) else {lead.name: lead.complete}
+        # By the member that is read: `isinstance` of a protocol compares them all, at each check.
+        copies = hasattr(lead, "samplers")
+        samplers = cast("FleetEngine", lead).samplers if copies else {lead.name: lead.complete}
         if self._row is None or not samplers:
             return
         if not self._versions or self._versions[-1].name != version:
@@ -138,7 +142,7 @@ class Delivery:
             if not to_versions[-1] <= bound:  # written so that NaN is a difference
                 raise NotDelivered(self._sentence(answer, to_versions, bound))
         difference, sure = max(newest), self._sure
-        moved = min(float((one.of(new) - one.of(sure)).abs().max()) for one in answers) if sure is not None else None
+        moved = min(float(np.abs(one.of(new) - one.of(sure)).max()) for one in answers) if sure is not None else None
         # A sampler that lags behind by small updates is nearer to an older version: its difference is no rounding.
         lags = any(to_versions[-1] > min(to_versions) for to_versions in gaps)
         if moved is None or (moved > 2 * bound and not lags):
@@ -156,9 +160,9 @@ class Delivery:
         own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
         longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
         with casting(self.model, self.autocast):
-            hidden = states(body, plan([longer], vision=self.vision)[0], self.model)
-        logits = output(hidden.to(output.weight.dtype)).float()
+            hidden = states(body, plan([longer], vision=self.vision)[0], self.model).to(output.weight.dtype)
         if not self._places:
+            logits = output(hidden).float()
             # Where the model is least sure, each change of the weights shows most; the longest place meets most caches.
             longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
             unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
@@ -166,7 +170,8 @@ class Delivery:
                 unsure[place.offset : place.end - 1] = -1.0  # the beginning would end inside the picture
             least = unsure.topk(min(PLACES - 1, int((unsure >= 0).sum()))).indices + 1
             self._places = sorted({longest, *least.tolist()})
-        return _Version(version, logits[[place - 1 for place in self._places]].log_softmax(-1).cpu())
+        after = output(hidden[[place - 1 for place in self._places]]).float().log_softmax(-1)
+        return _Version(version, after.cpu().numpy())
 
     def _sentence(self, answer: _Answer, gaps: list[float], bound: float) -> str:
         new = self._versions[-1]
@@ -193,15 +198,15 @@ def _beginning(row: Row, length: int) -> Row:
 
 async def _ask(name: str, sampler: Sampler, asked: Sequence[Row]) -> _Answer:
     said = await asyncio.gather(*(_sample(name, sampler, prompt) for prompt in asked))
-    return _Answer(name, torch.tensor([id for id, _ in said]), torch.tensor([logprob for _, logprob in said]))
+    return _Answer(name, np.array([id for id, _ in said]), np.array([logprob for _, logprob in said], dtype=np.float32))
 
 
 async def _sample(name: str, sampler: Sampler, prompt: Row, tries: int = 5) -> tuple[int, float]:
     """(id, log-prob) of the token after `prompt`. EngineError where the sampler fails `tries` times."""
     key = f"delivery/{len(prompt)}"
-    ids, how = ints(prompt.input_ids), Sampling(max_tokens=1)
+    ids, shown = ints(prompt.input_ids), prompt.places
     request = Request(
-        messages=(), prompt=ids, places=prompt.places, picture=prompt.file, sampling=how, seed=len(ids), cache_key=key
+        messages=(), prompt=ids, places=shown, picture=prompt.file, sampling=ONE, seed=len(ids), cache_key=key
     )
     try:
         said = await sampler(request)

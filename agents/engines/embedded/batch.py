@@ -31,6 +31,9 @@ SPARE = 64
 """Padding tokens that a joint prefill may contain before it is split. For a model of a million parameters on one core,
 one more forward costs about as much as 64 tokens."""
 
+Family = list["Generation"]
+"""Generations that one row of a prefill serves: the tokens of the first one begin with those of each other one."""
+
 
 @dataclass(slots=True)
 class Stats:
@@ -41,7 +44,7 @@ class Stats:
     prefilled: int = 0
     """Prompt tokens that a forward computed."""
     reused: int = 0
-    """Prompt tokens whose KV came from the parked entries."""
+    """Prompt tokens whose KV came from the parked entries, or from another row of the prefill."""
     recomputed: int = 0
     """Tokens computed again after new weights made their KV stale."""
     steps: int = 0
@@ -85,7 +88,7 @@ class Generation:
     slot: int = -1
     """-1 while the generation is not running."""
     reused: int | None = None
-    """Prompt tokens with parked KV when the generation first joined; None before."""
+    """Prompt tokens with KV of another forward or row when the generation first joined; None before."""
     clean: bool = True
     """False when the KV is not exact for one version of the weights, or not finite. Such KV must not be parked."""
 
@@ -120,37 +123,69 @@ class Batch:
         """As `ParkingLot.find`."""
         return self.parked.find(generation.key, _keys(generation), generation.places)
 
-    def groups(self, generations: Iterable[Generation]) -> list[list[Generation]]:
+    def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:
         """Split new rows into prefills of similar lengths, so that padding stays a small part of each prefill."""
-        out: list[list[Generation]] = []
+        out: list[list[Family]] = []
         real = 0
-        for new, generation in sorted(((self.missing(s), s) for s in generations), key=lambda pair: pair[0]):
+        families = [(self.missing(family[0]), family) for family in self._families(generations)]
+        for new, family in sorted(families, key=lambda pair: pair[0]):
             # The lengths ascend, so `new` is the width of the group: the left side is its size with padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
-                out[-1].append(generation)
+                out[-1].append(family)
                 real += new
             else:
-                out.append([generation])
+                out.append([family])
                 real = new
         return out
 
-    def join(self, group: Sequence[Generation]) -> list[Generation]:
-        """Prefill `group` (at most `room` rows) in one forward and sample one token per row. Returns the finished ones.
+    def _families(self, generations: Iterable[Generation]) -> list[Family]:
+        """One prompt of several requests, as of a group, is computed once. Rows with parked KV stay alone: the other
+        rows' last tokens may be among those that the forward leaves out."""
+        out: list[Family] = []
+        whole: list[tuple[bytes, Generation]] = []
+        for generation in generations:
+            if self.shared(generation)[1]:
+                out.append([generation])
+            else:
+                whole.append((_keys(generation).tobytes(), generation))
+        # Sorted in descending order, the tokens that begin with a row's tokens stand directly before them.
+        longest = b""
+        for tokens, generation in sorted(whole, key=lambda pair: pair[0], reverse=True):
+            if longest.startswith(tokens):
+                out[-1].append(generation)
+            else:
+                out.append([generation])
+                longest = tokens
+        return out
 
-        When the forward raises, no generation of the group has joined."""
-        first = len(self.rows)
-        found = [self._settle(first + i, generation) for i, generation in enumerate(group)]
+    def join(self, families: Sequence[Family]) -> list[Generation]:
+        """Prefill `families` (at most `room` generations) in one forward, a row each, and sample one token after each
+        generation. Returns the finished ones.
+
+        When the forward raises, no generation has joined."""
+        first, computed = len(self.rows), [family[0] for family in families]
+        found = [self._settle(first + i, generation) for i, generation in enumerate(computed)]
         have = np.array([n for _, n in found], dtype=np.int64)
         new = np.array([len(ids) for ids, _ in found], dtype=np.int64) - have
-        ids = np.zeros((len(group), int(new.max())), dtype=np.int64)
+        ids = np.zeros((len(computed), int(new.max())), dtype=np.int64)
         for row, (history, n) in enumerate(found):
             ids[row, ids.shape[1] - new[row] :] = history[n:]
-        logits = self.decoder.extend(first, ids, have, new, self._seen(group, have, new))
+        others = [(row, generation) for row, family in enumerate(families) for generation in family[1:]]
+        length = [len(generation.prompt) + len(generation.ids) for _, generation in others]
+        last = [*(have + new), *length]
+        at = np.array([*range(len(computed)), *(row for row, _ in others)])
+        columns = ids.shape[1] - 1 - ((have + new)[at] - last)
+        logits = self.decoder.extend(first, ids, have, new, self._seen(computed, have, new), (at, columns))
         # Slots are assigned only after the forward. If the forward raises, the KV that it wrote lies in free slots,
         # and the next row there overwrites the KV or masks it.
-        for i, generation in enumerate(group):
+        for i, generation in enumerate(computed):
             self._seat(first + i, generation, int(have[i]), int(new[i]))
-        self.rows.extend(group)
+        for slot, (row, generation), n in zip(
+            range(first + len(computed), first + len(at)), others, length, strict=True
+        ):
+            self.decoder.move(first + row, slot, n)
+            self._seat(slot, generation, n, 0)
+        self.rows += [*computed, *(generation for _, generation in others)]
         self.stats.max_batch = max(self.stats.max_batch, len(self.rows))
         return self._sample(first, logits)
 
@@ -263,8 +298,8 @@ class Batch:
             if generation.finish:
                 out.append(generation)
         # leave() moves the last row into the free slot. Inside the loop above, it would change the slots of rows that
-        # the loop has not read yet.
-        for generation in out:
+        # the loop has not read yet. From the last one on, it moves no row that leaves as well.
+        for generation in reversed(out):
             self.leave(generation)
         return out
 

@@ -439,7 +439,8 @@ class EmbeddedEngine:
             if flight.on_start is not None:
                 flight.on_start()
         for group in self._batch.groups(joiners):
-            self._attempt(group, "prefilling", partial(self._batch.join, group))
+            involved = [generation for family in group for generation in family]
+            self._attempt(involved, "prefilling", partial(self._batch.join, group))
 
     def _attempt(self, involved: list[Generation], doing: str, work: Callable[[], list[Generation]]) -> None:
         """Run one forward. If it raises, the generations in `involved` fail; the engine continues with the others."""

@@ -162,9 +162,16 @@ class SlotDecoder:
             ) from error
 
     def extend(
-        self, first: int, ids: NDArray[np.int64], have: NDArray[np.int64], new: NDArray[np.int64], seen: Seen = NOTHING
+        self,
+        first: int,
+        ids: NDArray[np.int64],
+        have: NDArray[np.int64],
+        new: NDArray[np.int64],
+        seen: Seen = NOTHING,
+        at: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> Tensor:
-        """Feed slots `first, first + 1, ...`. Returns float32 logits (rows, vocabulary) after each row's last token.
+        """Feed slots `first, first + 1, ...`. Returns float32 logits (n, vocabulary) after the tokens `at` (rows,
+        columns) of `ids`; None: after each row's last token.
 
         `ids` (rows, columns) holds the `new` tokens of each row, right-aligned. `have` is the number of tokens per slot
         that already have KV. Afterwards the slot of row i has KV for `have[i] + new[i]` tokens. The caller stores this
@@ -178,7 +185,11 @@ class SlotDecoder:
         write = np.where(padding, self.capacity, position)
         position[padding] = 0
         with torch.inference_mode():
-            return self._forward(first, self._inputs(ids, seen), position, write, int((have + new).max()))
+            inputs = self._aimed(first, position, write, int((have + new).max())) | self._inputs(ids, seen)
+            if at is None:
+                return self._logits(1, **inputs)[:, -1]
+            kept, column = np.unique(at[1], return_inverse=True)
+            return self._logits(self._there(kept), **inputs)[at[0], column]
 
     def _inputs(self, ids: NDArray[np.int64], seen: Seen) -> dict[str, Any]:
         where, rotary = (None if one is None else self._there(one) for one in (seen.where, seen.rotary))
@@ -187,17 +198,16 @@ class SlotDecoder:
     def _there(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def _forward(
-        self, first: int, inputs: dict[str, Any], position: NDArray[np.int64], write: NDArray[np.int64], attended: int
-    ) -> Tensor:
+    def _aimed(
+        self, first: int, position: NDArray[np.int64], write: NDArray[np.int64], attended: int
+    ) -> dict[str, Any]:
         at = self._there(position)
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
         # Causal mask per row. It also hides KV of earlier sequences in the slot, which starts at `have + new`.
         # The lowest finite value and not -inf: a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, self._there(write), attended)
-        inputs = {"position_ids": at, **inputs, "attention_mask": mask[:, None]}
-        return self._logits(1, **inputs, past_key_values=self._cache, use_cache=True)[:, -1]
+        return {"position_ids": at, "attention_mask": mask[:, None], "past_key_values": self._cache, "use_cache": True}
 
     @torch.inference_mode()
     def features(self, pixels: Sequence[Pixels]) -> Tensor:
@@ -206,12 +216,13 @@ class SlotDecoder:
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self.vision.features(self.model, pixels)
 
-    def _logits(self, keep: int, **inputs: Any) -> Tensor:
-        """(rows, columns, vocabulary) float32 logits of the last `keep` columns; 0: of all."""
+    def _logits(self, keep: int | Tensor, **inputs: Any) -> Tensor:
+        """(rows, columns, vocabulary) float32 logits of the columns `keep`, or of the last `keep`; 0: of all."""
         if self._body is None:
             return self.model(**inputs, logits_to_keep=keep).logits.float()
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
-            hidden = self._body(**inputs).last_hidden_state[:, -keep:]
+            hidden = self._body(**inputs).last_hidden_state
+        hidden = hidden[:, -keep:] if isinstance(keep, int) else hidden[:, keep]
         return self._head(hidden.to(self._head.weight.dtype)).float()
 
     @torch.inference_mode()

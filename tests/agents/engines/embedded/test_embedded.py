@@ -54,6 +54,24 @@ def test_hundreds_of_requests_share_it_and_each_is_its_own() -> None:
         assert_faithful({"v0": decoder()}, request, completion)
 
 
+def test_a_prompt_of_several_requests_is_computed_once() -> None:
+    """Of a group, and of prompts that begin another one; a change inside a prompt is computed."""
+    long = prompt_of(1, 12)
+    prompts = [long, long, long[:5], long[:9], prompt_of(2, 12), [*long[:8], 3, *long[9:]]]
+    requests = [ask(ids, seed=n, max_tokens=4, key=f"c{n}") for n, ids in enumerate(prompts)]
+
+    async def main() -> tuple[list[Completion], EmbeddedEngine]:
+        shared = engine(decoder())
+        return await asyncio.gather(*(shared.complete(request) for request in requests)), shared
+
+    completions, shared = asyncio.run(main())
+    assert shared.stats.prefilled == 3 * 12
+    assert [c.usage.cached_tokens for c in completions].count(0) == 3
+    assert completions[0].ids != completions[1].ids, "each has its own seed"
+    for request, completion in zip(requests, completions, strict=True):
+        assert_faithful({"v0": decoder()}, request, completion)
+
+
 def test_usage_text_and_finish() -> None:
     async def main() -> tuple[Completion, Completion]:
         shared = engine(decoder())
@@ -456,7 +474,7 @@ def test_prefills_are_bounded_and_not_mostly_padding() -> None:
         join = shared._batch.join
 
         def watched(group: Any) -> Any:
-            grouped.append([len(one.prompt) for one in group])
+            grouped.append([len(family[0].prompt) for family in group])
             return join(group)
 
         shared._batch.join = watched  # type: ignore[method-assign]
