@@ -1,4 +1,4 @@
-"""CPU seconds of four fixed workloads in two checkouts, in turn: did a change make anything slower?
+"""CPU seconds of fixed workloads in two checkouts, in turn: did a change make anything slower?
 
     python benchmarks/paired.py OLD_CHECKOUT [--pairs 11] [--only NAME ...]
 
@@ -40,6 +40,27 @@ def rollout_cost() -> Callable[[], object]:
             bench.rows(tape)
 
     return work
+
+
+def converter() -> Callable[[], object]:
+    """Rows of recorded tapes of 1, 5, 50 and 500 turns, about 8,000 turns of each length."""
+    bench: Any = importlib.import_module("rollout_cost")
+    prompt, completion, logprobs = array("i", range(200)), array("i", range(91)), array("f", [-0.5] * 91)
+    tapes = [(bench.record(2 * turns, prompt, completion, logprobs), 8_000 // turns) for turns in (1, 5, 50, 500)]
+
+    def work() -> None:
+        for tape, times in tapes:
+            for _ in range(times):
+                bench.rows(tape)
+
+    return work
+
+
+def stream() -> Callable[[], object]:
+    """Advantages of REINFORCE of 20,000 rows of 64 tokens, the stream of these rows made too."""
+    bench: Any = importlib.import_module("advantages")
+    made, recipe = bench.rows_and_episodes(20_000), bench.get_recipe("reinforce")
+    return lambda: bench.prepare(recipe, bench.Stream.of(*made), bench.Context())
 
 
 def rl_update() -> Callable[[], object]:
@@ -88,7 +109,7 @@ def embedded_engine() -> Callable[[], object]:
     return bench.by_engine(engine, [64] * 64)
 
 
-WORKLOADS = (rollout_cost, rl_update, store_commit, embedded_engine)
+WORKLOADS = (rollout_cost, converter, stream, rl_update, store_commit, embedded_engine)
 
 
 def measure(name: str, checkout: Path) -> None:

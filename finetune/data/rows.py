@@ -128,18 +128,19 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
             continue
         prompt, completion, places = _tokens_of(tape, call, tokens, renderer)
         if base != call.base and prompt is None:
-            prompt, places = tape.call_prompt(call), tape.call_places(call)
+            prompt, places = _whole(tape, call)
         row = leaves.get(base) if base is not None else None
         new = _continuation(call, prompt, places, row)
         if row is None or new is None:
             row = _Building()
             building.append(row)
             if prompt is None:
-                prompt, places = tape.call_prompt(call), tape.call_places(call)
+                prompt, places = _whole(tape, call)
             new = prompt
         elif base is not None:
             del leaves[base]
-        row.places += [place for place in places if place.offset >= row.length]
+        if places:
+            row.places += [place for place in places if place.offset >= row.length]
         row.context(new)
         row.complete(
             call,
@@ -185,6 +186,13 @@ def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Ca
     return list(ordered.values())
 
 
+def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
+    """All prompt ids of a call, with their pictures. A call that keeps nothing of its base recorded them whole."""
+    if call.prompt is not None and not call.keep:
+        return call.prompt, call.places
+    return tape.call_prompt(call), tape.call_places(call)
+
+
 def _continuation(
     call: Call, prompt: array[int] | None, places: Sequence[Place], row: _Building | None
 ) -> array[int] | None:
@@ -225,6 +233,8 @@ def _tokens_of(
 def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:
     """(tokens, temperature) of a completion's own tokens."""
     n = len(offsets)
+    if sampling.first_temperature is None:
+        return ((n, sampling.temperature),)
     return (1, sampling.temperature_at(int(offsets[0]))), (n - 1, sampling.temperature)
 
 
@@ -259,7 +269,8 @@ class _Building:
             return
         if start == 0:
             raise NotATape(f"call {call.call} has an empty prompt; the first token of a row can't be scored")
-        sayable = call.barred is not None or not call.sampling.barring
+        barring = call.sampling.barring
+        sayable = call.barred is not None or not barring
         known = call.logprobs if call.sampling.exact and sayable else None
         old = np.frombuffer(known, dtype=np.float32) if known is not None else np.full(n, np.nan, np.float32)
         spans = [(b - a, self.versions.setdefault(v, len(self.versions))) for v, a, b in call.spans] or [(n, -1)]
@@ -276,7 +287,7 @@ class _Building:
         drawn_at = _temperatures(call.sampling, offsets) if known is not None else ((n, 1.0),)
         self.columns.extend((k, temperature, len(self.calls), turn) for k, temperature in drawn_at)
         self.calls.append(call.call)
-        self.bars.append((call.sampling.barring, call.barred or ()) if known is not None else (0, ()))
+        self.bars.append((barring, call.barred or ()) if known is not None else (0, ()))
         self.agents.append(call.by)
 
     def done(self, tape: Tape, group: str) -> Row:
