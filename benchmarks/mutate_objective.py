@@ -42,15 +42,15 @@ FILES = {
     "objective/shape.py": "regulariser",
     "objective/anchor.py": "surrogate recipes",
     "objective/select.py": "baseline surrogate",
-    "trainer/critic.py": "critic",
+    "trainer/critic.py": "critic bootstrap",
     "objective/reward.py": "baseline",
     "objective/term.py": "sums regulariser baseline",
     "data/segments.py": "credit baseline",
     "trainer/schedule.py": "regulariser",
-    "objective/loss.py": "baseline regulariser surrogate recipes accumulation trainer",
-    "trainer/lm_head.py": "score",
-    "trainer/micro_batches.py": "micro",
-    "data/stream.py": "stream credit baseline guards",
+    "objective/loss.py": "sums bootstrap baseline regulariser surrogate recipes accumulation trainer",
+    "trainer/lm_head.py": "barred score",
+    "trainer/micro_batches.py": "barred micro pictures",
+    "data/stream.py": "bootstrap stream credit baseline guards",
     **{
         f"recipes/{path.name}": "recipes"
         for path in sorted((ROOT / "finetune" / "recipes").glob("*.py"))

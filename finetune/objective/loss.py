@@ -119,11 +119,13 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
         context.sums.add("token/authored", entered & ~known)
         entered = entered & known
     context.sums.put("episodes", float(episodes.sum()))
-    context.sums.put("tokens", float(entered.sum()))
-    context.sums.add("token/entered", entered)
+    tokens = float(entered.sum())
+    context.sums.put("tokens", tokens)
+    context.sums.put("token/entered", tokens, len(entered))
     # Known without a forward pass, so also of the tokens that the trainer doesn't forward.
     sampled = entered & known
-    context.sums.add("entropy/sampled", -stream.old[sampled])
+    entropy = torch.where(sampled, -stream.old, 0.0).sum(dtype=torch.float64)  # faster than to select them
+    context.sums.put("entropy/sampled", float(entropy), int(sampled.sum()))
     if stream.ref is not None:
         context.sums.add("kl/reference/sampled", estimate("k1", stream.old, stream.ref)[sampled])
     if advantages:
@@ -223,8 +225,9 @@ def _advantages(
     for term in recipe.adjust:
         advantage = term(advantage, entered, stream, context)
     advantage = torch.where(entered, advantage, torch.zeros_like(advantage))
-    context.sums.add("advantage", advantage[entered], extremes=True)
-    context.sums.add("advantage/square", advantage[entered].square())
+    own = advantage[entered]
+    context.sums.add("advantage", own, extremes=True)
+    context.sums.add("advantage/square", own.square())
     return advantage, target
 
 
