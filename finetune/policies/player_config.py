@@ -111,12 +111,6 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
                 f"{both[0]!r} stands in loop.agents, so that `engine` speaks for it, and in players.{name}: an "
                 "agent has one model, so remove it from one of them"
             )
-    other = loop.teacher or (loop.reference and loop.reference.model)
-    if other not in (None, "none", "base") and not all(player.frozen for player in players.values()):
-        raise ValueError(
-            f"loop.teacher and loop.reference compare {other} with the model of `engine` alone, and a player learns "
-            "too: freeze the players, or remove the setting"
-        )
     if warm and not all(player.frozen for player in players.values()):
         raise ValueError(
             "a warm start teaches the model of `engine` alone, and players that learn would have fewer updates: "

@@ -133,18 +133,24 @@ class Team:
             for name, player in self.players.items()
             if not player.frozen
         }
+        self._phases: dict[str, Phases] = {}
         self.histories: dict[str, History] = {}
         """Of the trained players; each model has its base weights until `restore`."""
         self.frozen: dict[str, Made] = {}
         """The engines of the frozen players; empty outside of `opened`."""
 
+    def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
+        """Load the models that the recipe compares each trained player with. UsageError where one can't be compared."""
+        for name, policy in self.policies.items():
+            if name not in self._phases:
+                self._phases[name] = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
+
     def begin(self, run: RunDir, loop: LoopConfig, recipe: Recipe) -> None:
         """Give each trained player its history in the run. BrokenHistory where it began with other weights."""
-        for name, policy in self.policies.items():
-            self._check_begun(run, name, weights_digest(policy.model.state_dict()))
-            own = self.players[name].loop_of(loop)
-            phases = Phases(policy, own, recipe, NO_WARM_START)
-            self.policies[name] = policy = policy.computing(own)
+        self.load_compared(loop, recipe)
+        for name, phases in self._phases.items():
+            self._check_begun(run, name, weights_digest(phases.policy.model.state_dict()))
+            self.policies[name] = policy = phases.policy.computing(phases.loop)
             self.histories[name] = policy.history(
                 run.store,
                 lineage_of(run.results.lineage, name),

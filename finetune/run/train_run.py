@@ -170,6 +170,7 @@ class TrainingRun:
         self.policy = policy or load_policy(config.engine, config.trainer, config.seed)
         check_sight(self.policy, self.scene.shows, config.engine.model)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
+        self.team.load_compared(config.loop, self.recipe)
         phases = Phases(self.policy, config.loop, self.recipe, config.warm or NO_WARM_START)
         self.processes = Processes(ranks, self.policy.model, phases.trainer)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
@@ -18,6 +19,7 @@ from tapereel.finetune.data.provenance import drop_others, episode_of
 from tapereel.finetune.data.rows import rows
 from tapereel.finetune.history.history import BrokenHistory
 from tapereel.finetune.history.plan import Plan
+from tapereel.finetune.inspect.reproducer import reproduce
 from tapereel.finetune.loop.loop import UnknownAgent
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import TrainingRun, train
@@ -375,6 +377,27 @@ def test_a_player_may_learn_at_a_pace_of_its_own(models: Path, tmp_path: Path):
     train(config(models, updates=1, players={"seeker": still}), tmp_path / "run")
     (line,) = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if line["phase"] == "rl"]
     assert (line["lr"], line["players/seeker/lr"]) == (1e-2, 1e-30)
+
+
+def test_players_learn_from_the_teacher_of_the_loop(models: Path, tmp_path: Path):
+    found = load_pretrained(models / "guide")
+    with torch.no_grad():
+        found.model.lm_head.weight.mul_(2.0)
+    teacher, run = tmp_path / "teacher", tmp_path / "run"
+    found.model.save_pretrained(teacher)
+    found.tokenizer.save_pretrained(teacher)
+    learn: dict[str, Any] = {"updates": 1, "recipe": "distill", "group_size": 2}
+    one = {"seeker": learns(models)}
+    with pytest.raises(UsageError, match="same weights as the model that is trained"):
+        train(config(models, **learn, players=one, teacher=str(models / "seeker")), run)
+    assert not run.exists()
+    train(config(models, **learn, players=one, teacher=str(teacher)), run)
+    (line,) = [line for line in read_metrics(run / "metrics.jsonl") if line["phase"] == "rl"]
+    assert line["kl/teacher/k3"] != line["players/seeker/kl/teacher/k3"]
+    assert {use.info["teacher"] for own in uses(run).values() for use in own} == {f"{teacher} sha256:{digest(teacher)}"}
+    assert len(uses(run)) == 2
+    again = reproduce(run)
+    assert [again.outcome, *(one.outcome for one in again.players.values())] == ["verified", "verified"]
 
 
 # Imitation
