@@ -42,7 +42,7 @@ FILES = {
     "objective/shape.py": "regulariser",
     "objective/anchor.py": "surrogate recipes",
     "objective/select.py": "baseline surrogate",
-    "trainer/critic.py": "critic bootstrap experts",
+    "trainer/critic.py": "critic bootstrap trainer_modes",
     "objective/reward.py": "baseline",
     "objective/term.py": "sums regulariser baseline",
     "data/segments.py": "credit baseline",

@@ -9,11 +9,12 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tapereel.finetune.data.stream import BadBatch
+from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.objective import Context
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
 from tapereel.finetune.trainer.logprobs import plan
+from tapereel.finetune.trainer.schedule import Schedule
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, doubles, episode, ledger, row, tiny_model
@@ -51,6 +52,16 @@ def test_the_critics_loss_never_touches_the_policy(make):
     assert any(not torch.equal(weights[n], p) for n, p in critic.critic.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert stats.sums.mean("value/loss") is not None
+
+
+def test_a_critic_steps_at_the_rate_of_its_schedule():
+    rows, episodes = batch()
+    critic = CriticTrainer(Critic.of(tiny_model()), lr=0.2, schedule=Schedule(warmup=4))
+    stream = critic.valued(rows, Stream.of(rows, episodes), ends=False)
+    everywhere = torch.ones(len(stream), dtype=torch.bool)
+    found = [critic.update(rows, stream, torch.ones(len(stream)), everywhere)["value/lr"] for _ in range(2)]
+    assert found == pytest.approx([0.05, 0.1])
+    assert critic.optimizer.defaults["eps"] == 1e-8
 
 
 @pytest.mark.ledger("F59")

@@ -193,6 +193,7 @@ def test_a_critic_with_a_body_of_its_own_is_balanced_and_one_without_is_not(monk
     want = hf_balance(body, rows)
     want.backward()
     assert sums[0.5]["value/aux"] == pytest.approx(want.item(), rel=1e-5)
+    assert sums[0.5].counts["value/aux"] == 1, "the parts of several micro-batches are one value"
     for name, aux in _grads(body).items():
         torch.testing.assert_close(grads[0.5][name], grads[0.0][name] + 0.5 * aux, rtol=1e-3, atol=1e-6)
     head = CriticTrainer(Critic.on(model), balance=0.5)
