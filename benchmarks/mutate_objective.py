@@ -73,6 +73,7 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "one value has no squared deviation either",
     ("objective/weigh.py", "return 1.0"): "a sum has no denominator to add up",
     ("trainer/lm_head.py", "CHUNK = 1 << 22"): TUNED,
+    ("trainer/lm_head.py", "BARRED = -1e9"): "its exp is 0 at any such size; a test holds the sign",
     ("trainer/lm_head.py", "lse[at] = z.logsumexp(-1)"): LAST,
     ("trainer/lm_head.py", "entropy[at] = lse[at] - ((z - lse[at, None]).exp() * z).sum(-1)"): LAST,
     ("trainer/lm_head.py", "entropy = torch.empty_like(lse) if want_entropy else lse.new_empty(0)"): "nobody reads it",

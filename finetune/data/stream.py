@@ -214,7 +214,7 @@ class Stream:
             temperature=_join([row.temperature for row in rows], dtype),
             version=_join(version_columns, torch.int64),
             call=_join(call_columns, torch.int64),
-            turn=_join([row.turn + first[i] for row, i in zip(rows, of_row, strict=True)], torch.int64),
+            turn=_join([row.turn for row in rows], torch.int64) + torch.from_numpy(np.repeat(first[of_row], sizes)),
             episode=torch.from_numpy(np.repeat(of_row, sizes)),
             agent=_join(agent_columns, torch.int64),
             episodes=_episodes(rows, sizes, of_row, episodes),

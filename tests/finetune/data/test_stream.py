@@ -56,3 +56,10 @@ def test_every_token_knows_its_policy_version_call_and_agent():
     assert [stream.agents[a] for a in stream.agent] == ["planner", "planner", "planner/searcher", "player"]
     assert stream.token.tolist() == [int(t) for r in rows for t in r.input_ids[r.own]]
     assert stream.episodes.reward.isnan().tolist() == [False, True]
+
+
+def test_an_answer_that_the_first_token_of_the_batch_follows_is_not_the_last():
+    late, early = row("a", turns=(1,), first_turn=1), row("a", turns=(1,))
+    stream = Stream.of([late, early], [episode("a")])
+    assert stream.following.tolist() == [-1, 0]
+    assert stream.ends.tolist() == [False, True]
