@@ -132,10 +132,6 @@ class History:
             found = as_pinned(found, pin)
         return rows(found, renderer=self.renderer), episode_of(found)
 
-    def batch(self, plan: Plan, source: Source) -> Batch:
-        """The batch of `plan`."""
-        return plan.batch(self.lineage, source)
-
     def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
         """Apply one update to the weights: an optimiser step, or one for each mini-batch of each epoch.
 
@@ -151,7 +147,7 @@ class History:
             pins[tape] = episode.pin
             return found, episode
 
-        batch = self.batch(plan, noting)
+        batch = plan.batch(self.lineage, noting)
         trainer = self.enter(plan.phase)
         given = self.taught_rows(plan, batch)
         compared = {name: str(other) for name, other in trainer.others.items()}  # as they are before the update
@@ -451,14 +447,10 @@ def _compare(use: Use, again: Use) -> None:
                 if isinstance(now, list)
                 else f"has {name} {now!r}, the record says {then!r}"
             )
-            raise Differs(
-                use,
-                field,
-                f"applied again {what}: the weights, a tape, the code or the configuration "
-                f"changed{_differing_machine(use, again)}",
-                recorded=then,
-                found=now,
-            )
+            other = elsewhere(*(cast("dict[str, JsonValue]", one.info.get("on")) for one in (use, again)))
+            here = f" (here is {other})" if other else ""
+            sentence = f"applied again {what}: the weights, a tape, the code or the configuration changed{here}"
+            raise Differs(use, field, sentence, recorded=then, found=now)
 
 
 def _item(item: Any) -> str:
@@ -476,11 +468,6 @@ def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]
         if name != "recipe" and now.get(name) != value
     ]
     return ", ".join(names)
-
-
-def _differing_machine(use: Use, again: Use) -> str:
-    other = elsewhere(*(cast("dict[str, JsonValue]", one.info.get("on")) for one in (use, again)))
-    return f" (here is {other})" if other else ""
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
@@ -512,13 +499,5 @@ def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()
     cuts = np.cumsum([len(row.own) for row in rows])[:-1]
-    return (
-        [
-            entry
-            for row, part in zip(rows, np.split(chosen, cuts), strict=True)
-            if part.any()
-            for entry in ranges_of(row, part)
-        ]
-        if rows
-        else []
-    )
+    parts = zip(rows, np.split(chosen, cuts), strict=True) if rows else ()
+    return [entry for row, part in parts for entry in ranges_of(row, part)]

@@ -223,7 +223,7 @@ class Explainer:
             self.store, use.lineage, self.store.path / "checkpoints", nn.Module(), _no_trainer, renderer=self.renderer
         )
         try:
-            batch = history.batch(info, as_read(history, info))
+            batch = info.batch(use.lineage, as_read(history, info))
         except ChangedTape as error:
             return _Taken({}, {}, str(error))
         groups: dict[str, list[float | None]] = {}

@@ -230,7 +230,7 @@ class _Bench:
         with with_threads((plan.on or ComputedOn()).threads):
             own = history.enter(plan.phase)
             assert isinstance(own, Trainer), "a rebuilt history trains in this process alone"
-            batch = history.batch(plan, as_read(history, plan))
+            batch = plan.batch(history.lineage, as_read(history, plan))
             batch = replace(batch, rows=list(history.taught_rows(plan, batch)))
             trials = [self._trial(name, recipe, own, batch, plan) for name, recipe in self.recipes]
         single = len(epochs) == 1 and plan.minibatches == 1

@@ -215,15 +215,8 @@ class _Walk:
                 self._apply(epochs)
                 self.progress("applying the recorded updates again", k + 1, len(steps), "")
         except (Differs, _Other) as error:
-            return self._differs(
-                Difference(
-                    update=error.update,
-                    field=error.field,
-                    sentence=str(error),
-                    recorded=error.recorded,
-                    found=error.found,
-                )
-            )
+            named = {name: getattr(error, name) for name in ("update", "field", "recorded", "found")}
+            return self._differs(Difference(sentence=str(error), **named))
         except BrokenHistory as error:
             return self._made("unverifiable", reason=str(error))
         if self.history.updates < self.until:
@@ -266,75 +259,53 @@ class _Walk:
                     f"digest {published}"
                 )
             if published != self.digest:
-                raise _Other(
-                    n - 1,
-                    "weights",
-                    f"the weights after it have digest {self.digest}, version "
-                    f"{version_name(lineage, n)} was published with {published}",
-                    published,
-                    self.digest,
+                version = version_name(lineage, n)
+                said = (
+                    f"the weights after it have digest {self.digest}, version {version} was published with {published}"
                 )
+                raise _Other(n - 1, "weights", said, published, self.digest)
             self.counts["published"] += 1
         if file is not None:
             self._file(file)
             self.counts["checkpoints"] += 1
 
     def _file(self, file: Checkpoint) -> None:
-        assert self.digest is not None
         try:
-            found = weights_digest(file.weights())
-            taught = file.taught()
+            for field, sentence, recorded, found in self._unlike_file(file):
+                raise _Other(file.update - 1, field, sentence, recorded, found)
         except BadCheckpoint as error:
             raise _Other(file.update - 1, "checkpoint", str(error), self.digest, None) from error
+
+    def _unlike_file(self, file: Checkpoint) -> Iterator[tuple[str, str, JsonValue, JsonValue]]:
+        """(field, sentence, recorded, found) of what differs in a checkpoint. Random number states are left out: no
+        update draws from them."""
+        derives = "base weights and tapes give"
+        found, taught = weights_digest(file.weights()), file.taught()
         if found != self.digest:
-            raise _Other(
-                file.update - 1,
-                "checkpoint",
-                f"the weights in {file.path} have digest {found}, base weights and tapes give {self.digest}",
-                self.digest,
-                found,
-            )
-        self._trainer(file)
+            sentence = f"the weights in {file.path} have digest {found}, {derives} {self.digest}"
+            yield "checkpoint", sentence, self.digest, found
+        phase, trainer = file.state["phase"], self.history.trainer
+        if phase and (trainer is None or phase != self.history.phase):
+            sentence = f"{file.path} has phase {phase!r}, and its last update has phase {self.history.phase!r}"
+            yield "trainer", sentence, self.history.phase, phase
+        elif phase and trainer is not None:
+            try:
+                saved = {name: value for name, value in file.trainer_state().items() if name != "rng"}
+            except BadCheckpoint as error:
+                yield "trainer", str(error), None, None
+                return
+            derived = trainer.state_dict()
+            for place, then, now in _unlike(saved, {name: derived.get(name) for name in saved}):
+                yield "trainer", f"{place} of the trainer's state in {file.path} is {then}, {derives} {now}", now, then
+            self.counts["trainers"] += 1
         pinned = taught_by(use for use in self.ledger.uses if use.update < file.update)
         if "taught" in file.state and taught != pinned:
             tape = next(name for name in [*taught, *pinned] if taught.get(name) != pinned.get(name))
-            raise _Other(
-                file.update - 1,
-                "taught",
-                f"{file.path} was taught by tape {tape} as {taught.get(tape)}, the ledger says {pinned.get(tape)}",
-                list(pinned.get(tape, ())),
-                list(taught.get(tape, ())),
-            )
+            then, now = taught.get(tape), pinned.get(tape)
+            sentence = f"{file.path} was taught by tape {tape} as {then}, the ledger says {now}"
+            yield "taught", sentence, list(now or ()), list(then or ())
         if broken := self.history.store.damage(file.path):  # files that no update reads, as the deployed `hf/`
-            raise _Other(file.update - 1, "files", broken[0], None, None)
-
-    def _trainer(self, file: Checkpoint) -> None:
-        """Compare the trainer's state. Random number states are left out: no update draws from them."""
-        phase, trainer = file.state["phase"], self.history.trainer
-        if not phase:
-            return
-        if trainer is None or phase != self.history.phase:
-            raise _Other(
-                file.update - 1,
-                "trainer",
-                f"{file.path} has phase {phase!r}, and its last update has phase {self.history.phase!r}",
-                self.history.phase,
-                phase,
-            )
-        try:
-            saved = {name: value for name, value in file.trainer_state().items() if name != "rng"}
-        except BadCheckpoint as error:
-            raise _Other(file.update - 1, "trainer", str(error), None, None) from error
-        derived = trainer.state_dict()
-        for place, then, now in _unlike(saved, {name: derived.get(name) for name in saved}):
-            raise _Other(
-                file.update - 1,
-                "trainer",
-                f"{place} of the trainer's state in {file.path} is {then}, base weights and tapes give {now}",
-                now,
-                then,
-            )
-        self.counts["trainers"] += 1
+            yield "files", broken[0], None, None
 
     def _differs(self, difference: Difference) -> Reproduction:
         bits = ("recipe", "reference", "loss", "grad_norm", "weights", "checkpoint", "trainer")
@@ -347,26 +318,21 @@ class _Walk:
         return self._made("diverged", difference=difference)
 
     def _made(self, outcome: Outcome, **more: Any) -> Reproduction:
-        done = outcome == "verified"
+        different: Difference | None = more.get("difference")
         return Reproduction(
             run=str(self.history.store.path),
             checkpoint=str(self.last.path) if self.last else None,
             lineage=self.history.lineage,
             outcome=outcome,
             base=self.base,
-            updates=self.history.updates if done else min(self.history.updates, self._equal(more)),
+            updates=self.history.updates if different is None else min(self.history.updates, max(0, different.update)),
             of=self.until,
             tapes=len(self.history.taught),
-            digest=self.digest if done else None,
+            digest=self.digest if outcome == "verified" else None,
             seconds=time.perf_counter() - self.started,
             **self.counts,
             **more,
         )
-
-    @staticmethod
-    def _equal(more: dict[str, Any]) -> int:
-        difference = more.get("difference")
-        return max(0, difference.update) if difference is not None else 1 << 62
 
 
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:

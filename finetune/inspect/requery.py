@@ -178,7 +178,7 @@ def _begun(run: str | Path) -> list[str]:
 
 def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE) -> list[Verdict]:
     """The verdict on each tape. Tapes of one call share forward passes."""
-    made = [rows(tape) if _tokens(tape) else [] for tape in tapes]
+    made = [rows(tape) if any(call.completion is not None for call in tape.calls) else [] for tape in tapes]
     parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
     missing: dict[int, list[str]] = defaultdict(list)
     for t, found in enumerate(made):
@@ -208,10 +208,6 @@ def _sees(tape: Tape, row: Row, found: Pretrained, missing: list[str]) -> bool:
         )
         return False
     return True
-
-
-def _tokens(tape: Tape) -> bool:
-    return any(call.completion is not None for call in tape.calls)
 
 
 def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
