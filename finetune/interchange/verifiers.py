@@ -156,7 +156,7 @@ def _step(turn: Turn, trajectory: str) -> dict[str, Any]:
             "message": {
                 "role": "assistant",
                 "content": turn.reply.get("content") or "",
-                "finish_reason": _reason(turn),
+                "finish_reason": turn.finish if turn.finish in ("stop", "length", "tool_calls") else None,
                 "is_truncated": cut,
                 "tokens": None,
             },
@@ -168,10 +168,6 @@ def _step(turn: Turn, trajectory: str) -> dict[str, Any]:
         "trajectory_id": trajectory,
         "extras": {OURS: {"by": turn.by, "finish": turn.finish, "sampling": turn.sampling.model_dump(mode="json")}},
     }
-
-
-def _reason(turn: Turn) -> str | None:
-    return turn.finish if turn.finish in ("stop", "length", "tool_calls") else None
 
 
 def _theirs(messages: Iterable[Message]) -> list[Message]:

@@ -101,6 +101,10 @@ class UpdateReport:
     metrics: dict[str, object]
 
 
+async def _at_once() -> None:
+    """For a loop without evaluations: new weights needn't wait."""
+
+
 class Loop:
     """One run of asynchronous rollout and training. `await loop.run()` once."""
 
@@ -122,7 +126,7 @@ class Loop:
         start: int | None = None,
         on_update: Callable[[UpdateReport], None] | None = None,
         stop: Callable[[], bool] = lambda: False,
-        settled: Callable[[], Awaitable[None]] | None = None,
+        settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         """`tasks(k)`: the task of group k, the same at every call. `recipe`: the recipe of the updates (default: the
         configuration's). `shown`: tapes in the store that are imitated beside the rollouts (`loop.demonstrations`).
@@ -146,7 +150,7 @@ class Loop:
         self.start = history.updates if start is None else start
         self.on_update = on_update
         self.stop = stop
-        self._settled = settled or _at_once
+        self._settled = settled
         self.rollouts = Rollouts(
             config,
             store=store,
@@ -395,10 +399,6 @@ class Loop:
                 "sampler or the trainer computes in bfloat16, set loop.sampler_tolerance to about 0.05; otherwise "
                 "look at the update's tapes with `tapereel explain`"
             )
-
-
-async def _at_once() -> None:
-    """For a loop without evaluations: new weights needn't wait."""
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -35,7 +35,7 @@ def rollout_line(
     line: dict[str, object] = {
         "phase": UpdateInfo.of(uses[0]).phase,
         "update": uses[0].update + 1,
-        "reward": _mean(scored),
+        "reward": mean_of(scored),
         "episodes": len(tapes),
         **ends(tapes),
         **{f"component/{name}": mean for name, mean in components(tapes).items()},
@@ -76,9 +76,9 @@ def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
     """Mean turns, the share of the episodes that did not finish, and the share of each such end."""
     cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
     return {
-        "turns": _mean([tape.turns for tape in tapes]),
-        "truncated": _mean([tape.status is not Status.FINISHED for tape in tapes]),
-        **{f"ended/{status.value}": _mean([tape.status is status for tape in tapes]) for status in cut},
+        "turns": mean_of([tape.turns for tape in tapes]),
+        "truncated": mean_of([tape.status is not Status.FINISHED for tape in tapes]),
+        **{f"ended/{status.value}": mean_of([tape.status is status for tape in tapes]) for status in cut},
     }
 
 
@@ -107,9 +107,9 @@ def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dic
         if calls and tape.begin.parent is None:
             found["episode"].append(sum(answers))
             found["total"].append(_sequence_tokens(tape, calls))
-    means = {f"length/{name}": _mean(tokens) for name, tokens in found.items()}
+    means = {f"length/{name}": mean_of(tokens) for name, tokens in found.items()}
     most = {f"length/{name}/max": max(tokens, default=None) for name, tokens in found.items()}
-    return {**means, **most, "length/answer/cut": _mean(cut)}
+    return {**means, **most, "length/answer/cut": mean_of(cut)}
 
 
 def _sequence_tokens(tape: Tape, calls: Sequence[Call]) -> int:
@@ -130,7 +130,8 @@ def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
     return {use.update - number: tokens[version] for version, number in numbers.items() if number is not None}
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def mean_of(values: Sequence[float]) -> float | None:
+    """The mean; None without a value."""
     return sum(values) / len(values) if values else None
 
 

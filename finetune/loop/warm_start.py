@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
 
 TRAINABLE_SPLITS = ("train", "demo")
+CHECKPOINT_EVERY = 100
+"""Updates between two checkpoints."""
 
 
 def choose(
@@ -127,28 +129,25 @@ def warm_start(
     source: Source,
     seed: int = 0,
     phase: str = "sft",
-    start: int = 0,
     updates: int | None = None,
-    checkpoint_every: int = 100,
     agents: tuple[str, ...] | None = None,
     on_update: Callable[[int, dict[str, object]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train until the history has `start + updates` updates (default: the configuration's), or `stop()` is true.
+    """Train until the history has `updates` updates (default: the configuration's), or `stop()` is true.
 
     Continues at the history's present update. Each update is in the ledger; the last one gets a checkpoint that is
     kept. agents: paths of the agents that are imitated; None: all.
     """
-    target = start + (config.updates if updates is None else updates)
+    target = config.updates if updates is None else updates
     while history.updates < target and not stop():
-        plan = Plan(phase=phase, tapes=batch_of(tapes, history.updates - start, config.batch, seed), agents=agents)
+        plan = Plan(phase=phase, tapes=batch_of(tapes, history.updates, config.batch, seed), agents=agents)
         stats, uses = history.update(plan, source)
         for use in uses:
             store.append_layer(use)
-        done = history.updates - start
         if on_update is not None:
-            on_update(done, imitation_line(stats, uses))
-        if history.updates % checkpoint_every == 0 and history.updates < target:
+            on_update(history.updates, imitation_line(stats, uses))
+        if history.updates % CHECKPOINT_EVERY == 0 and history.updates < target:
             # The records must be durable before the checkpoint: a checkpoint ahead of the ledger can't be resumed from.
             store.writer.sync()
             history.checkpoint()

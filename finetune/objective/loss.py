@@ -131,7 +131,9 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     if advantages:
         context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
         context.sums.add("reward/square", stream.episodes.reward[scored].square())
-        advantage, target = _advantages(recipe, _of(stream, compared | ~scored), compared, entered, context)
+        # In the terms' statistics, a scored episode that isn't compared counts as one whose status forbids training.
+        table = replace(stream.episodes, trains=stream.episodes.trains & (compared | ~scored))
+        advantage, target = _advantages(recipe, replace(stream, episodes=table), compared, entered, context)
     else:
         advantage, target = torch.zeros(len(stream), dtype=torch.float64), None
     return Batch(
@@ -187,13 +189,6 @@ def prepare_batches(
         if target is not None and batch.target is not None:
             target[mine] = batch.target
     return Batch(recipe=recipe, stream=stream, advantage=advantage, entered=entered, selected=selected, target=target)
-
-
-def _of(stream: Stream, chosen: Tensor) -> Stream:
-    """The stream for the terms' statistics: an episode outside of `chosen` (E,) bool counts as one without a status
-    that allows training."""
-    table = stream.episodes
-    return replace(stream, episodes=replace(table, trains=table.trains & chosen))
 
 
 def _advantages(

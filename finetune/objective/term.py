@@ -32,12 +32,9 @@ class Term(BaseModel):
         kind = values.pop("kind", None)
         if _outside(type(self)):
             kind = class_name(type(self))
-        inside = ", ".join(f"{name}={_number_text(value)}" for name, value in values.items())
+        texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+        inside = ", ".join(f"{name}={text}" for name, text in texts.items())
         return f"{kind}({inside})" if kind is not None else inside
-
-
-def _number_text(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _outside(cls: type[Term]) -> bool:

@@ -14,35 +14,13 @@ from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store import run_directory
 from ...tapes.store.disk import REAL, put_file, read_file
 from ..objective.recipe import Recipe, read
-from .clipped import cispo, cpgd, sapo
-from .grpo import dapo, dr_grpo, grpo, gspo
-from .imitation import distill, minor_sft, rft, sft
-from .ppo import decoupled_ppo, ppo, ppo_kl
-from .reinforce import reinforce, reinforce_plain, reinforce_pp, reinforce_pp_baseline, rloo
+from . import clipped, grpo, imitation, ppo, reinforce
 
 RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        sft,
-        grpo,
-        reinforce,
-        reinforce_plain,
-        rloo,
-        reinforce_pp,
-        reinforce_pp_baseline,
-        ppo,
-        ppo_kl,
-        cpgd,
-        dr_grpo,
-        dapo,
-        gspo,
-        cispo,
-        sapo,
-        decoupled_ppo,
-        rft,
-        minor_sft,
-        distill,
-    )
+    value.name: value
+    for family in (imitation, grpo, reinforce, ppo, clipped)
+    for value in vars(family).values()
+    if isinstance(value, Recipe)
 }
 """Every named recipe."""
 

@@ -8,7 +8,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
@@ -20,7 +20,10 @@ UPDATES = "loop.updates"
 
 def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig] | None = None) -> Change:
     """The change of `loop.updates` for `open_run`. loop: with the new value. warm: the updates before the loop."""
-    optimisers = dict(_optimisers(loop, players or {}))
+    optimisers = {"loop.optimiser": loop.optimiser}
+    for name, player in (players or {}).items():
+        if player.optimiser is not None:
+            optimisers[f"players.{name}.optimiser"] = player.optimiser
 
     def change(run: RunDir, then: int, now: int) -> str:
         done = max(run.store.ledger(run.results.lineage).next_update - warm, 0)
@@ -32,7 +35,8 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
         if now > then:
             for name, optimiser in optimisers.items():
                 _check_rate(name, optimiser, then, now, steps=loop.epochs * loop.minibatches)
-        _move_end(run.results, done)
+        if run.results.after is not None:
+            run.results.evaluations[str(done)], run.results.after = run.results.after, None
         if (entry := Lengthened(updates=then, done=done)) not in run.results.lengths[-1:]:
             run.results.lengths.append(entry)
         return f"when {done} updates of the loop were done"
@@ -47,15 +51,6 @@ def end_name(results: Results, updates: int) -> str:
     return f"after-{updates:06d}" if ended else "after"
 
 
-def _optimisers(loop: LoopConfig, players: Mapping[str, PlayerConfig]) -> Iterator[tuple[str, OptimiserConfig]]:
-    yield "loop.optimiser", loop.optimiser
-    yield from (
-        (f"players.{name}.optimiser", player.optimiser)
-        for name, player in players.items()
-        if player.optimiser is not None
-    )
-
-
 def _check_rate(name: str, optimiser: OptimiserConfig, then: int, now: int, *, steps: int) -> None:
     schedule = optimiser.schedule
     if schedule.factor(now * steps - 1) > 0:
@@ -66,8 +61,3 @@ def _check_rate(name: str, optimiser: OptimiserConfig, then: int, now: int, *, s
         f"follow it: set loop.updates to at most {schedule.total // steps if schedule.total else then}, or begin "
         "another run with the model of the last checkpoint (its hf/ as engine.model) and a schedule of its own"
     )
-
-
-def _move_end(results: Results, done: int) -> None:
-    if results.after is not None:
-        results.evaluations[str(done)], results.after = results.after, None

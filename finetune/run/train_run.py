@@ -7,6 +7,7 @@ again from the tapes, and recorded rollouts are used. A finished run continues w
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,7 @@ try:
     from ..interchange.corpus import bring_in_corpus, read_corpus
     from ..interchange.story import Story
     from ..loop.loop import check_recipe
+    from ..loop.metrics import mean_of
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
     from ..policies.players import NO_WARM_START, Team
@@ -51,7 +53,7 @@ try:
     from ..trainer.ranks import Ranks
     from .longer import UPDATES, lengthening
     from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
-    from .training import Scene, Training, new_results
+    from .training import Scene, Training
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -217,7 +219,8 @@ class TrainingRun:
 
     def _new_results(self) -> Results:
         """The results of a new run. What can't be imitated or drawn is refused here, before there is a directory."""
-        results = new_results()
+        # A lineage of its own gives the run's versions of weights names of their own.
+        results = Results(lineage=secrets.token_hex(4))
         self.tapes_to_imitate()
         if self.config.loop.corpus is not None:
             check_recipe(self.config.loop, self.recipe, len(self._texts(results)))
@@ -237,9 +240,9 @@ class TrainingRun:
         return stories
 
     async def _check_custom_engines(self) -> None:
-        await check_custom(self.config.engine, self.config.loop)
-        for player in self.config.players.values():
-            await check_custom(player.engine, self.config.loop, frozen=player.frozen)
+        policies = [(self.config, False), *((player, player.frozen) for player in self.config.players.values())]
+        for policy, frozen in policies:
+            await check_custom(policy.engine, self.config.loop, frozen=frozen)
 
     def _work(self) -> None:
         """Restore, then the warm start, then the loop with its evaluations."""
@@ -429,8 +432,4 @@ def _model(history: History) -> str:
 
 def _first_and_last(lines: Sequence[Mapping[str, Any]], key: str) -> dict[str, float | None]:
     values = [line[key] for line in lines if line.get(key) is not None]
-    return {"first": _mean(values[:5]), "last": _mean(values[-5:])}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    return {"first": mean_of(values[:5]), "last": mean_of(values[-5:])}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from ...envs.environment import EnvironmentFactory
 from ...tapes import Tape, Task
 from ...tapes.common.progress import Progress, silent
 from ...tapes.records import Use
-from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, Results, RunDir, drop_metrics, read_metrics
+from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, drop_metrics, read_metrics
 from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
 from ..history.history import History, Plan, Source
@@ -51,11 +50,6 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
         yield engine
     finally:
         await engine.close()
-
-
-def new_results() -> Results:
-    """The results of a new run: a lineage of its own, so that its versions of weights have names of their own."""
-    return Results(lineage=secrets.token_hex(4))
 
 
 @dataclass(frozen=True)

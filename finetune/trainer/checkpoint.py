@@ -142,7 +142,8 @@ def save_checkpoint(
         if one is not None and pictures is not None:
             pictures.save(partial / folder)
     (partial / STATE).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
-    _sync_tree(partial)
+    for path in (*partial.rglob("*"), partial):
+        _sync(path)
     if target.exists():
         _delete(target)
     os.rename(partial, target)
@@ -215,11 +216,6 @@ def read_checkpoint(path: Path) -> Checkpoint:
         raise BadCheckpoint(
             f"{path / STATE} can't be read ({error}); delete its folder to continue without this checkpoint"
         ) from error
-
-
-def _sync_tree(root: Path) -> None:
-    for path in [*root.rglob("*"), root]:
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -266,7 +266,8 @@ class CriticTrainer:
             old, target, entered = (torch.cat(pair)[order] for pair in pairs)
         for k in range(self.passes):
             if not self._pass(rows, old, target, entered, sums if k == 0 else Sums()):
-                sums.put("value/skipped", 1 if self.ranks.rank == 0 else 0, 1 if self.ranks.rank == 0 else 0)
+                first = int(self.ranks.rank == 0)
+                sums.put("value/skipped", first, first)
                 break
         return sums
 

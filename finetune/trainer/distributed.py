@@ -24,12 +24,11 @@ from torch import Tensor, distributed, nn
 
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from ..objective import Context, Sums
+from ..objective import Sums
 from ..objective import loss as objective
-from ..recipes import get_recipe
 from .ranks import DataParallelRanks, RankLost, Ranks, ShardedRanks
 from .trainer import Trainer
-from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats
+from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
 
 _Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
 """One rank's result of a step: positions of its tokens in the whole stream, their weights, metrics, loss, the parts of
@@ -248,10 +247,7 @@ class DistributedTrainer(PolicyTrainer):
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
         """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks. So no other
         rank has to be asked."""
-        if not rows:
-            return None
-        episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
-        return rows, objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context()).part()
+        return (rows, imitation_part(rows)) if rows else None
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         """As `Trainer.step`, on all ranks."""

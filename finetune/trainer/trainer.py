@@ -26,7 +26,6 @@ from ..data.stream import BadBatch, Episode, Stream
 from ..objective import KL, Context, Moments, RewardKL, Sums
 from ..objective import loss as objective
 from ..objective.recipe import Recipe
-from ..recipes import get_recipe
 from .critic import CriticTrainer
 from .logprobs import (
     MICRO_TOKENS,
@@ -47,7 +46,7 @@ from .ranks import Ranks
 from .reference import OtherModel, trainable
 from .router import Load, load, probabilities, routed
 from .schedule import Schedule
-from .updates import Accumulated, PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, observe
+from .updates import Accumulated, PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part, observe
 
 __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
@@ -169,11 +168,7 @@ class Trainer(PolicyTrainer):
                 f"recipe {self.recipe.name!r} has {'an' if wanted else 'no'} nll regulariser and got "
                 f"{len(rows)} demonstrations: give both or neither"
             )
-        if not wanted:
-            return None
-        episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
-        batch = objective.prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=self.ranks.add_up))
-        return rows, batch.part(add_up=self.ranks.add_up)
+        return (rows, imitation_part(rows, self.ranks.add_up)) if wanted else None
 
     def _scored_by(self, name: str, rows: Sequence[Row]) -> Tensor:
         other = self.others[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from ...agents.vision.vision import Vision
 from ..data.rows import Row
 from ..data.stream import BadBatch, Episode, Stream
-from ..objective import Sums
-from ..objective.loss import Batch, Part
+from ..objective import Context, Sums
+from ..objective.loss import Batch, Part, prepare
 from ..objective.recipe import Recipe
+from ..recipes import get_recipe
 from .critic import CriticState
 from .ranks import Ranks
 from .reference import OtherModel
@@ -261,6 +262,12 @@ def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
         raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give at least {parts}")
     owner = {tape: k * parts // len(tapes) for k, tape in enumerate(tapes)}
     return [[row for row in rows if owner[row.tape] == part] for part in range(parts)]
+
+
+def imitation_part(rows: Sequence[Row], add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
+    """The demonstrations with the weights of their cross-entropy, a mean over their own tokens on all ranks."""
+    episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
+    return prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=add_up)).part(add_up=add_up)
 
 
 @dataclass(kw_only=True)
