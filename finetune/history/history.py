@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -470,6 +471,22 @@ def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]
     return ", ".join(names)
 
 
+CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+"""Lines of `/proc/cpuinfo`: the first three on x86_64, the others on aarch64."""
+
+
+@cache
+def cpu_model() -> str:
+    """Vendor, family and model of the processor. Math libraries choose their code by it, so processors with the same
+    instructions can differ in the last bits of a sum."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(told[name] for name in CPU_NAMES if name in told)
+
+
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
     """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks,
     and the image processor of a model that sees."""
@@ -477,7 +494,7 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
     chip = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
-        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {cpu_model()}".strip()
     )
     recipe = hashlib.sha256(to_json(trainer.recipe.model_dump(mode="json"))).hexdigest()
     return {
