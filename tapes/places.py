@@ -1,15 +1,18 @@
-"""Places: which tokens of a prompt stand for which picture, and the keys by which token sequences are compared.
+"""Places: which tokens of a prompt stand for which picture or video, and the keys that compare token sequences.
 
 A vision model reads a picture as a run of tokens, all with the same few ids whatever the picture shows. So equal ids
 don't mean equal contents, and a model can sample such an id itself. Every comparison of prefixes therefore compares
-keys: token ids, with a picture's tokens replaced by a negative number that is made of the picture's hash.
+keys: token ids, with a picture's tokens replaced by a negative number that is made of the picture's hash. A video that
+is shown by the model's own video tokens has one place; a video that is shown as frames has one for each frame.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import PlainSerializer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,17 +20,19 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """The tokens of one picture in a prompt: [offset, offset + length)."""
+    """The tokens of one picture or video in a prompt: [offset, offset + length)."""
 
     media: tuple[str, ...]
-    """Names of the files that the tokens stand for: one."""
-    kind: Literal["image"]
+    """Names of the files that the tokens stand for: a picture's, or the frames of a video in order."""
+    kind: Literal["image", "video"]
     offset: int
     """Index of the first token in all prompt ids of the call."""
     length: int
     grid: tuple[int, ...]
     """What the model's family needs besides the file to compute pixels and positions, such as (1, height, width) in
     patches."""
+    times: tuple[float, ...] = ()
+    """Seconds of each frame of a video. A picture has none."""
 
     @property
     def end(self) -> int:
@@ -42,6 +47,15 @@ class Place(NamedTuple):
     def moved(self, by: int) -> Place:
         """The place `by` tokens later."""
         return self._replace(offset=self.offset + by)
+
+
+def _plain(place: Place) -> tuple[Any, ...]:
+    """As it is written to a tape. A picture's place has no times: its bytes are those of earlier versions."""
+    return tuple(place) if place.times else tuple(place)[:-1]
+
+
+Places = tuple[Annotated[Place, PlainSerializer(_plain)], ...]
+"""The places of a record."""
 
 
 def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> NDArray[np.int64]:

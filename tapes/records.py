@@ -27,7 +27,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
 from .pictures import RECORDED, MediaNames, Picture, media_of, pictures_of, swapped
-from .places import Place
+from .places import Places
 from .status import CauseType, Status
 from .steps import Role, Step, Unknown, read_step, unwritable
 from .value import Value
@@ -309,7 +309,7 @@ class Call(Record):
     """Names of the pictures in `messages` that came with a program's request: no step shows them."""
     prompt: Ints | None = None
     """New prompt token ids after the kept ones; None when the engine takes and returns text only."""
-    places: tuple[Place, ...] = Field(default=(), exclude_if=operator.not_)
+    places: Places = Field(default=(), exclude_if=operator.not_)
     """Which of the new prompt ids stand for pictures, in order; offsets count from the first id of the whole prompt."""
     completion: Ints | None = None
     """Sampled token ids, including the one that ends the turn; None when the engine returns text only."""
@@ -463,7 +463,7 @@ class Tokens(Record):
     call: str
     prompt: Ints
     """All prompt ids, including those of the base."""
-    places: tuple[Place, ...] = Field(default=(), exclude_if=operator.not_)
+    places: Places = Field(default=(), exclude_if=operator.not_)
     """Which prompt ids stand for pictures, in order."""
     completion: Ints
     tokenizer: str

@@ -15,6 +15,7 @@ as context; no id is ever added to a completion.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import JsonValue
 
 from ...tapes.arrays import ints
-from ...tapes.messages import frames_of
+from ...tapes.messages import frames_of, video_in
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Message
-from ...tapes.steps import PLACE, content_parts
+from ...tapes.steps import PLACES, content_parts
 from .codec import (
     ChatTokenizer,
     Codec,
@@ -132,7 +133,7 @@ class Renderer:
         template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """`pictures`: the model's tokens for a picture; None: a message with a picture is a RenderError.
+        """`pictures`: the model's tokens for a picture or video; None: a message with one is a RenderError.
         `template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
         template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
         for name, value, known in (
@@ -152,6 +153,8 @@ class Renderer:
         """The model's tokens for a picture; None: of a model that can't see."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
         """The id that the template writes once for a picture, before it is expanded."""
+        self._markers: dict[int, str] = {}
+        """Ids that the template writes once for a place -> its kind."""
         framing = (
             self._template.framing if pictures is None else self._template.framing | self._around_a_picture(pictures)
         )
@@ -326,15 +329,17 @@ class Renderer:
 
     def _mark_one(self, message: Message, index: int) -> Message:
         """Marks control tokens in a message. Only answers may hold some: those of thinking and tool calls. The template
-        gets a video as its frames."""
-        (message,) = frames_of([message])
+        gets a video as its frames, where the model has no video tokens."""
+        if "video" not in self._markers.values():
+            (message,) = frames_of([message])
         role = message.get("role")
         only = self._framing if role == "assistant" else None
         content = message.get("content")
         if isinstance(content, list):
             for part in content_parts(message):
                 image = part.get("type") == "image" and part.keys() >= {"media", "width", "height"}
-                if part.get("type") != "text" and (self.pictures is None or not image):
+                shown = image or (part.get("type") in self._markers.values() and video_in(part) is not None)
+                if part.get("type") != "text" and (self.pictures is None or not shown):
                     known = "text only" if self.pictures is None else "texts, and pictures with media, width and height"
                     raise RenderError(
                         f"message {index} ({role}) has a part of type {part.get('type')!r} ({part!r:.200}); this "
@@ -346,48 +351,73 @@ class Renderer:
         return self._codec.mark(message, f"message {index} ({role})", only)
 
     def _around_a_picture(self, pictures: PictureTokens) -> set[str]:
-        """The control tokens that the template and the model's processor write for a picture. RenderError where the
-        template writes no place for one."""
-        text = self._template.render([{"role": "user", "content": [PLACE]}], prompt=False)
-        if pictures.marker not in self._codec.control or text.count(pictures.marker) != 1:
-            raise RenderError(
-                f"the chat template writes the token {pictures.marker!r} {text.count(pictures.marker)} times for one "
-                "picture, not once: load the tokenizer of the vision model, whose template takes content parts"
-            )
-        inside = {self._codec.token(id) for id in pictures.expand(64, 64).ids}
-        return {*self._codec.controls(text)} | (inside & self._codec.special)
+        """The control tokens that the template and the model's processors write for a picture or video. RenderError
+        where the template writes no place for one."""
+        around: set[str] = set()
+        for part, marker, times in zip(PLACES, (pictures.marker, pictures.video_marker), ((), (0.0, 1.0)), strict=True):
+            if marker is None:
+                continue
+            text = self._template.render([{"role": "user", "content": [part]}], prompt=False)
+            if marker not in self._codec.control or text.count(marker) != 1:
+                what = "picture" if part["type"] == "image" else "video"
+                raise RenderError(
+                    f"the chat template writes the token {marker!r} {text.count(marker)} times for one {what}, not "
+                    "once: load the tokenizer of the vision model, whose template takes content parts"
+                )
+            self._markers[self._codec.control[marker]] = str(part["type"])
+            inside = {self._codec.token(id) for id in pictures.expand(64, 64, times).ids}
+            around |= {*self._codec.controls(text)} | (inside & self._codec.special)
+        return around
 
     def _pictures_of(self, messages: tuple[Message, ...], text: str) -> list[Message]:
-        """The parts that name the pictures of the messages. RenderError where `text`, the template's rendering, doesn't
-        have one place for each. Whatever content spells the marker is split by a mark."""
+        """The parts that name the pictures and videos of the messages. RenderError where `text`, the template's
+        rendering, doesn't have one place for each. Whatever content spells the marker is split by a mark."""
         if self.pictures is None:
             return []
-        found = [(i, part) for i, m in enumerate(messages) for part in content_parts(m) if part.get("type") == "image"]
-        written = text.count(self.pictures.marker)
-        if written != len(found):
+        kinds = {self._codec.token(id): kind for id, kind in self._markers.items()}
+        found = [(i, p) for i, m in enumerate(messages) for p in content_parts(m) if p.get("type") in kinds.values()]
+        written = [kinds[marker] for marker in re.findall("|".join(map(re.escape, kinds)), text)]
+        if written != [part["type"] for _, part in found]:
             among = dict.fromkeys(f"message {i} ({messages[i].get('role')})" for i, _ in found)
+            what = "pictures and videos" if len(kinds) > 1 else "pictures"
             raise RenderError(
-                f"the chat template writes {written} places for {len(found)} pictures ({', '.join(among)}): it drops "
-                "or repeats some. Show pictures in messages of the user, or load another template"
+                f"the chat template writes {len(written)} places for {len(found)} {what} ({', '.join(among)}): it "
+                "drops or repeats some. Show pictures in messages of the user, or load another template"
             )
         return [part for _, part in found]
 
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
-        """(ids with each marker replaced by the tokens of its picture, their places). The markers are those of the last
-        of `pictures`; the first id is token `at` of the prompt."""
-        if self.pictures is None or self.marker is None or not pictures:
+        """(ids with each marker replaced by the tokens of its picture or video, their places). The markers are those of
+        the last of `pictures`; the first id is token `at` of the prompt."""
+        if not pictures:
             return ints(ids), ()
         # Text never encodes to a control token (`Codec.encode`), so the template wrote each of them.
-        new, places, left = array("i"), list[Place](), iter(pictures[len(pictures) - ids.count(self.marker) :])
+        marked = sum(id in self._markers for id in ids)
+        new, places, left = array("i"), list[Place](), iter(pictures[len(pictures) - marked :])
         for id in ids:
-            if id != self.marker:
+            if id not in self._markers:
                 new.append(id)
                 continue
-            part = next(left)
-            tokens, grid = self.pictures.expand(part["width"], part["height"])
-            places.append(Place((part["media"],), "image", at + len(new), len(tokens), grid))
+            tokens, place = self._place_of(next(left))
+            places.append(place.moved(at + len(new)))
             new.extend(tokens)
         return new, tuple(places)
+
+    def _place_of(self, part: Message) -> tuple[array[int], Place]:
+        """(the tokens of a picture or video, their place, from 0). RenderError for a video that the model can't
+        place."""
+        assert self.pictures is not None
+        video = video_in(part)
+        if video is None:
+            ids, grid = self.pictures.expand(part["width"], part["height"])
+            return ids, Place((part["media"],), "image", 0, len(ids), grid)
+        first, times = video.frames[0], video.times
+        try:
+            ids, grid = self.pictures.expand(first.width, first.height, times)
+        except ValueError as error:
+            at = ", ".join(f"{seconds:.6g}" for seconds in times)
+            raise RenderError(f"{video} with frames at {at} s can't be read by video tokens: {error}") from error
+        return ids, Place(tuple(frame.name for frame in video.frames), "video", 0, len(ids), grid, times)
 
     def _ended(self, base: Track) -> int | None:
         """The id that ended the base's answer; None when it was cut off."""

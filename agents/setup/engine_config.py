@@ -25,6 +25,7 @@ from ..engines.engine import Engine, EngineError, Request, require
 from ..engines.scripted import Policy, ScriptedEngine
 from ..engines.servers.server_config import Address, RequestConfig, ServerSettings
 from ..engines.weights.weight_config import AdapterConfig
+from ..vision.vision import VideoTokens
 
 if TYPE_CHECKING:
     from ..engines.servers.server_engine import RemoteEngine
@@ -45,6 +46,9 @@ class RendererConfig(Config):
     """Arguments of the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to those of the template."""
+    video: VideoTokens = "frames"
+    """What the model reads of a video. `frames`: each frame as a picture behind its time as text. `native`: the video
+    tokens of Qwen2.5-VL and Qwen3-VL, in an embedded engine, with the extra `video`."""
 
     def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
         """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees. Raises RenderError if the
@@ -65,7 +69,7 @@ class RendererConfig(Config):
         from ..engines.embedded.pretrained import load_pictures, load_tokenizer
 
         tokenizer = load_tokenizer(folder)
-        return self.make(tokenizer, load_pictures(folder, tokenizer))
+        return self.make(tokenizer, load_pictures(folder, tokenizer, self.video))
 
 
 class ComputeConfig(Config):
@@ -158,6 +162,11 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
                 f"publish: {self.publish} is for vLLM; SGLang servers reload a folder: publish=reload"
                 if self.publish != "reload"
                 else "urls is empty: name the addresses of the SGLang servers, since a run starts vLLM only"
+            )
+        if self.renderer.video == "native":
+            raise ValueError(
+                f"renderer.video=native is for an embedded engine, and {self.kind} gets no videos yet: set "
+                "renderer.video=frames"
             )
         if self.urls and self.options:
             raise ValueError(
@@ -275,11 +284,16 @@ EngineConfig = Annotated[
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     """Find the models and tokenizers of these engines, and download what is on the hub alone.
 
-    Called before torch is imported, so that a wrong name is answered at once. UsageError says what is wrong."""
+    Called before torch is imported, so that a wrong name is answered at once. UsageError says what is wrong;
+    MissingExtra for native video without torchvision."""
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
         if name is not None and not isinstance(engine, LiteLLMConfig):
             model_folder(name)
+        if isinstance(engine, RenderedConfig) and engine.renderer.video == "native":
+            from ..vision.video import need_torchvision
+
+            need_torchvision()
 
 
 @dataclass(frozen=True)
@@ -362,7 +376,7 @@ def _embedded(config: EmbeddedConfig) -> Made:
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "torch", "train", "the embedded engine") from error
     torch.set_num_threads(config.threads)
-    found = load_pretrained(config.model, device=config.device, dtype=config.dtype)
+    found = load_pretrained(config.model, device=config.device, dtype=config.dtype, video=config.renderer.video)
     digest = weights_digest(found.model.state_dict())
     # The version comes from the digest of the weights: the same model has the same version in every run.
     version = f"{digest[:12]}:0"

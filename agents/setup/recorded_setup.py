@@ -27,6 +27,7 @@ from .setup import is_unnamed, load_agent
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
+    from .engine_config import RendererConfig
 
 PARSERS: Mapping[str, Callable[[str], Action]] = {qualified(parse): parse for parse in (read_action, read_way)}
 """Path on a tape -> parser, of the demos' agents."""
@@ -48,10 +49,14 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | 
     folder = folder or tokenizer_folder(run)
     if folder is None:
         return None
+    return recorded_rendering(run).load(folder)
+
+
+def recorded_rendering(run: str | Path) -> RendererConfig:
+    """The settings of the run's renderer."""
     from .engine_config import RendererConfig
 
-    recorded = (recorded_settings(run).get("engine") or {}).get("renderer") or {}
-    return RendererConfig.model_validate(recorded).load(folder)
+    return RendererConfig.model_validate((recorded_settings(run).get("engine") or {}).get("renderer") or {})
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...tapes.errors import UsageError
 from ...tapes.places import Place
-from .vision import Expansion, Pixels, Vision, body_inputs, whole_model
+from .video import NativeVideo, check_native, native_video
+from .vision import Expansion, Pixels, UnsupportedVision, VideoTokens, Vision, body_inputs, whole_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 
-class UnsupportedVision(UsageError, ValueError):
-    """A model reads more than text, and its family, its image processor or its forward is not one that is known."""
+_VIDEO_SETTINGS = "video_preprocessor_config.json"
 
 
 class Family(ABC):
@@ -39,8 +38,15 @@ class Family(ABC):
     processors: ClassVar[tuple[str, ...]]
     """Classes of image processors that the family is proven with."""
 
-    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-        """config: the model's; folder: the one with the image processor. Raises UnsupportedVision."""
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        tokenizer: PreTrainedTokenizerFast,
+        folder: Path,
+        video: VideoTokens = "frames",
+    ) -> None:
+        """config: the model's; folder: the one with the processors. Raises UnsupportedVision; MissingExtra for native
+        video without torchvision."""
         import PIL
         from transformers import AutoImageProcessor, __version__
 
@@ -56,13 +62,23 @@ class Family(ABC):
                 f"the image processor in {folder} can't be used: {error!s:.300}; the type {config.model_type} "
                 f"needs {' or '.join(self.processors)}: copy preprocessor_config.json from the model's original folder"
             ) from error
+        self.video = native_video(config, tokenizer, folder) if video == "native" else None
+        settings = folder / _VIDEO_SETTINGS
+        self._unread = settings.read_bytes() if video == "frames" and settings.is_file() else None
         about = [kind, "pil", json.loads(found.to_json_string()), __version__, PIL.__version__]
+        about += [] if self.video is None else self.video.about
         self.hash = sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         self.processor, self._config, self._tokenizer = found, cast(Any, config), tokenizer
         self._id: int = self._config.image_token_id
         self.marker = cast(str, tokenizer.convert_ids_to_tokens(self._id))
 
-    def expand(self, width: int, height: int) -> Expansion:
+    @property
+    def video_marker(self) -> str | None:
+        return None if self.video is None else self.video.marker
+
+    def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
+        if times:
+            return self._native.expand(width, height, times)
         grid = self._grid(width, height)
         return Expansion(self._ids(grid), grid)
 
@@ -70,27 +86,41 @@ class Family(ABC):
         return png
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
+        if place.times:
+            return np.array(self._native.ids(place.grid, place.times)) == self._native.id
         return np.array(self._ids(place.grid)) == self._id
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        name = place.media[0]
+        name, images = place.media[0], list[Any]()
         try:
-            grid, tensors = self._processed(_image(file(name)))
+            for name in place.media:
+                images.append(_image(file(name)))
+            grid, tensors = self._native.processed(_frames(images)) if place.times else self._processed(images[0])
         except Exception as error:  # Pillow and transformers raise many types
             raise ValueError(f"the picture {name} can't be processed: {type(error).__name__}: {error}") from error
-        ids = np.array(self._ids(grid))
-        if (grid, len(ids)) != (place.grid, place.length):
+        mask = self.feature_mask(place._replace(grid=grid))
+        if (grid, len(mask)) != (place.grid, place.length):
             raise ValueError(
-                f"the picture {name} has the grid {grid} and takes {len(ids)} tokens; its place has the grid "
-                f"{place.grid} and {place.length} tokens: the prompt was made with another image processor or picture"
+                f"the {place.kind} {name} has the grid {grid} and takes {len(mask)} tokens; its place has the grid "
+                f"{place.grid} and {place.length} tokens: the prompt was made with another processor or file"
             )
-        return Pixels(tensors, int((ids == self._id).sum()), self.patches(grid))
+        return Pixels(tensors, int(mask.sum()), self.patches(grid))
+
+    @property
+    def _native(self) -> NativeVideo:
+        if self.video is None:
+            raise ValueError("the tokens are those of a video, and this model was loaded to read videos as frames")
+        return self.video
 
     @abstractmethod
     def patches(self, grid: tuple[int, ...]) -> int: ...
 
     def save(self, folder: Path) -> None:
         self.processor.save_pretrained(str(folder))
+        if self.video is not None:
+            self.video.processor.save_pretrained(str(folder))
+        elif self._unread is not None:
+            (folder / _VIDEO_SETTINGS).write_bytes(self._unread)
 
     @abstractmethod
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
@@ -116,12 +146,17 @@ class QwenVision(Family):
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
         found = np.empty((3, length), dtype=np.int64)
         index = following = 0
-        for start, end, grid in [*((p.offset, p.end, self._merged(p.grid)) for p in places), (length, length, (0,))]:
-            found[:, index:start] = following + np.arange(start - index)
-            following += start - index
-            if end > start:
-                found[:, start:end] = following + np.indices(grid).reshape(3, -1)
-            index, following = end, following + max(grid)
+        for place in places:
+            found[:, index : place.offset] = following + np.arange(place.offset - index)
+            following += place.offset - index
+            if place.times:
+                own, behind = self._native.positions(place.grid, place.times)
+            else:
+                grid = self._merged(place.grid)
+                own, behind = np.indices(grid).reshape(3, -1), max(grid)
+            found[:, place.offset : place.end] = following + own
+            index, following = place.end, following + behind
+        found[:, index:] = following + np.arange(length - index)
         return found
 
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:
@@ -238,8 +273,11 @@ FAMILIES: dict[str, type[QwenVision | TiledVision]] = {
 _SENSES = re.compile(r"(vision|image|video|audio|speech|vq).*_config$")
 
 
-def family_of(config: PreTrainedConfig, folder: Path) -> type[QwenVision | TiledVision] | None:
-    """The family of a model's configuration; None for a model of text. UnsupportedVision names the folder.
+def family_of(
+    config: PreTrainedConfig, folder: Path, video: VideoTokens = "frames"
+) -> type[QwenVision | TiledVision] | None:
+    """The family of a model's configuration; None for a model of text. UnsupportedVision names the folder. With native
+    video, raises as `check_native`.
 
     transformers has classes of text alone for many models with a tower, and loads them without a word.
     """
@@ -253,37 +291,49 @@ def family_of(config: PreTrainedConfig, folder: Path) -> type[QwenVision | Tiled
             f"Models with such parts are loaded of these families: {', '.join(sorted(FAMILIES))}. Name a model of one "
             "of them, or of text alone"
         )
+    if video == "native":
+        check_native(kind, folder)
     return FAMILIES.get(kind)
 
 
 def prove_vision(model: nn.Module, vision: Vision) -> None:
-    """Compare the body with features at places against the model's public forward, on two small pictures between text
-    of several lengths. UnsupportedVision has the difference of the logits."""
+    """Compare the body with features at places against the model's public forward, on two small pictures, and a video
+    where it reads videos natively, between text of several lengths. UnsupportedVision has the difference of the
+    logits."""
     import torch
     from PIL import Image
 
-    whole, processor = cast(Any, whole_model(model)), cast(Any, vision).processor
+    whole, processor, native = cast(Any, whole_model(model)), cast(Any, vision).processor, cast(Any, vision).video
     random, files, places, ids = np.random.default_rng(0), dict[str, bytes](), list[Place](), [*range(40, 47)]
-    cause = "its image processor or configuration is of another model, or this version of transformers has changed it"
+    cause = "its processors or its configuration are of another model, or this version of transformers has changed it"
+    # An odd number of frames, at times that are not the indices.
+    videos = [] if native is None else [(40, 30, (0.5, 2.0, 3.5))]
     try:
-        for width, height in ((60, 15), (30, 90)):
-            written, name = io.BytesIO(), f"{width}x{height}"
-            Image.fromarray(random.integers(0, 256, (height, width, 3), dtype="uint8")).save(written, "PNG")
-            found, files[name] = vision.expand(width, height), written.getvalue()
-            places.append(Place((name,), "image", len(ids), len(found.ids), found.grid))
+        for width, height, times in [(60, 15, ()), (30, 90, ()), *videos]:
+            names = [f"{width}x{height}-{k}" for k in range(len(times) or 1)]
+            for name in names:
+                written = io.BytesIO()
+                Image.fromarray(random.integers(0, 256, (height, width, 3), dtype="uint8")).save(written, "PNG")
+                files[name] = written.getvalue()
+            kind, found = ("video" if times else "image"), vision.expand(width, height, times)
+            places.append(Place(tuple(names), kind, len(ids), len(found.ids), found.grid, times))
             ids += [*found.ids, *range(50, 50 + width // 10)]
         tokens = torch.tensor([ids], device=whole.device)
-        seen = torch.zeros_like(tokens, dtype=torch.bool)
+        kinds = torch.zeros_like(tokens, dtype=torch.int)
         for place in places:
-            seen[0, place.offset : place.end] = torch.from_numpy(vision.feature_mask(place))
+            kinds[0, place.offset : place.end] = torch.from_numpy(vision.feature_mask(place) * (1 + bool(place.times)))
         positions = vision.positions(places, len(ids))
         axes = None if positions is None else torch.from_numpy(positions)[:, None].to(whole.device)
-        kinds = {} if axes is None else {"mm_token_type_ids": seen.int()}
-        own = processor(images=[_image(data) for data in files.values()], return_tensors="pt").to(whole.device)
+        images = [[_image(files[name]) for name in place.media] for place in places]
+        own = dict(processor(images=[one for one, *more in images if not more], return_tensors="pt"))
+        own |= {} if axes is None else {"mm_token_type_ids": kinds}
+        if native is not None:
+            own |= native.asked(_frames(images[-1]), places[-1].times)
         with torch.no_grad():
-            expected = whole(input_ids=tokens, **own, **kinds, use_cache=False).logits
+            moved = {name: tensor.to(whole.device) for name, tensor in own.items()}
+            expected = whole(input_ids=tokens, **moved, use_cache=False).logits
             features = vision.features(model, [vision.pixels(place, files.__getitem__) for place in places])
-            where = torch.where(seen, seen.cumsum(1) - 1, -1)
+            where = torch.where(kinds > 0, (kinds > 0).cumsum(1) - 1, -1)
             inputs = body_inputs(whole.get_input_embeddings(), tokens, where, features, axes)
             made = whole.get_output_embeddings()(whole.get_decoder()(**inputs, use_cache=False).last_hidden_state)
     except Exception as error:  # a processor's settings or a model's shapes that don't fit raise any type
@@ -296,6 +346,13 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
             f"{type(whole).__name__}: logits behind pictures differ from those of the model's own forward by {off:.3g} "
             f"(tolerance {tolerance:.3g}); {cause}"
         )
+
+
+def _frames(images: Sequence[Image]) -> Tensor:
+    """(frames, 3, height, width) bytes."""
+    import torch
+
+    return torch.from_numpy(np.stack([np.array(image) for image in images])).permute(0, 3, 1, 2).contiguous()
 
 
 def _image(data: bytes) -> Image:

@@ -5,6 +5,7 @@ Made without a download, and saved as any other model's folder.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +58,9 @@ def save_tiny_vision(
     )
     picture = "<image>" if tiled else "<|vision_start|><|image_pad|><|vision_end|>"
     tokenizer.chat_template = CHAT_TEMPLATE.replace("IMAGE", picture)
+    if not tiled:
+        video = "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text']"
+        tokenizer.chat_template = tokenizer.chat_template.replace("{% else %}{{ part['text']", video)
     ends = {"bos_token_id": None, "eos_token_id": id["<|end|>"], "pad_token_id": id["<|pad|>"]}
     # Head size 32: vLLM on a CPU knows neither 16 nor 24. With the usual range of 0.02, models of this width
     # spend their first hundred updates on larger weights.
@@ -87,3 +91,6 @@ def save_tiny_vision(
     model.generation_config.update(**ends)
     for part in (model, tokenizer, getattr(transformers, kind)(**settings)):
         part.save_pretrained(str(folder))
+    if family == "qwen3_vl":  # the others take the image processor's settings for videos too, as their originals do
+        about = {"video_processor_type": "Qwen3VLVideoProcessor", **settings}
+        (Path(folder) / "video_preprocessor_config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")

@@ -1,6 +1,6 @@
 """What renderer, engine and trainer ask of a family of vision models.
 
-The renderer asks how many tokens a picture takes (`PictureTokens`; neither pixels nor torch). Engine and trainer ask
+The renderer asks how many tokens a picture takes (`PictureTokens`; no pixels). Engine and trainer ask
 for positions and for the features of pixels (`Vision`), put the features at the picture's places by index, and forward
 the language model's body with embeddings. The model's own public forward finds pictures by token id and is never used:
 a model can sample such an id itself.
@@ -12,8 +12,9 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
+from ...tapes.errors import UsageError
 from ...tapes.places import Place
 
 if TYPE_CHECKING:
@@ -22,8 +23,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+VideoTokens = Literal["frames", "native"]
+"""What a model reads of a video: its frames, each as a picture behind its time, or the family's own video tokens."""
+
+
+class UnsupportedVision(UsageError, ValueError):
+    """A model reads more than text, and its family, its processors or its forward is not one that is known."""
+
+
 class Expansion(NamedTuple):
-    """The tokens that a model reads for one picture."""
+    """The tokens that a model reads for one picture or video."""
 
     ids: array[int]
     grid: tuple[int, ...]
@@ -31,7 +40,7 @@ class Expansion(NamedTuple):
 
 
 class PictureTokens(Protocol):
-    """What the renderer asks. Imports no torch."""
+    """What the renderer asks. Imports no torch, except for native video."""
 
     @property
     def marker(self) -> str:
@@ -39,17 +48,23 @@ class PictureTokens(Protocol):
         ...
 
     @property
-    def hash(self) -> str:
-        """SHA-256 (hex) of all that decides about the pixels: the processor's class, backend and settings, and the
-        versions of transformers and Pillow."""
+    def video_marker(self) -> str | None:
+        """As `marker`, for each video. None: the model reads videos as their frames."""
         ...
 
-    def expand(self, width: int, height: int) -> Expansion:
-        """The tokens in place of the marker, for a picture of this size. Computed without pixels."""
+    @property
+    def hash(self) -> str:
+        """SHA-256 (hex) of all that decides about the pixels: the processor's class, backend and settings, and the
+        versions of transformers and Pillow; with native video, those of the video processor and of torchvision too."""
+        ...
+
+    def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
+        """The tokens in place of the marker, for a picture of this size, or for a video of such frames at these times
+        in seconds. Computed without pixels. ValueError for a video that the model can't place."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the image processor's settings beside the tokenizer's."""
+        """Write the processors' settings beside the tokenizer's."""
         ...
 
     def fitted(self, place: Place, png: bytes) -> bytes:
@@ -60,7 +75,7 @@ class PictureTokens(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pixels:
-    """The processed pixels of one picture."""
+    """The processed pixels of one picture or video."""
 
     tensors: Mapping[str, Tensor]
     """Arguments of the vision tower, by name."""

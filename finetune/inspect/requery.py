@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, weights_digest
+from ...agents.setup.recorded_setup import recorded_rendering
+from ...agents.vision.vision import VideoTokens
 from ...tapes import Tape
 from ...tapes.audit.checking import chosen_tapes, torn_tails
 from ...tapes.audit.verdict import Divergence, Likely, Verdict, Verdicts, diverged, unverifiable, verified
@@ -60,7 +62,8 @@ class Policies:
         folders that the run began with."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
-        self.only = _folder(Path(only)) if only is not None else None
+        self._video: VideoTokens = recorded_rendering(run).video
+        self.only = _folder(Path(only), self._video) if only is not None else None
         self._known: dict[str, Policy] | None = None
         self._begun = begun
         self._loaded: tuple[str, Pretrained] | None = None
@@ -73,8 +76,10 @@ class Policies:
         if digest is None:
             return f"version {version!r} was never published in {self.run}"
         if self._known is None:
-            found = [_checkpoint(one) for folder in checkpoint_folders(self.run) for one in checkpoints(folder)]
-            found += [_folder(folder) for name in self._begun if (folder := local_folder(name)) is not None]
+            saved = [one for folder in checkpoint_folders(self.run) for one in checkpoints(folder)]
+            found = [_checkpoint(one, self._video) for one in saved]
+            begun = [folder for name in self._begun if (folder := local_folder(name)) is not None]
+            found += [_folder(folder, self._video) for folder in begun]
             self._known = {policy.digest: policy for policy in found}
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 
@@ -90,22 +95,23 @@ class Policies:
         return score(found.model, rows, vision=found.vision).logprob.double().cpu().numpy()
 
 
-def _checkpoint(one: Checkpoint) -> Policy:
+def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
     def load() -> Pretrained:
         weights = one.weights()
         narrow = any(tensor.dtype == torch.bfloat16 for tensor in weights.values())
-        found = load_pretrained(one.path / "hf", device="auto", dtype="bfloat16" if narrow else "float32")
+        dtype = "bfloat16" if narrow else "float32"
+        found = load_pretrained(one.path / "hf", device="auto", dtype=dtype, video=video)
         found.model.load_state_dict(weights)
         return found
 
     return Policy(str(one.path), str(one.state["digest"]), load)
 
 
-def _folder(path: Path) -> Policy:
+def _folder(path: Path, video: VideoTokens) -> Policy:
     """A checkpoint's directory, or a model in Hugging Face format."""
     if (path / "state.json").is_file():
-        return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path))
-    found = load_pretrained(path, device="auto")
+        return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path), video)
+    found = load_pretrained(path, device="auto", video=video)
     return Policy(str(path), weights_digest(found.model.state_dict()), lambda: found)
 
 

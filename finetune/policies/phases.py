@@ -167,7 +167,8 @@ def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
     weights = next(policy.model.parameters())
     base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
     dtype: Any = str(base.dtype).removeprefix("torch.")
-    found = load_pretrained(name, dtype=dtype, attention=base.config._attn_implementation)
+    video = "native" if policy.vision is not None and policy.vision.video_marker is not None else "frames"
+    found = load_pretrained(name, dtype=dtype, attention=base.config._attn_implementation, video=video)
     _check_tokens(policy, found.tokenizer, f"{setting}={name}")
     return OtherModel(placed(found.model, weights.device), name, found.vision)
 

@@ -118,7 +118,7 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
     """The model that `engine` names, on the device of `trainer`, with its adapters, which `seed` draws."""
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
-    found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention)
+    found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention, video=engine.renderer.video)
     renderer = engine.renderer.make(found.tokenizer, found.vision)
     # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
     # on every machine.

@@ -314,6 +314,7 @@ def test_the_extras_are_those_that_the_readme_and_the_errors_name():
         "mlflow",
         "math",
         "pictures",
+        "video",
         "dev",
     }
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-    from ...vision.vision import Vision
+    from ...vision.vision import VideoTokens, Vision
 
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 """The attention implementation of a transformers model. The flash kinds need a GPU and an extra package."""
@@ -58,14 +58,19 @@ class Pretrained:
 
 
 def load_pretrained(
-    folder: str | Path, *, device: str = "cpu", dtype: Dtype = "float32", attention: Attention | None = None
+    folder: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: Dtype = "float32",
+    attention: Attention | None = None,
+    video: VideoTokens = "frames",
 ) -> Pretrained:
     """Load the model and tokenizer in `folder`, which may also be a name of the hub, to `device` (as for `device_of`),
     with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
     folder or device is missing, or the model reads more than text and its family is unknown or not proven; BadModel if
-    the folder has no usable model, Corrupt as `check_folder`."""
+    the folder has no usable model, Corrupt as `check_folder`, MissingExtra for native video without torchvision."""
     from ...vision.families import family_of, prove_vision
 
     folder = model_folder(folder)
@@ -73,9 +78,9 @@ def load_pretrained(
     tokenizer = load_tokenizer(folder)
     where = device_of(device)
     base = _base_of(Path(folder))
-    model = _loaded(Path(folder if base is None else base), dtype, attention)
+    model = _loaded(Path(folder if base is None else base), dtype, attention, video)
     family = family_of(model.config, folder)
-    vision = None if family is None else family(model.config, tokenizer, folder)
+    vision = None if family is None else family(model.config, tokenizer, folder, video)
     if base is not None:
         model = _adapted(model, folder)
     model = placed(model.eval(), where)
@@ -89,7 +94,7 @@ def load_pretrained(
     return Pretrained(model, tokenizer, vision)
 
 
-def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:
+def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: VideoTokens) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -99,7 +104,7 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:
         try:
             config = AutoConfig.from_pretrained(str(folder), **LOADING)
             # Read first: AutoModelForCausalLM loads many a vision model without its tower, and without an error.
-            auto = AutoModelForImageTextToText if family_of(config, folder) else AutoModelForCausalLM
+            auto = AutoModelForImageTextToText if family_of(config, folder, video) else AutoModelForCausalLM
             loaded: Any = auto.from_pretrained(
                 str(folder),
                 **LOADING,
@@ -107,7 +112,7 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None) -> Any:
                 attn_implementation=attention,
                 output_loading_info=True,
             )
-        except UnsupportedVision:
+        except (UnsupportedVision, MissingExtra):
             raise
         except Exception as error:  # transformers raises many types for a broken folder
             raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
@@ -199,9 +204,12 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise BadModel(f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 
 
-def load_pictures(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> Vision | None:
+def load_pictures(
+    folder: str | Path, tokenizer: PreTrainedTokenizerFast, video: VideoTokens = "frames"
+) -> Vision | None:
     """What the model in `folder` reads of pictures, without its weights. None for a model of text, of a family that is
-    not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises UnsupportedVision."""
+    not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises UnsupportedVision, MissingExtra as
+    `load_pretrained`."""
     from ...vision.families import FAMILIES
 
     folder = model_folder(folder)
@@ -211,7 +219,7 @@ def load_pictures(folder: str | Path, tokenizer: PreTrainedTokenizerFast) -> Vis
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(str(about.parent), **LOADING)
-    return FAMILIES[config.model_type](config, tokenizer, folder)
+    return FAMILIES[config.model_type](config, tokenizer, folder, video)
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
@@ -51,9 +52,10 @@ class Pads:
     """As Qwen2-VL: one token for 28x28 pixels, all with the marker's id."""
 
     marker = "<|image_pad|>"
+    video_marker = None
     hash = "pads"
 
-    def expand(self, width: int, height: int) -> Expansion:
+    def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
         w, h = math.ceil(width / 28), math.ceil(height / 28)
         return Expansion(array("i", [SPECIAL.index(self.marker)] * (w * h)), (1, 2 * h, 2 * w))
 
@@ -62,9 +64,10 @@ class Tiles:
     """As SmolVLM: tokens of rows and columns stand around those that take features."""
 
     marker = "<image>"
+    video_marker = None
     hash = "tiles"
 
-    def expand(self, width: int, height: int) -> Expansion:
+    def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
         tiles = math.ceil(width / 28) * math.ceil(height / 28)
         tile = [SPECIAL.index("<row_1_col_1>"), *[SPECIAL.index(self.marker)] * 3]
         return Expansion(array("i", tile * tiles), (tiles,))

@@ -94,7 +94,7 @@ def test_a_processor_of_a_model_with_other_patches_is_refused(tmp_path: Path, fa
     save_tiny_vision(tmp_path, family)
     about = tmp_path / "preprocessor_config.json"
     changed(about, **{wrong: 14 if wrong == "patch_size" else {"longest_edge": 20}})
-    with pytest.raises(UnsupportedVision, match="image processor or configuration is of another model"):
+    with pytest.raises(UnsupportedVision, match="processors or its configuration are of another model"):
         load_pretrained(tmp_path)
 
 

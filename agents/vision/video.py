@@ -1,0 +1,214 @@
+"""Video as Qwen2.5-VL and Qwen3-VL read it by video tokens of their own: pairs of frames, with their times.
+
+The model's own video processor makes pixels and grids, and needs torchvision. Tokens and positions need neither.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import JsonValue
+
+from ...tapes.errors import MissingExtra
+from .vision import Expansion, UnsupportedVision
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+Grid = tuple[int, ...]
+"""(pairs of frames, height, width) in patches. The processor repeats an odd last frame."""
+
+
+class NativeVideo(ABC):
+    """How one model reads videos. `processor` is its video processor."""
+
+    made_by: ClassVar[str]
+    """Class of the video processor that the family is proven with."""
+
+    def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, processor: object) -> None:
+        self._config, self._tokenizer, self.processor = cast(Any, config), tokenizer, cast(Any, processor)
+        self.id: int = self._config.video_token_id
+
+    @property
+    def marker(self) -> str:
+        """As `PictureTokens.video_marker`."""
+        return cast(str, self._tokenizer.convert_ids_to_tokens(self.id))
+
+    @property
+    def about(self) -> list[JsonValue]:
+        """All that decides about the pixels of frames."""
+        import torchvision  # pyright: ignore[reportMissingImports]
+
+        settings = json.loads(self.processor.to_json_string())
+        return [type(self.processor).__name__, settings, str(torchvision.__version__)]
+
+    def expand(self, width: int, height: int, times: Sequence[float]) -> Expansion:
+        """As `PictureTokens.expand`. ValueError where the family can't place such frames."""
+        import torch
+
+        # The processor itself, on frames without pixels: each family bounds the size of frames by a rule of its own.
+        grid, _ = self.processed(torch.empty((len(times), 3, height, width), dtype=torch.uint8, device="meta"))
+        return Expansion(self.ids(grid, times), grid)
+
+    @abstractmethod
+    def ids(self, grid: Grid, times: Sequence[float]) -> array[int]:
+        """The tokens of a place with this grid and these times of frames, in seconds."""
+
+    @abstractmethod
+    def positions(self, grid: Grid, times: Sequence[float]) -> tuple[NDArray[np.int64], int]:
+        """((3, tokens) positions from 0, position of the token behind)."""
+
+    def processed(self, frames: Tensor) -> tuple[Grid, dict[str, Tensor]]:
+        """(grid, arguments of the tower) of (frames, 3, height, width) bytes."""
+        made = self.processor(
+            videos=[frames],
+            # Only the sampling of frames reads it, and a tape's frames are sampled already.
+            video_metadata=[{"total_num_frames": len(frames)}],
+            do_sample_frames=False,
+            input_data_format="channels_first",
+            return_tensors="pt",
+        )
+        # To the tower, frames are pictures of several grids in time: one call computes both.
+        grid = made["video_grid_thw"]
+        return tuple(grid[0].tolist()), {"pixel_values": made["pixel_values_videos"], "image_grid_thw": grid}
+
+    def asked(self, frames: Tensor, times: Sequence[float]) -> dict[str, Tensor]:
+        """The arguments of the model's own forward for one video."""
+        _, found = self.processed(frames)
+        return {"pixel_values_videos": found["pixel_values"], "video_grid_thw": found["image_grid_thw"]}
+
+    def _merged(self, grid: Grid) -> Grid:
+        return grid[0], grid[1] // self.processor.merge_size, grid[2] // self.processor.merge_size
+
+
+class SpacedVideo(NativeVideo):
+    """Qwen2.5-VL: one run of video tokens, with seconds on the first axis of positions."""
+
+    made_by = "Qwen2VLVideoProcessor"
+
+    def expand(self, width: int, height: int, times: Sequence[float]) -> Expansion:
+        steps = np.diff(times)
+        if len(steps) and not np.allclose(steps, steps.mean(), rtol=1e-6, atol=0):
+            raise ValueError(
+                "its frames are not evenly spaced, and this model reads one distance in seconds for all frames: take "
+                "evenly spaced frames, or set engine.renderer.video=frames"
+            )
+        return super().expand(width, height, times)
+
+    def ids(self, grid: Grid, times: Sequence[float]) -> array[int]:
+        return array("i", [self.id]) * prod(self._merged(grid))
+
+    def positions(self, grid: Grid, times: Sequence[float]) -> tuple[NDArray[np.int64], int]:
+        pairs, height, width = self._merged(grid)
+        found = np.indices((pairs, height, width)).reshape(3, -1)
+        # In float32, as transformers rounds them down.
+        step = np.float32(self._config.vision_config.tokens_per_second) * np.float32(self.seconds(times))
+        found[0] = (np.arange(pairs, dtype=np.float32) * step).astype(np.int64)[found[0]]
+        # transformers continues text behind the height and width, however long the video is; other implementations
+        # continue behind the last position in time.
+        return found, max(height, width)
+
+    def seconds(self, times: Sequence[float]) -> float:
+        """Seconds from one pair of frames to the next; 0 for one frame."""
+        return self.processor.temporal_patch_size * (times[-1] - times[0]) / max(len(times) - 1, 1)
+
+    def asked(self, frames: Tensor, times: Sequence[float]) -> dict[str, Tensor]:
+        import torch
+
+        return {**super().asked(frames, times), "second_per_grid_ts": torch.tensor([self.seconds(times)])}
+
+
+class TimedVideo(NativeVideo):
+    """Qwen3-VL: each pair of frames stands as a picture behind its time as text.
+
+    As in transformers 5.10 and later, and in vLLM, all of that stands between the start and end that the template
+    writes. Earlier processors left these two out.
+    """
+
+    made_by = "Qwen3VLVideoProcessor"
+
+    def expand(self, width: int, height: int, times: Sequence[float]) -> Expansion:
+        if len(times) < 2:
+            raise ValueError("it has one frame, and this model reads pairs: show a picture instead")
+        return super().expand(width, height, times)
+
+    def ids(self, grid: Grid, times: Sequence[float]) -> array[int]:
+        pads = [self.id] * prod(self._merged(grid)[1:])
+        ids = [id for head in self._heads(times) for id in (*head, *pads, self._config.vision_end_token_id)]
+        return array("i", ids)
+
+    def positions(self, grid: Grid, times: Sequence[float]) -> tuple[NDArray[np.int64], int]:
+        _, height, width = self._merged(grid)
+        parts, at = list[NDArray[np.int64]](), 0
+        for head in self._heads(times):
+            frame = at + len(head)
+            end = frame + max(height, width)
+            pads = frame + np.indices((1, height, width)).reshape(3, -1)
+            parts += [np.tile(np.arange(at, frame), (3, 1)), pads, np.full((3, 1), end)]
+            at = end + 1
+        return np.concatenate(parts, axis=1), at
+
+    def _heads(self, times: Sequence[float]) -> list[list[int]]:
+        """The tokens before each pair of frames: its time in the mean as text, and the start of a picture."""
+        size = self.processor.temporal_patch_size
+        padded = [*times, *[times[-1]] * (-len(times) % size)]
+        texts = [f"<{(padded[i] + padded[i + size - 1]) / 2:.1f} seconds>" for i in range(0, len(padded), size)]
+        encoded = cast("list[list[int]]", self._tokenizer(texts, add_special_tokens=False)["input_ids"])
+        return [[*ids, self._config.vision_start_token_id] for ids in encoded]
+
+
+READERS: dict[str, type[NativeVideo]] = {"qwen2_5_vl": SpacedVideo, "qwen3_vl": TimedVideo}
+"""Model type -> how it reads videos."""
+
+
+def check_native(kind: str, folder: Path) -> None:
+    """UnsupportedVision where models of this type have no video tokens; and raises as `need_torchvision`."""
+    if kind not in READERS:
+        raise UnsupportedVision(
+            f"engine.renderer.video=native, and the model in {folder} is of the type {kind!r}: models of the types "
+            f"{', '.join(READERS)} have video tokens; set engine.renderer.video=frames for any other"
+        )
+    need_torchvision()
+
+
+def need_torchvision() -> None:
+    """MissingExtra without torchvision; UnsupportedVision where it doesn't fit this torch."""
+    try:
+        import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise MissingExtra(error.name or "torchvision", "video", "engine.renderer.video=native") from error
+    except RuntimeError as error:  # its operators, built for another device
+        raise UnsupportedVision(
+            f"engine.renderer.video=native needs torchvision, and it can't be imported: {error!s:.200}; install the "
+            "build of torchvision that fits this torch (CPU or CUDA)"
+        ) from error
+
+
+def native_video(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> NativeVideo:
+    """How the model reads videos, with the video processor in `folder`. Raises as `check_native`, and UnsupportedVision
+    for another processor than the family's."""
+    check_native(config.model_type, folder)
+    from transformers import AutoVideoProcessor
+
+    reader = READERS[config.model_type]
+    try:
+        found: Any = AutoVideoProcessor.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        if type(found).__name__ != reader.made_by:
+            raise ValueError(f"it is {type(found).__name__}")
+    except Exception as error:  # transformers raises many types for a broken folder
+        raise UnsupportedVision(
+            f"the video processor in {folder} can't be used: {error!s:.300}; the type {config.model_type} needs "
+            f"{reader.made_by}: copy video_preprocessor_config.json from the model's original folder"
+        ) from error
+    # Without a value transformers warns, and chooses by its version.
+    found.cap_pixels_per_frame = bool(found.cap_pixels_per_frame)
+    return reader(config, tokenizer, found)
