@@ -62,7 +62,7 @@ IMAGE = {"type": "image", "media": "a" * 64 + ".png", "width": 40, "height": 24}
 PROMPTS = [
     ["look ", video(2), "?"],
     ["at ", IMAGE, video(5, fps=0.3), " and ", video(3, 16, 40, fps=30), "then", IMAGE],
-    [video(6, fps=3.7, indices=range(0, 60, 10)), video(4, 32, 32, fps=0.11), "what came first? " * 3],
+    [video(6, fps=3.7, indices=range(0, 60, 10)), video(4, 32, 32, fps=0.11), "which? ", video(9, 16, 16), "and then?"],
 ]
 
 
