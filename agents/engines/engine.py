@@ -162,12 +162,6 @@ BLIND = (
 """The remedy where an engine can't see."""
 
 
-BLIND = (
-    "use a hosted model that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
-)
-"""The remedy where an engine can't see."""
-
-
 def sees(engine: object) -> bool:
     """The attribute `sees` of an engine that takes pictures, as content parts of messages; False for engines without
     it. An engine that can't see is never asked with a picture."""

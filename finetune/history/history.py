@@ -483,8 +483,8 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return platform.processor()
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return " ".join(told[name] for name in CPU_NAMES if name in told)
+    found = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return " ".join(found[name] for name in CPU_NAMES if name in found)
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
