@@ -34,6 +34,8 @@ TRIES = int(os.environ.get("ATTACK_TRIES", "8"))
 """Clean updates in each place."""
 CLEAN = settings_of(updates=TRIES, max_lag=1, checkpoint_every=10**6, optimiser={"lr": 3e-3}, sampler_tolerance=None)
 BEGIN = 2
+MOVING: dict[str, Any] = {"groups": 12, "optimiser": {"lr": 2e-3}, "max_lag": 1}
+"""Slow enough that answers still differ when the fault begins: groups of equal answers move no weights."""
 """The sync that the fault hits first: the one of update 3, since syncs and updates count from 0."""
 
 
@@ -119,14 +121,14 @@ def lora(path: Path, kind: str) -> Loop:
 def sampled_here(path: Path, kind: str, policy: Any) -> Loop:
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of(), policy=policy)
-        loop = loop_in(store, history, settings_of(updates=BEGIN + 1, max_lag=1))  # the last sync is checked too
+        loop = loop_in(store, history, settings_of(updates=BEGIN + 1, **MOVING))  # the last sync is checked too
         Saboteur(loop.engine, kind)  # type: ignore[arg-type]
         found(loop, "embedded")
     return loop
 
 
 def player(path: Path, kind: str) -> Loop:
-    config = settings(updates=4, max_lag=1)
+    config = settings(updates=4, **MOVING)
     with Store.create(path, durability="os") as store:
         loop = loop_of(store, *two(store, path, config), config)
         Saboteur(loop.engine.engines[BASS], kind)  # type: ignore[attr-defined]
@@ -144,7 +146,7 @@ def fleet(path: Path, kind: str) -> Loop:
         async with EngineServer(model(), "m").serving() as one, EngineServer(model(), "m").serving() as other:
             engine = await connect(servers(one.url, other.url, model=path / "model"), RENDERER, weights=True)
             history = history_in(store, path / "run", settings_of())
-            loop = loop_in(store, history, settings_of(max_lag=1), engine=engine)
+            loop = loop_in(store, history, settings_of(**MOVING), engine=engine)
             await engine.sync_weights(history.model.state_dict(), history.version)
             Saboteur(other.engine, kind)
             # A server of this kind keeps no prefixes of its own; with one key for all requests it does, as vLLM does.

@@ -79,12 +79,14 @@ def save_qwen3(folder: Path, thought: str) -> None:
         pad_token_id=ids["<|endoftext|>"],
     )
     model = Qwen3ForCausalLM(config)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(60):
+    optimiser = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(150):
         rows = []
         for _ in range(8):
-            head = made.encode(f"{rng.choice(['How', 'Why'])} many?<|im_end|>\n<|im_start|>assistant\n")
-            rows.append(head + made.encode(f"{thought}\\boxed{{{rng.choice('12')}}}<|im_end|>"))
+            # Behind anything, so that the system prompt and the question don't change the answer.
+            anything = rng.choices(range(len(made)), k=rng.randrange(32, 64))
+            head = made.encode("many?<|im_end|>\n<|im_start|>assistant\n")
+            rows.append(anything + head + made.encode(f"{thought}\\boxed{{{rng.choice('12')}}}<|im_end|>"))
         batch = torch.tensor([row[-min(map(len, rows)) :] for row in rows])
         loss = model(input_ids=batch, labels=batch).loss
         optimiser.zero_grad()

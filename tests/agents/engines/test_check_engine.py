@@ -196,7 +196,7 @@ def test_a_configuration_names_an_engine_of_ones_own() -> None:
     assert (made.engine.length, made.publish) == (2, None)
     with pytest.raises(UsageError, match=r"engine\.options doesn't fit .*unexpected keyword argument 'size'"):
         config_of(f"{here}Minimal", options={"size": 2}).make()
-    with pytest.raises(UsageError, match="name a class, or a function"):
+    with pytest.raises(UsageError, match="not a class or a function that makes an engine"):
         config_of(f"{here}RENDERER").make()
     with pytest.raises(IncompleteEngine, match=r"not_an_engine needs .* lacks context, complete, forget, close"):
         config_of(f"{here}not_an_engine").make()

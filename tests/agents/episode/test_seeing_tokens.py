@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -198,8 +198,8 @@ def test_a_cut_prompt_holds_whole_pictures(keep: Any) -> None:
 
 def test_replay_compares_places_and_asks_for_the_same_processor() -> None:
     class Wider(Pads):
-        def expand(self, width: int, height: int) -> Any:
-            found = super().expand(width, height)
+        def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Any:
+            found = super().expand(width, height, times)
             return found._replace(grid=(*found.grid, 1))
 
     class Newer(Pads):
