@@ -115,8 +115,7 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
     async def test(engine: RemoteEngine) -> None:
         (sync,) = engine._syncs
         await sync.pause("reprefill")
-        if way == "transfer":
-            await sync.server.post("/start_weight_update", seconds=60.0, fresh=True)
+        await sync.start()
         config = servers(server, model=folder, way=way, weights_folder=tmp_path / "later")
         later = await connect(config, RENDERER, weights=True)
         try:

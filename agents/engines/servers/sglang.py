@@ -116,6 +116,9 @@ class SGLangWeights:
         way = {"reprefill": "retract", "stale_kv": "in_place", "abort": "abort"}[mode]
         await self._post("/pause_generation", {"mode": way})
 
+    async def start(self) -> None:
+        """Does nothing: reloading from a folder has no start step."""
+
     async def update(self, folder: Path) -> None:
         # Only remembered: `finish` loads it, since SGLang takes weights and version in one request.
         self._folder = folder

@@ -1,6 +1,6 @@
 """Weight sync to servers: a fixed order of steps, each with a timeout that raises.
 
-`sync_servers` runs the steps pause, update, finish and resume on all servers. A step ends on every server before
+`sync_servers` runs the steps pause, start, update, finish and resume on all servers. A step ends on every server before
 the next one begins: otherwise one server could sample with new weights while another still has the old ones. After a
 failed step, the weights of the server are unknown. `sync_servers` then raises, and the engine must stop sampling. No
 step is retried here, since a step that timed out may still be running on the server. The servers read the weights from
@@ -47,6 +47,11 @@ class WeightSync(Rests, Protocol):
         """Stop sampling. `mode` decides about the completions in flight."""
         ...
 
+    async def start(self) -> None:
+        """Announce new weights. A step of its own: a server that hangs here is found before weights are on their way to
+        any, and one that hangs later can still be asked to take the next ones."""
+        ...
+
     async def update(self, folder: Path) -> None:
         """Load the weights in `folder` (Hugging Face format, safetensors)."""
         ...
@@ -80,6 +85,9 @@ class VLLMReload:
     async def pause(self, mode: PublishMode) -> None:
         way = {"reprefill": "keep", "stale_kv": "keep", "drain": "wait", "abort": "abort"}[mode]
         await self._post("/pause", params={"mode": way, "clear_cache": "false" if mode == "stale_kv" else "true"})
+
+    async def start(self) -> None:
+        """No effect: a reload from a folder has no separate start."""
 
     async def update(self, folder: Path) -> None:
         await self._post(
@@ -154,6 +162,7 @@ async def sync_servers(
     `VLLMReload.free`."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
+        ("start", lambda sync: sync.start()),
         ("update", lambda sync: sync.update(folder)),
         ("finish", lambda sync: sync.finish(version, mode)),
         ("resume", lambda sync: sync.resume()),

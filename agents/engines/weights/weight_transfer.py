@@ -41,8 +41,10 @@ class VLLMTransfer(VLLMReload):
         await super().init()
         await self._post("/init_weight_transfer_engine", {"init_info": {}})
 
-    async def update(self, folder: Path) -> None:
+    async def start(self) -> None:
         await self._post("/start_weight_update")
+
+    async def update(self, folder: Path) -> None:
         await self._post("/update_weights", {"update_info": {"folder": str(folder)}})
 
     async def finish(self, version: str, mode: PublishMode) -> None:
@@ -126,7 +128,6 @@ class NCCLTransfer(VLLMTransfer):
         from safetensors.torch import load_file
 
         pairs = list(load_file(folder / "model.safetensors").items())
-        await self._post("/start_weight_update")
         await self._together(
             self._thread.run(_broadcast(pairs, self._group)),
             self._post("/update_weights", {"update_info": update_info(pairs)}),

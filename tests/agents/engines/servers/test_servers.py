@@ -41,7 +41,7 @@ from .test_remote import ask
 pytestmark = pytest.mark.timeout(60)
 
 WEIGHTS = {"w": torch.zeros(2)}
-STEPS = ("pause", "update", "finish", "resume")
+STEPS = ("pause", "start", "update", "finish", "resume")
 ADAPTERS = AdapterConfig(rank=2, alpha=4)
 
 
