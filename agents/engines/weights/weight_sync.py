@@ -48,8 +48,8 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def start(self) -> None:
-        """Announce new weights. A step of its own: a server that hangs here is found before weights are on their way to
-        any, and one that hangs later can still be asked to take the next ones."""
+        """Announce new weights. A step of its own, so that a server that hangs here is found before weights are sent to
+        any server."""
         ...
 
     async def update(self, folder: Path) -> None:
