@@ -21,21 +21,21 @@ from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.embedded_server import EngineServer
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.envs import Outcome
 from tapereel.finetune.history.delivery import NotDelivered
 from tapereel.finetune.loop.loop import Loop
+from tapereel.tapes import Answer, Text
 from tapereel.tapes.store.store import Store
 
 from ..agents.engines.servers.test_remote import servers
-from ..finetune.loop.lab import RENDERER, WORDS, history_in, loop_in, model, run, settings_of
-from ..finetune.policies.duet import BASS, loop_of, settings, two
+from ..finetune.loop.lab import RENDERER, WORDS, EverySecond, history_in, loop_in, model, run, settings_of
+from ..finetune.policies.duet import ALTO, BASS, Score, loop_of, settings, two
 
 State = dict[str, Tensor]
 TRIES = int(os.environ.get("ATTACK_TRIES", "8"))
 """Clean updates in each place."""
 CLEAN = settings_of(updates=TRIES, max_lag=1, checkpoint_every=10**6, optimiser={"lr": 3e-3}, sampler_tolerance=None)
 BEGIN = 2
-MOVING: dict[str, Any] = {"groups": 12, "optimiser": {"lr": 2e-3}, "max_lag": 1}
-"""Slow enough that answers still differ when the fault begins: groups of equal answers move no weights."""
 """The sync that the fault hits first: the one of update 3, since syncs and updates count from 0."""
 
 
@@ -86,6 +86,17 @@ FAULTS: dict[str, Callable[[State, State], State]] = {
 }
 
 
+class EverySecondSung(Score):
+    """As `EverySecond`, for both voices."""
+
+    async def reset(self, task: str) -> Text:
+        self.earned = float(next(EverySecond.begun) % 2)
+        return await super().reset(task)
+
+    async def step(self, action: Answer) -> Outcome:
+        return Outcome(reward={f"right@{ALTO}": self.earned, f"right@{BASS}": self.earned}, terminated=True)
+
+
 class Saboteur:
     """In place of a decoder's `load`: from sync `BEGIN` on it loads what the fault makes of the weights."""
 
@@ -121,16 +132,17 @@ def lora(path: Path, kind: str) -> Loop:
 def sampled_here(path: Path, kind: str, policy: Any) -> Loop:
     with Store.create(path, durability="os") as store:
         history = history_in(store, path, settings_of(), policy=policy)
-        loop = loop_in(store, history, settings_of(updates=BEGIN + 1, **MOVING))  # the last sync is checked too
+        config = settings_of(updates=BEGIN + 1, max_lag=1)  # the last sync is checked too
+        loop = loop_in(store, history, config, env=EverySecond)
         Saboteur(loop.engine, kind)  # type: ignore[arg-type]
         found(loop, "embedded")
     return loop
 
 
 def player(path: Path, kind: str) -> Loop:
-    config = settings(updates=4, **MOVING)
+    config = settings(updates=4, max_lag=1)
     with Store.create(path, durability="os") as store:
-        loop = loop_of(store, *two(store, path, config), config)
+        loop = loop_of(store, *two(store, path, config), config, env=EverySecondSung)
         Saboteur(loop.engine.engines[BASS], kind)  # type: ignore[attr-defined]
         found(loop, "embedded")
     return loop
@@ -146,7 +158,7 @@ def fleet(path: Path, kind: str) -> Loop:
         async with EngineServer(model(), "m").serving() as one, EngineServer(model(), "m").serving() as other:
             engine = await connect(servers(one.url, other.url, model=path / "model"), RENDERER, weights=True)
             history = history_in(store, path / "run", settings_of())
-            loop = loop_in(store, history, settings_of(**MOVING), engine=engine)
+            loop = loop_in(store, history, settings_of(max_lag=1), engine=engine, env=EverySecond)
             await engine.sync_weights(history.model.state_dict(), history.version)
             Saboteur(other.engine, kind)
             # A server of this kind keeps no prefixes of its own; with one key for all requests it does, as vLLM does.
