@@ -25,7 +25,8 @@ CHAT_TEMPLATE = (
     "{% else %}{% for part in m['content'] or () %}{% if part['type'] == 'image' %}IMAGE"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}"
     "{% if 'tool_calls' in m %}{% for call in m['tool_calls'] or () %}{% set f = call['function'] or call %}"
-    "{{ f['name'] }} {{ f['arguments'] if f['arguments'] is string else f['arguments'] | tojson }}"
+    '<tool_call>{"name": {{ f[\'name\'] | tojson }}, "arguments": '
+    "{{ f['arguments'] if f['arguments'] is string else f['arguments'] | tojson }}}</tool_call>"
     "{% endfor %}{% endif %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

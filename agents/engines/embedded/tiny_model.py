@@ -27,7 +27,8 @@ CHAT_TEMPLATE = (
     "{{ f['parameters']['properties'] | join(', ') }}): {{ f['description'] }}\n{% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] or '' }}"
     "{% if 'tool_calls' in m %}{% for call in m['tool_calls'] or () %}{% set f = call['function'] or call %}"
-    "{{ f['name'] }} {{ f['arguments'] if f['arguments'] is string else f['arguments'] | tojson }}"
+    '<tool_call>{"name": {{ f[\'name\'] | tojson }}, "arguments": '
+    "{{ f['arguments'] if f['arguments'] is string else f['arguments'] | tojson }}}</tool_call>"
     "{% endfor %}{% endif %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

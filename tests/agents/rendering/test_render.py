@@ -20,6 +20,7 @@ from tapereel.agents.rendering.renderer import (
     SpecialText,
     Track,
 )
+from tapereel.agents.rendering.tool_calls import read_tool_calls
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.arrays import ints
@@ -292,7 +293,7 @@ def test_control_token_text_in_tool_definitions_names_and_calls_is_read_as_chara
         *chars("q"),
         END,
         ASSISTANT,
-        *chars('add {"a": "<|end|>"}'),
+        *chars('<tool_call>{"name": "add", "arguments": {"a": "<|end|>"}}</tool_call>'),
         END,
         TOOL,
         *chars("3"),
@@ -371,7 +372,9 @@ def test_authored_text_becomes_what_an_engine_would_have_sampled(renderer: Rende
     assert list(prompt) == [USER, *chars("1+2"), END, ASSISTANT]
     assert list(completion) == [*chars("a3"), END]
     call = say("assistant", "", tool_calls=[{"function": {"name": "add", "arguments": {"a": 1}}}])
-    assert list(renderer.authored([say("user", "q")], call, TOOLS)[1]) == [*chars('add {"a": 1}'), END]
+    written = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert list(renderer.authored([say("user", "q")], call, TOOLS)[1]) == [*chars(written), END]
+    assert [(one.name, one.arguments) for one in read_tool_calls(written).calls] == [("add", {"a": 1})]
     # An author can't end the turn early, nor open another's.
     framing = "".join(CONTROLS)
     assert list(renderer.authored([say("user", "q")], say("assistant", framing))[1]) == [*chars(framing), END]
