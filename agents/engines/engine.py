@@ -206,9 +206,12 @@ class ChangingEngine(Protocol):
 class ScoringEngine(Protocol):
     """An engine that computes log-probs of given tokens, so that its model can be a teacher (`loop.teacher`)."""
 
-    async def score(self, ids: Sequence[int]) -> array[float]:
+    async def score(
+        self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
+    ) -> array[float]:
         """log softmax(logits) of each of `ids[1:]` after all ids before it: len(ids) - 1 values (float32, nats), at
-        temperature 1. Called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
+        temperature 1. places, picture: as in `Request`, given only where there are pictures and the engine has `sees`.
+        Called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
         ...
 
     async def close(self) -> None:

@@ -165,8 +165,8 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
             )
         if self.renderer.video == "native":
             raise ValueError(
-                f"renderer.video=native is for an embedded engine, and {self.kind} gets no videos yet: set "
-                "renderer.video=frames"
+                f"renderer.video=native is for an embedded engine, and {self.kind} reads videos as their frames: "
+                "set renderer.video=frames"
             )
         if self.urls and self.options:
             raise ValueError(

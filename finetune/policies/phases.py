@@ -19,6 +19,7 @@ from ...agents.setup.engine_config import CustomConfig, ServerConfig, connect_to
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ..data.rows import Row
+from ..data.stream import BadBatch
 from ..history.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig, ReferenceConfig, WarmStartConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
@@ -184,7 +185,16 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
         made = await connect_to(config) if isinstance(config, ServerConfig) else config.make(ScoringEngine, "A teacher")
         engine = cast(ScoringEngine, made)
         try:
-            found = await asyncio.gather(*(engine.score(row.input_ids.tolist()) for row in rows))
+            if (shown := [row for row in rows if row.places]) and not getattr(engine, "sees", False):
+                raise BadBatch(
+                    f"tape {shown[0].tape} shows the picture {shown[0].places[0].media[0]}, and the teacher behind "
+                    f"{config.kind}:{config.model} can't see: set loop.teacher to vLLM with --enable-scale-out that "
+                    "serves a model that sees, or to the folder of one"
+                )
+            # An engine of text has no such arguments.
+            more: list[Any] = [{"places": row.places, "picture": row.file} if row.places else {} for row in rows]
+            asked = [engine.score(row.input_ids.tolist(), **own) for row, own in zip(rows, more, strict=True)]
+            found = await asyncio.gather(*asked)
         finally:
             await engine.close()
         for row, values in zip(rows, found, strict=True):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ...agents.engines.embedded.pretrained import weights_digest
 from ...agents.vision.vision import Vision
+from ...tapes.places import keys
 from ...tapes.store.disk import REAL, put_file, read_file
 from ..data.rows import Row
 from ..data.stream import BadBatch
@@ -73,12 +74,11 @@ class ServedTeacher(OtherModel):
     def said(self, rows: Sequence[Row], folder: Path, *, ask: bool) -> tuple[list[Row], Path]:
         """(the rows with its log-probs, their file in `folder`, which is named by the rows' tokens). Where there is no
         file, it is asked and the file written. ask: False, where it must be there: OSError without it."""
-        if shown := [row.tape for row in rows if row.places]:
-            raise BadBatch(
-                f"tape {shown[0]} shows pictures, and a teacher behind an engine gets token ids alone: set "
-                "loop.teacher to the folder of a model that sees"
-            )
-        tokens = hashlib.sha256(b"".join(part.tobytes() for row in rows for part in (row.input_ids, row.own)))
+        tokens = hashlib.sha256()
+        for row in rows:
+            # Another picture under the same ids is another question.
+            pictures = [keys(row.input_ids, row.places)] if row.places else []
+            tokens.update(b"".join(part.tobytes() for part in (row.input_ids, row.own, *pictures)))
         path = folder / f"{tokens.hexdigest()[:32]}.f32"
         if ask and not path.exists():
             folder.mkdir(exist_ok=True)

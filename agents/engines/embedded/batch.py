@@ -175,7 +175,7 @@ class Batch:
         last = [*(have + new), *length]
         at = np.array([*range(len(computed)), *(row for row, _ in others)])
         columns = ids.shape[1] - 1 - ((have + new)[at] - last)
-        logits = self.decoder.extend(first, ids, have, new, self._seen(computed, have, new), (at, columns))
+        logits = self.decoder.extend(first, ids, have, new, self.seen(computed, have, new), (at, columns))
         # Slots are assigned only after the forward. If the forward raises, the KV that it wrote lies in free slots,
         # and the next row there overwrites the KV or masks it.
         for i, generation in enumerate(computed):
@@ -193,7 +193,7 @@ class Batch:
         """Feed the last token of every row and sample the next one. Returns the finished generations."""
         b = len(self.rows)
         have, one = self._length[:b], np.ones(b, dtype=np.int64)
-        logits = self.decoder.extend(0, self._last[:b, None], have, one, self._seen(self.rows, have, one))
+        logits = self.decoder.extend(0, self._last[:b, None], have, one, self.seen(self.rows, have, one))
         self._length[:b] += 1
         self.stats.steps += 1
         return self._sample(0, logits)
@@ -232,7 +232,7 @@ class Batch:
             self.decoder.restore(slot, entry.kv, shared)
         return ids, shared
 
-    def _seen(self, rows: Sequence[Generation], have: NDArray[np.int64], new: NDArray[np.int64]) -> Seen:
+    def seen(self, rows: Sequence[Generation], have: NDArray[np.int64], new: NDArray[np.int64]) -> Seen:
         """Rotary positions and pictures of the `new` tokens of each row behind those that `have` KV."""
         if self.pictures is None:
             return NOTHING

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from ....tapes.places import Place
     from ...rendering.renderer import Renderer
 
 DEFAULT_CAPACITY = 4096
@@ -179,11 +180,18 @@ class EmbeddedEngine:
         finally:
             self._heard.discard(flight)
 
-    async def score(self, ids: Sequence[int]) -> array[float]:
+    async def score(
+        self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
+    ) -> array[float]:
         """As `ScoringEngine.score`: one plain forward of the weights that sample."""
         self._check_loop()
-        self._generation(Request(messages=(), prompt=array("i", ids), sampling=Sampling(), seed=0))  # checks the length
-        return array("f", self._decoder.score(ids).tolist())
+        prompt, shown = array("i", ids), tuple(places)
+        request = Request(messages=(), prompt=prompt, places=shown, picture=picture, sampling=Sampling(), seed=0)
+        generation = self._generation(request)  # checks the length
+        if places:
+            await self._process(generation, request)
+        seen = self._batch.seen([generation], np.zeros(1, int), np.array([len(ids)]))
+        return array("f", self._decoder.score(ids, seen).tolist())
 
     def forget(self, cache_key: str) -> None:
         """Drop the KV parked under `cache_key`. A request in flight with that key doesn't park its KV either."""

@@ -226,10 +226,10 @@ class SlotDecoder:
         return self._head(hidden.to(self._head.weight.dtype)).float()
 
     @torch.inference_mode()
-    def score(self, ids: Sequence[int]) -> Tensor:
+    def score(self, ids: Sequence[int], seen: Seen = NOTHING) -> Tensor:
         """(n - 1,) float32 log-probs of `ids[1:]`, by a plain forward without cached KV."""
         at = torch.tensor(list(ids), device=self.device)
-        logits = self._logits(0, input_ids=at[None], use_cache=False)[0, :-1]
+        logits = self._logits(0, **self._inputs(np.array([ids], int), seen), use_cache=False)[0, :-1]
         return logits.gather(1, at[1:, None])[:, 0] - logits.logsumexp(-1)
 
     def move(self, source: int, target: int, length: int) -> None:

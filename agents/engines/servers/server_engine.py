@@ -47,11 +47,12 @@ from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness
 from .server_config import ServerSettings
-from .vllm import SCORING_ROUTE, scored, scoring
+from .vllm import SCORING_ROUTE, scored, scoring, scoring_shown
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ....tapes.places import Place
     from ...rendering.renderer import Renderer
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -144,8 +145,7 @@ class RemoteEngine:
         self._takes_weights = takes_weights
         self._temporary: Path | None = None
         if config.weights_folder is None:
-            shared = config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir()
-            within = SHARED_MEMORY if shared else None
+            within = SHARED_MEMORY if config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir() else None
             self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
         self._homes: OrderedDict[str, Server] = OrderedDict()
         """Server of each conversation, by cache key: its prefix cache has the conversation's KV."""
@@ -213,12 +213,20 @@ class RemoteEngine:
                 self._note(error, flight.server, request)
                 raise
 
-    async def score(self, ids: Sequence[int]) -> array[float]:
+    async def score(
+        self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
+    ) -> array[float]:
         """As `ScoringEngine.score`, by vLLM's log-probs of a prompt."""
-        tokens = [int(id) for id in ids]
-        self._check(Request(messages=(), prompt=array("i", tokens), sampling=Sampling(max_tokens=1), seed=0))
-        server = self._wellness.best(self._servers)
-        return scored(await server.post(SCORING_ROUTE, scoring(self.capabilities.model, tokens)), tokens)
+        tokens, sampling = array("i", map(int, ids)), Sampling(max_tokens=1)
+        request = Request(messages=(), prompt=tokens, places=tuple(places), picture=picture, sampling=sampling, seed=0)
+        self._check(request)
+        server, model = self._wellness.best(self._servers), self.capabilities.model
+        if not places:  # that route takes no pictures
+            return scored(await server.post(SCORING_ROUTE, scoring(model, tokens)), tokens)
+        body = await asyncio.to_thread(self._dialect.body, request, model=model, request_id=uuid.uuid4().hex, stops=())
+        answer = await server.post(self._dialect.route, scoring_shown(body))
+        same_prompt(request, self._dialect.parse(answer))
+        return scored(answer, tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
         """Record a failed request. Raises PromptTooLong for an error that reports a prompt too long for the model.

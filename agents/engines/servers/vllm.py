@@ -54,10 +54,17 @@ def scoring(model: str, ids: Sequence[int]) -> Json:
     return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
+def scoring_shown(body: Json) -> Json:
+    """`Generate.body` of a request with pictures, extended to ask for the log-probs of its prompt too."""
+    return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "prompt_logprobs": 0}}
+
+
 @reader
 def scored(answer: object, ids: Sequence[int]) -> array[float]:
-    """The log-probs of `ids[1:]` in the answer. BadAnswer where they are missing, or of other ids."""
-    found = field(answer, "choices", 0, "prompt_logprobs")
+    """The log-probs of `ids[1:]` in the answer to `scoring` or `scoring_shown`. BadAnswer where they are missing, or of
+    other ids."""
+    whole = cast(_Said, answer).get("prompt_logprobs")
+    found = whole if whole is not None else field(answer, "choices", 0, "prompt_logprobs")
     return array("f", [checked_logprob(field(found, k, str(ids[k]), "logprob"), k) for k in range(1, len(ids))])
 
 
@@ -137,6 +144,11 @@ class Generate(_VLLM):
         assert self._pictures is not None
         ids, parts, end = list[int](), list[Json](), 0
         for place in request.places:
+            if place.times:
+                raise EngineError(
+                    f"the prompt shows the video {place.media[0]} by the model's video tokens, and vLLM's positions "
+                    "behind such a video are not those of transformers: set engine.renderer.video=frames"
+                )
             between = prompt[end : place.offset].tolist()
             if self._marker in between:
                 raise EngineError(

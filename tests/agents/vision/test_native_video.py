@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
+from tapereel.agents.engines.engine import EngineError, Request
+from tapereel.agents.engines.servers.vllm import Generate
 from tapereel.agents.rendering.renderer import Renderer, RenderError
 from tapereel.agents.setup.engine_config import EmbeddedConfig, RendererConfig, ServerConfig, check_models
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
@@ -20,7 +22,7 @@ from tapereel.agents.vision.video import READERS, NativeVideo
 from tapereel.agents.vision.vision import Expansion, UnsupportedVision
 from tapereel.tapes.errors import MissingExtra
 from tapereel.tapes.places import Place
-from tapereel.tapes.records import Message
+from tapereel.tapes.records import Message, Sampling
 
 SETTINGS = SimpleNamespace(merge_size=2, temporal_patch_size=2)
 """What tokens and positions read of a video processor."""
@@ -170,8 +172,15 @@ def test_a_model_without_video_tokens_or_torchvision_is_refused_before_its_weigh
             refused()
 
 
-def test_servers_get_no_native_videos() -> None:
+def test_servers_get_no_native_videos(loaded: Pretrained, reader: NativeVideo) -> None:
     with pytest.raises(
-        ValueError, match=r"renderer.video=native is for an embedded engine, and vllm gets no videos yet"
+        ValueError, match=r"renderer.video=native is for an embedded engine, and vllm reads videos as their frames"
     ):
         ServerConfig(model="m", renderer=RendererConfig(video="native"))
+    renderer = Renderer(loaded.tokenizer, loaded.vision)
+    shown = renderer.prompt([said("look ", video(2))])
+    request = Request(
+        messages=(), prompt=shown.ids, places=shown.places, picture=lambda _: b"", seed=0, sampling=Sampling()
+    )
+    with pytest.raises(EngineError, match=rf"the prompt shows the video {0:064x}.png by the model's video tokens"):
+        Generate(renderer).body(request, model="m", request_id="r", stops=())

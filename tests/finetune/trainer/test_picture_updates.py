@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import BadBatch, Episode
+from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.policies.phases import Phases
 from tapereel.finetune.policies.player_config import Frozen
-from tapereel.finetune.policies.policy import freeze
+from tapereel.finetune.policies.players import NO_WARM_START
+from tapereel.finetune.policies.policy import Policy, freeze
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
@@ -169,8 +175,63 @@ def test_a_teacher_that_cant_see_is_refused(tmp_path: Any) -> None:
     blind = trainer("qwen2_vl", free("qwen2_vl"), "distill", teacher=OtherModel(copy.deepcopy(free("qwen2_vl"))))
     with pytest.raises(BadBatch, match="tape a0 shows pictures, and the model that should score it can't see"):
         blind.prepare(rows, episodes)
-    with pytest.raises(BadBatch, match="tape a0 shows pictures, and a teacher behind an engine gets token ids alone"):
-        ServedTeacher("vllm", lambda rows: np.zeros(0, np.float32)).said(rows, tmp_path, ask=True)
+    with pytest.raises(BadBatch, match=r"tape a0 shows the picture [0-9a-f]{64}.png, and the teacher .* can't see"):
+        behind(f"{__name__}:Blind").said(rows, tmp_path, ask=True)
+    given, _ = behind(f"{__name__}:Blind").said(rows[-2:], tmp_path, ask=True)
+    assert [list(row.teacher) for row in given if row.teacher is not None] == [[-1.0] * 3] * 2
+
+
+class Blind:
+    """Scores tokens, and knows nothing of pictures."""
+
+    async def score(self, ids: list[int]) -> list[float]:
+        return [-1.0] * (len(ids) - 1)
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def seeing(family: str) -> EmbeddedEngine:
+    """An engine of another model than the policy."""
+    found = pretrained(family)
+    return EmbeddedEngine(other_weights(family), Renderer(found.tokenizer, found.vision), version="other")
+
+
+def other_weights(family: str) -> Any:
+    model = free(family)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    return model
+
+
+def behind(kind: str, family: str = "qwen2_vl") -> ServedTeacher:
+    """The teacher behind an engine of this kind, as a run has it."""
+    found = pretrained(family)
+    policy = Policy(found.model, found.tokenizer, Renderer(found.tokenizer, found.vision))
+    options = {} if kind.endswith("Blind") else {"family": family}
+    loop = LoopConfig.model_validate({"teacher": {"kind": kind, "options": options}})
+    teacher = Phases(policy, loop, get_recipe("distill"), NO_WARM_START).trainer("rl").others["teacher"]
+    assert isinstance(teacher, ServedTeacher)
+    return teacher
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_a_teacher_behind_an_engine_sees_as_one_in_this_process(family: str, tmp_path: Path) -> None:
+    rows, _ = batch(family)
+    teacher, other = behind(f"{__name__}:seeing", family), other_weights(family)
+    given, path = teacher.said(rows, tmp_path, ask=True)
+    said = np.concatenate([row.teacher for row in given if row.teacher is not None])
+    assert np.abs(said - oracles(family, rows, other).numpy()).max() < 1e-4
+    # The same ids with another picture are another question.
+    (place,) = rows[0].places
+    name, swap = "0" * 64 + ".png", png(40, 24, 9)
+    rows[0] = replace(rows[0], places=(place._replace(media=(name,)),), file=lambda _: swap)
+    given, swapped = teacher.said(rows, tmp_path, ask=True)
+    assert swapped != path
+    assert given[0].teacher is not None
+    assert np.abs(given[0].teacher - oracles(family, rows[:1], other).numpy()).max() < 1e-4
+    assert np.abs(given[0].teacher - said[:3]).max() > 0.1
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
