@@ -173,6 +173,12 @@ class QwenVision(Family):
         return [visual, visual.merger, *getattr(visual, "deepstack_merger_list", ())]
 
     def fitted(self, place: Place, png: bytes) -> bytes:
+        rope = self._config.get_text_config().rope_parameters
+        if self._config.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
+            raise UnsupportedVision(
+                f"rope_parameters of this qwen3_vl are {rope}: without mrope_interleaved=true in config.json vLLM "
+                "computes other positions than transformers, which always interleaves: add it, and start vLLM anew"
+            )
         height, width = (side * self.processor.patch_size for side in place.grid[1:])
         _image(png).resize((width, height), self.processor.resample).save(found := io.BytesIO(), "PNG")
         return found.getvalue()
@@ -227,6 +233,17 @@ class TiledVision(Family):
     def patches(self, grid: tuple[int, ...]) -> int:
         return (grid[0] * grid[1] + 1) * self._side**2
 
+    def save(self, folder: Path) -> None:
+        super().save(folder)
+        # Servers read the tokens of a tile from this file alone, and take 169 without it.
+        about = {"processor_class": type(self.processor).__name__.replace("ImageProcessorPil", "Processor")}
+        (folder / "processor_config.json").write_text(json.dumps({**about, "image_seq_len": self._tokens}))
+
+    @property
+    def _tokens(self) -> int:
+        """Picture tokens of a tile."""
+        return (self._side // self._config.scale_factor) ** 2
+
     @property
     def _side(self) -> int:
         """Patches along one side of a tile."""
@@ -250,7 +267,7 @@ class TiledVision(Family):
         return (rows, columns) if max(rows, columns) > 1 else (0, 0)
 
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
-        edge, picture = "<fake_token_around_image>", self.marker * (self._side // self._config.scale_factor) ** 2
+        edge, picture = "<fake_token_around_image>", self.marker * self._tokens
         rows, columns = grid
         text = ""
         for row in range(1, rows + 1):

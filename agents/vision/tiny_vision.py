@@ -77,6 +77,8 @@ def save_tiny_vision(
         settings = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     else:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+        # transformers does it in any case; vLLM only where the configuration says so, as that of real checkpoints does.
+        text["rope_parameters"] |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
         vision |= {"depth": 2, "num_heads": 2, "embed_dim": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "window_size": 32}
         more = {f"{name}_token_id": id[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
@@ -92,6 +94,9 @@ def save_tiny_vision(
     model.generation_config.update(**ends)
     for part in (model, tokenizer, getattr(transformers, kind)(**settings)):
         part.save_pretrained(str(folder))
+    if tiled:
+        about = {"processor_class": kind.replace("ImageProcessorPil", "Processor"), "image_seq_len": 4}
+        (Path(folder) / "processor_config.json").write_text(json.dumps(about), encoding="utf-8")
     if family == "qwen3_vl":  # the others take the image processor's settings for videos too, as their originals do
         about = {"video_processor_type": "Qwen3VLVideoProcessor", **settings}
         (Path(folder) / "video_preprocessor_config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")

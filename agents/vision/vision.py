@@ -69,7 +69,8 @@ class PictureTokens(Protocol):
 
     def fitted(self, place: Place, png: bytes) -> bytes:
         """The PNG for a server that processes it again: in the size that the processor would resize it to, where one
-        resize is all that it does. A server's own resize may differ, and with it the pixels. Blocks."""
+        resize is all that it does. A server's own resize may differ, and with it the pixels. Blocks. UnsupportedVision
+        where a server computes otherwise than the local model in any case."""
         ...
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import copy
+import io
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageOps
 
 from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
 from tapereel.agents.engines.engine import Completion, EngineError, Request
@@ -27,11 +30,17 @@ from tapereel.agents.engines.transport.http_channel import Server, ServerFailed
 from tapereel.agents.engines.transport.wire import same_prompt
 from tapereel.agents.rendering.renderer import Rendered, Renderer
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents.vision.vision import PictureTokens
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.history.delivery import Delivery, NotDelivered
+from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.policies.phases import Phases
+from tapereel.finetune.policies.players import NO_WARM_START
+from tapereel.finetune.policies.policy import Policy
+from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
-from tapereel.tapes import Picture, Sampling
-from tapereel.tapes.messages import image_of
+from tapereel.tapes import Picture, Sampling, Video
+from tapereel.tapes.messages import part_of
 from tapereel.tapes.places import Place
 
 from ..agents.served import CLOSE, servers
@@ -40,6 +49,8 @@ from .vllm_cpu import ENVIRONMENT, PYTHON
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]
 
+FAMILIES = os.environ.get("TAPEREEL_VISION_FAMILIES", "qwen2_5_vl,idefics3").split(",")
+"""Types of models that every case is run with. Each takes a server of its own. SmolVLM's needs num2words."""
 OPTIONS = ("--enforce-eager", "--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "8")
 SIZES = ((32, 32), (40, 30), (33, 57), (200, 150))
 """Of pictures; the last two are resized, and take 16, 20, 28 and 234 tokens."""
@@ -82,11 +93,11 @@ class Sight:
         return float((plain - torch.from_numpy(row.old)).abs().max())
 
 
-@pytest.fixture(scope="module")
-def sight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sight]:
+@pytest.fixture(scope="module", params=FAMILIES)
+def sight(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sight]:
     vllm_is_there()
     folder = tmp_path_factory.mktemp("vision")
-    save_tiny_vision(folder, "qwen2_vl")
+    save_tiny_vision(folder, request.param)
     found = load_pretrained(folder)
     log = tmp_path_factory.mktemp("log") / "vllm.log"
     local = LocalServer(folder, python=str(PYTHON), environment=ENVIRONMENT, options=OPTIONS, log=log, patience=540.0)
@@ -117,7 +128,7 @@ def asked(rendered: Rendered, *shown: Picture, tokens: int = 16) -> Request:
 
 
 def user(*parts: Any) -> dict[str, Any]:
-    content = [image_of(part) if isinstance(part, Picture) else {"type": "text", "text": part} for part in parts]
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part_of(part) for part in parts]
     return {"role": "user", "content": content}
 
 
@@ -165,6 +176,19 @@ def test_each_size_is_read_as_the_local_model_reads_it(sight: Sight) -> None:
     sight.run(test)
 
 
+def test_a_video_is_read_as_its_frames(sight: Sight) -> None:
+    frames = pictures(*[SIZES[2]] * 3, seed=4)
+    video = Video.of(frames, fps=4, indices=(0, 2, 5))
+    request = asked(sight.renderer.prompt([user("watch ", video, " what moves?")]), *frames)
+    assert [place.media[0] for place in request.places] == [frame.name for frame in frames]
+    found = sight.run(lambda engine: engine.complete(request))
+    assert sight.gap(request, found) < CLOSE
+    backwards = dict(
+        zip([frame.name for frame in frames], [frame.data or b"" for frame in reversed(frames)], strict=True)
+    )
+    assert sight.gap(replace(request, picture=backwards.__getitem__), found) > 0.1
+
+
 def test_two_turns_and_the_sampled_ids_of_the_first_are_kept(sight: Sight) -> None:
     begin, request, completion = two_turns(sight)
     assert completion is not None
@@ -173,6 +197,25 @@ def test_two_turns_and_the_sampled_ids_of_the_first_are_kept(sight: Sight) -> No
     assert len(request.places) == 2
     found = sight.run(lambda engine: engine.complete(request))
     assert sight.gap(request, found) < CLOSE
+
+
+def test_a_teacher_on_vllm_sees_as_one_in_this_process(sight: Sight, tmp_path: Path) -> None:
+    _, request, _ = two_turns(sight)
+    first, _ = pictures(SIZES[1], SIZES[2], seed=1)
+    (other,) = pictures(SIZES[2], seed=9)
+    one, two = request.places
+    swapped = replace(request, places=(one, two._replace(media=(other.name,))), picture=files_of(first, other))
+    completion = sight.run(lambda engine: engine.complete(request))
+    text = asked(sight.renderer.prompt([user("no picture")]))
+    rows = [row_of(asking, completion) for asking in (request, swapped, text)]
+    policy = Policy(sight.found.model, sight.found.tokenizer, sight.renderer)
+    loop = LoopConfig.model_validate({"teacher": {"urls": [sight.url], "model": str(sight.folder)}})
+    teacher: Any = Phases(policy, loop, get_recipe("distill"), NO_WARM_START).trainer("rl").others["teacher"]
+    given, _ = teacher.said(rows, tmp_path, ask=True)
+    for row in given:
+        plain = score(sight.found.model, [row], vision=sight.found.vision).logprob
+        assert np.abs(plain.numpy() - row.teacher).max() < CLOSE
+    assert np.abs(given[0].teacher - given[1].teacher).max() > 0.1
 
 
 def test_a_sampled_marker_is_refused_before_a_picture_and_harmless_behind_the_last(sight: Sight) -> None:
@@ -194,7 +237,7 @@ def test_what_vllm_answers_to_a_wrong_request_is_refused(sight: Sight, wrong: st
     request = asked(sight.renderer.prompt([user("a ", shown[0], " b ", shown[1])]), *shown)
     body: Any = Generate(sight.renderer).body(request, model="m", request_id="r", stops=())
     parts, ids = body["content_parts"], body["token_ids"]
-    other = base64.b64encode(pictures((64, 64))[0].data or b"").decode()
+    other = base64.b64encode(pictures((96, 24))[0].data or b"").decode()
     changes: dict[str, dict[str, Any]] = {
         "expanded": {"token_ids": list(request.prompt or ())},
         "a marker before it": {"token_ids": [65, sight.renderer.marker, *ids]},
@@ -224,13 +267,6 @@ def test_new_weights_of_tower_and_text_arrive_and_other_pixels_are_found(sight: 
         for parameter in model.parameters():
             parameter.mul_(1.25)
 
-    async def checked(engine: RemoteEngine, trained: Any, version: str) -> dict[str, Any]:
-        delivery = Delivery(trained)
-        delivery.vision = sight.found.vision
-        delivery.choose(["t"], lambda _: [row_of(request)])
-        await delivery.check(engine, version, None)
-        return delivery.found
-
     async def test(engine: RemoteEngine) -> None:
         before = await engine.complete(request)
         for trained, version in ((model, "new"), (sight.found.model, "old")):
@@ -238,16 +274,20 @@ def test_new_weights_of_tower_and_text_arrive_and_other_pixels_are_found(sight: 
             # vLLM must have dropped the features of the picture that it computed with other weights.
             after = await engine.complete(request)
             assert sight.gap(request, after, trained) < CLOSE
-            found = await checked(engine, trained, version)
+            delivery = Delivery(trained)
+            delivery.vision = sight.found.vision
+            delivery.choose(["t"], lambda _: [row_of(request)])
+            await delivery.check(engine, version, None)
+            found: dict[str, Any] = delivery.found
             assert found["difference"] < CLOSE
             assert max(found["places"]) > request.places[0].end
         assert after.ids == before.ids
         pictures_of = sight.renderer.pictures
         assert pictures_of is not None
         dialect: Any = engine._dialect
-        dialect._pictures = Inverted()
+        dialect._pictures = Inverted(pictures_of)
         with pytest.raises(NotDelivered, match="or reads other pixels of pictures"):
-            await checked(engine, sight.found.model, "old")
+            await delivery.check(engine, "old", None)
 
     sight.run(test, weights=True)
 
@@ -255,12 +295,9 @@ def test_new_weights_of_tower_and_text_arrive_and_other_pixels_are_found(sight: 
 class Inverted:
     """Other pixels in the same size: the ids, the places and the hash of the file say nothing of them."""
 
+    def __init__(self, pictures: PictureTokens) -> None:
+        self.pictures = pictures
+
     def fitted(self, place: Place, png: bytes) -> bytes:
-        import io
-
-        from PIL import Image, ImageOps
-
-        ImageOps.invert(Image.open(io.BytesIO(png)).resize((place.grid[2] * 4, place.grid[1] * 4))).save(
-            found := io.BytesIO(), "PNG"
-        )
+        ImageOps.invert(Image.open(io.BytesIO(self.pictures.fitted(place, png)))).save(found := io.BytesIO(), "PNG")
         return found.getvalue()

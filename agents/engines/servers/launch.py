@@ -50,6 +50,9 @@ TRANSFER = [
 """Flags that load the weight-transfer backend of `vllm_worker`."""
 SIGHT = ["--allowed-media-domains", "none.invalid", "--limit-mm-per-prompt", '{"image": 256}']
 """The server fetches no URL of a picture: no host has a name in `.invalid`. A prompt has at most this many."""
+PIL = ["--mm-processor-kwargs", '{"use_fast": false}']
+"""The server resizes by Pillow, as the local processor does. For families whose pictures are not sent in their final
+size (`PictureTokens.fitted`). SmolVLM's video processor refuses the newer name, `backend`."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `--max-lora-rank`."""
 LORA_SLOTS = 4
@@ -167,7 +170,9 @@ class LocalServer:
         words = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm"]
         words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{GUARD}.Guard"]
-        return [*words, *SIGHT, *self._whole_prompts, *self._ways, *self._options]
+        about = self.model / "config.json"
+        tiled = about.is_file() and json.loads(about.read_bytes()).get("model_type") in ("idefics3", "smolvlm")
+        return [*words, *SIGHT, *(PIL if tiled else ()), *self._whole_prompts, *self._ways, *self._options]
 
     @cached_property
     def _whole_prompts(self) -> list[str]:

@@ -110,6 +110,9 @@ def test_a_checkpoint_keeps_the_image_processor(tmp_path: Path, family: Any, ada
     again = load_pretrained(made.path / "hf")
     assert again.vision is not None
     assert again.vision.hash == found.vision.hash
+    about = [folder / "processor_config.json" for folder in (tmp_path / "model", made.path / "hf")]
+    assert [path.exists() for path in about] == [family == "smolvlm"] * 2
+    assert family != "smolvlm" or json.loads(about[0].read_text()) == json.loads(about[1].read_text())
     save_tiny_vision(tmp_path / "other", family)
     other = load_pretrained(tmp_path / "other").vision
     assert other is not None

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import logging
+import re
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
+from tapereel.agents.vision.vision import UnsupportedVision
 from tapereel.tapes import Picture, Sampling
 from tapereel.tapes.messages import image_of
 
@@ -89,13 +92,17 @@ def asked(renderer: Renderer) -> Request:
     )
 
 
-def completed(server: FaultyServer, renderer: Renderer, *requests: Request) -> RemoteEngine:
+def completed(
+    server: FaultyServer, renderer: Renderer, *requests: Request, scored: Sequence[Request] = ()
+) -> RemoteEngine:
     async def whole() -> RemoteEngine:
         async with server.up() as url:
             engine = await connect(servers(url), renderer, weights=True)
             try:
                 for request in requests:
                     await engine.complete(request)
+                for request in scored:
+                    await engine.score(request.prompt or (), request.places, request.picture)
                 return engine
             finally:
                 await engine.close()
@@ -161,6 +168,8 @@ def test_another_reading_is_refused_and_not_asked_again(renderer: Renderer, read
     ) as caught:
         completed(server, renderer, request)
     assert not caught.value.retry
+    with pytest.raises(EngineError, match=re.escape(str(caught.value))):
+        completed(server, renderer, scored=[request])
     if reads is shifted:
         place = request.places[1]
         assert f"the 28 tokens from {place.offset + 1}" in str(caught.value)
@@ -193,6 +202,23 @@ def test_a_server_that_refuses_pictures_serves_text(renderer: Renderer, caplog: 
     assert "refuses pictures, so the engine can't see" in caplog.text
     with pytest.raises(EngineError, match=r"can't see [0-9a-f]{64}\.png"):
         completed(Blind(), renderer, asked(renderer))
+    with pytest.raises(EngineError, match=r"can't see [0-9a-f]{64}\.png"):
+        completed(Blind(), renderer, scored=[asked(renderer)])
+
+
+def test_a_model_whose_positions_vllm_computes_otherwise_is_refused_at_start(tmp_path: Path) -> None:
+    save_tiny_vision(tmp_path, "qwen3_vl")
+    tokenizer = load_tokenizer(tmp_path)
+    for interleaved in (True, False):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["text_config"]["rope_parameters"]["mrope_interleaved"] = interleaved
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        renderer = Renderer(tokenizer, load_pictures(tmp_path, tokenizer))
+        if interleaved:
+            assert completed(Sighted(renderer), renderer).sees
+            continue
+        with pytest.raises(UnsupportedVision, match=r"rope_parameters of this qwen3_vl are .*mrope_interleaved=true"):
+            completed(Sighted(renderer), renderer)
 
 
 def test_a_folder_without_a_model_or_of_another_family_reads_text(renderer: Renderer, tmp_path: Path) -> None:

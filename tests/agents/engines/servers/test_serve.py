@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -51,6 +52,14 @@ def test_the_flags_that_make_answers_training_data() -> None:
         "--dtype",
         "half",
     ]
+
+
+def test_a_server_of_tiles_resizes_by_pillow(tmp_path: Path) -> None:
+    for kind, flags in (("smolvlm", ["--mm-processor-kwargs", '{"use_fast": false}']), ("qwen2_vl", [])):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        (tmp_path / "model.safetensors").write_bytes(b"")
+        command = LocalServer(tmp_path, environment=CUDA).command
+        assert command[command.index('{"image": 256}') + 1 :] == flags
 
 
 @pytest.mark.parametrize(
