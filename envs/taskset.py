@@ -21,7 +21,7 @@ from typing import Any, overload
 
 from pydantic import ValidationError
 
-from ..tapes import BadPicture, Picture
+from ..tapes import BadPicture, Picture, Video
 from ..tapes.common.hub import NotFound, snapshot, split_name
 from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.pictures import DATA_URL
@@ -33,8 +33,9 @@ TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_par
 """Suffix of a task file -> the method of `datasets.Dataset` that reads it."""
 
 
-IMAGES = ("images", "image")
-"""Columns that hold images of a prompt."""
+VIDEOS = ("videos", "video")
+SHOWN = ("images", "image", *VIDEOS)
+"""Columns that hold images and videos of a prompt."""
 
 
 class BadTasks(UsageError):
@@ -254,10 +255,10 @@ def _task(item: Any, k: int, row: Row | None) -> Task:
 def standard_row(names: Mapping[str, str]) -> Row:
     """A `row` by names: `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
 
-    The columns that are named `prompt` (a text, or chat messages as TRL has them), `images` and `image` are the public
+    The columns that are named `prompt` (a text, or chat messages as TRL has them) and as in `SHOWN` are the public
     part; the others are the private one, under their new names. A row that lacks a column is a BadTasks error.
     """
-    public = {k: v for k, v in names.items() if k in ("prompt", *IMAGES)}
+    public = {k: v for k, v in names.items() if k in ("prompt", *SHOWN)}
     return columns(public, {k: v for k, v in names.items() if k not in public})
 
 
@@ -359,8 +360,8 @@ def _part(row: Mapping[str, Any], names: str | Sequence[str] | Mapping[str, str]
         return _column(row, names)
     pairs = names.items() if isinstance(names, Mapping) else [(name, name) for name in names]
     found = {name: _column(row, column) for name, column in pairs}
-    found = {k: with_pictures_of(v, urls=True) if k in IMAGES else v for k, v in found.items()}
-    return {k: v for k, v in found.items() if v or k not in IMAGES} or None  # a row without pictures
+    found = {k: prompt_part(k, v) for k, v in found.items()}
+    return {k: v for k, v in found.items() if v or k not in SHOWN} or None  # a row without pictures
 
 
 def _column(row: Mapping[str, Any], name: str) -> Any:
@@ -369,12 +370,31 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
     return with_pictures_of(row[name])
 
 
+def prompt_part(column: str, value: object) -> object:
+    """A column's value as it stands in the public part. BadPicture as `with_pictures_of`, and for frames without times
+    in a column of videos."""
+    found = with_pictures_of(value, urls=column in SHOWN)
+    wrong = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, Picture | list | dict)]
+    if column in VIDEOS and wrong:
+        raise BadPicture(
+            f"the column {column!r} holds {wrong[0]!r:.80}, which is no video: write each video as "
+            '{"frames": [image, ...], "fps": 30, "indices": [0, ...]}'
+        )
+    return found
+
+
 def with_pictures_of(value: object, *, urls: bool = False) -> object:
-    """A column's value with the picture of each image of `datasets` (PIL, bytes, or a dict with its `bytes`) and, with
-    `urls`, of each data URL. BadPicture for an image that the limits refuse."""
+    """A column's value with the picture of each image of `datasets` (PIL, bytes, or a dict with its `bytes`), the video
+    of each dict with images as `frames`, `fps`, and perhaps `indices`, and with `urls` the picture of each data URL.
+    BadPicture for an image or video that the limits refuse."""
     if isinstance(value, list):
         return [with_pictures_of(one, urls=urls) for one in value]
     source: Any = value
+    if isinstance(value, dict) and value.keys() <= Video.model_fields.keys() and value.get("fps") is not None:
+        frames = with_pictures_of(value.get("frames"), urls=urls)
+        # `Video.of` would read a file where a frame is a path.
+        if isinstance(frames, list) and frames and all(isinstance(frame, Picture) for frame in frames):
+            return Video.of(frames, fps=value["fps"], indices=value.get("indices"))
     if isinstance(value, dict) and set(value) == {"bytes", "path"}:
         source = value["bytes"]
         if source is None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import operator
 import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from hashlib import sha256
@@ -241,6 +242,12 @@ class Video(Value):
         return self
 
     @property
+    def name(self) -> str:
+        """What stands for it in a task: the hash of the names of its frames, fps and indices. No file has this name."""
+        content = json.dumps([[frame.name for frame in self.frames], self.fps, self.indices])
+        return f"{sha256(content.encode()).hexdigest()}.video"
+
+    @property
     def times(self) -> tuple[float, ...]:
         """Seconds of each frame."""
         return tuple(index / self.fps for index in self.indices)
@@ -273,6 +280,16 @@ def pictures_of(value: object) -> tuple[Picture, ...]:
 def visuals_of(value: object) -> tuple[Visual, ...]:
     """The pictures and videos in a step, in the order of its fields."""
     return tuple(one for one in _walked(value) if isinstance(one, Visual)) if _may_refer(type(value)) else ()
+
+
+def videos_in(content: object) -> Iterator[Video]:
+    """The videos in the JSON of a step, whose class may not be imported."""
+    if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
+        with suppress(ValueError):
+            yield Video.model_validate(content, context=RECORDED)
+    elif isinstance(content, dict | list):
+        for part in content.values() if isinstance(content, dict) else content:
+            yield from videos_in(part)
 
 
 def _files(value: object) -> Iterator[MediaReference | Picture]:
@@ -317,13 +334,13 @@ def _may_refer(cls: type) -> bool:
     return False
 
 
-def swapped(value: object, by: Callable[[str | Picture], object]) -> object:
-    """A value of JSON and pictures, with `by(leaf)` for each text and picture."""
+def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
+    """A value of JSON, pictures and videos, with `by(leaf)` for each text, picture and video."""
     if isinstance(value, dict):
         return {key: swapped(one, by) for key, one in value.items()}
     if isinstance(value, list):
         return [swapped(one, by) for one in value]
-    return by(value) if isinstance(value, str | Picture) else value
+    return by(value) if isinstance(value, str | Visual) else value
 
 
 # Decoding

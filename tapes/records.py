@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticSerializationError, to_json
 
 from .arrays import Floats, Ints
-from .pictures import RECORDED, MediaNames, Picture, media_of, pictures_of, swapped
+from .pictures import RECORDED, MediaNames, Visual, media_of, swapped, visuals_of
 from .places import Places
 from .status import CauseType, Status
 from .steps import Role, Step, Unknown, read_step, unwritable
@@ -68,8 +68,8 @@ class Task(Value):
     """Answers and seeds. Never shown to an agent."""
     bare: bool = False
     """True when the task is a plain value: `private` is that value, and `reset` receives it unchanged."""
-    pictures: tuple[Picture, ...] = Field(default=(), exclude_if=operator.not_)
-    """The pictures that it was made with, each once. In their places the two parts hold the names of their files."""
+    pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_)
+    """The pictures and videos that it was made with, each once. In their places the two parts hold their names."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,19 +78,19 @@ class Task(Value):
         if not isinstance(data, dict) or "pictures" in data:
             return data
         parts = {key: data[key] for key in ("public", "private") if key in data}
-        found = tuple(dict.fromkeys(pictures_of(parts)))
+        found = tuple(dict.fromkeys(visuals_of(parts)))
         named = {k: swapped(v, lambda one: getattr(one, "name", one)) for k, v in parts.items()} if found else {}
         return {**data, **named, "pictures": found} if found else data
 
     def filled(self, part: JsonValue) -> object:
-        """`part`, the public or the private one, with the pictures in their places."""
+        """`part`, the public or the private one, with the pictures and videos in their places."""
         known = {picture.name: picture for picture in self.pictures}
         return swapped(part, lambda one: known.get(str(one), one)) if known else part
 
     @property
-    def shown(self) -> tuple[Picture, ...]:
-        """The pictures of the public part."""
-        return pictures_of(self.filled(self.public)) if self.pictures else ()
+    def shown(self) -> tuple[Visual, ...]:
+        """The pictures and videos of the public part."""
+        return visuals_of(self.filled(self.public)) if self.pictures else ()
 
     @classmethod
     def of(cls, value: object) -> Task:

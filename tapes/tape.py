@@ -262,7 +262,7 @@ class Tape(Sequence[Step]):
         log.layers.extend(layers)
         log.file = file or log.file
         shown = (one for entry in log.entries for one in pictures_of(entry.step))
-        for picture in (*log.begin.task.pictures, *shown):
+        for picture in (*pictures_of(log.begin.task.pictures), *shown):
             picture.in_run(file)
         return cls(log)
 

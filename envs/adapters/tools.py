@@ -34,9 +34,10 @@ from ...tapes.errors import BadPicture, MissingExtra
 from ...tapes.messages import text_of
 from ...tapes.pictures import DATA_URL, Visual
 from ...tapes.records import Message
-from ...tapes.steps import PLACE, Prompt, content_parts
+from ...tapes.steps import PLACES, Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Environment, Outcome
+from ..taskset import SHOWN
 
 SECONDS = 30.0
 """Default time limit of a tool, in seconds."""
@@ -208,30 +209,40 @@ def _image_in(value: Any) -> Any:
     return value if isinstance(value, Visual) else image if known else None
 
 
-async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Picture]]:
-    """(messages, pictures): a row's pictures have a content part `{"type": "image"}` each; where the messages have
-    none, before the text of the first message of the user, as in TRL. BadPicture for another number of parts."""
-    pictures = [image if isinstance(image, Picture) else await Picture.read(image) for image in _images(row)]
+async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:
+    """(messages, pictures and videos in order): a row's pictures have a content part `{"type": "image"}` each, and its
+    videos `{"type": "video"}`; where the messages have none, before the text of the first message of the user, as in
+    TRL. BadPicture for another number of parts."""
+    shown = [one if isinstance(one, Visual) else await Picture.read(one) for one in _shown(row)]
     # A column of Arrow gives every part the keys of all parts, with None.
     parts: list[list[Any]] = [
         [{k: v for k, v in p.items() if v is not None} for p in content_parts(m)] for m in messages
     ]
-    places = sum(part.count(PLACE) for part in parts)
-    if pictures and not places:
+    places = [one for part in parts for one in part if one in PLACES]
+    if shown and not places:
         at = next((k for k, message in enumerate(messages) if message.get("role") == "user"), 0)
-        parts[at] = [PLACE] * len(pictures) + (parts[at] or [{"type": "text", "text": messages[at].get("content")}])
-    elif places != len(pictures):
-        raise BadPicture(f"the prompt has {places} content parts of type 'image', and its row {len(pictures)} images")
-    return [{**m, "content": part} if part else m for m, part in zip(messages, parts, strict=True)], pictures
+        text = parts[at] or [{"type": "text", "text": messages[at].get("content")}]
+        places = [place_of(one) for one in shown]
+        parts[at] = [*places, *text]
+    left = [[one for one in shown if place_of(one) == kind] for kind in PLACES]
+    for kind, some in zip(PLACES, left, strict=True):
+        n, what = places.count(kind), kind["type"]
+        if n != len(some):
+            raise BadPicture(f"the prompt has {n} content parts of type {what!r}, and its row {len(some)} {what}s")
+    ordered = [left[PLACES.index(place)].pop(0) for place in places]
+    return [{**m, "content": part} if part else m for m, part in zip(messages, parts, strict=True)], ordered
 
 
-def _images(row: object) -> list[Picture | str]:
-    """The pictures and data URLs in a row's `images` or `image`. Never a path or URL: a task may come from another
-    process."""
-    found = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
-    listed = found if isinstance(found, list) else [found]
-    images = [one for one in listed if isinstance(one, Picture) or (isinstance(one, str) and DATA_URL.match(one))]
-    return images if len(images) == len(listed) else []
+def _shown(row: object) -> list[Visual | str]:
+    """The pictures and data URLs in a row's `images` or `image`, then the videos in its `videos` or `video`. Never a
+    path or URL: a task may come from another process."""
+    shown: list[Visual | str] = []
+    for many, one in (SHOWN[:2], SHOWN[2:]):
+        found: Any = (row.get(many) or row.get(one)) if isinstance(row, dict) else None
+        listed = found if isinstance(found, list) else [found]
+        if all(isinstance(v, Visual) or (isinstance(v, str) and DATA_URL.match(v)) for v in listed):
+            shown += listed
+    return shown
 
 
 def cut(text: str, limit: int) -> str:
@@ -277,7 +288,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     async def prompt(self, task: Task) -> str:
         """The question to the agent; by default the public part of the task, or its `prompt` (`dataset.columns`)."""
         public = task.filled(task.public)
-        if isinstance(public, dict) and (set(public) == {"prompt"} or _images(public)):
+        if isinstance(public, dict) and (set(public) == {"prompt"} or _shown(public)):
             public = public["prompt"]
         return as_text(public)
 

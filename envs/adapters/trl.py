@@ -7,7 +7,8 @@ TRL need not be installed.
 
 1. Every episode has its own instance; TRL resets one instance repeatedly.
 2. A reward function receives a batch of one. Functions that compare the completions of a batch can't be used.
-3. A row's `images` or `image` are pictures of the prompt; `reset` and reward functions get them as PIL images.
+3. A row's `images`, `image`, `videos` or `video` are pictures and videos of the prompt; `reset` and reward functions
+   get PIL images. TRL has no column of videos.
 4. Missing values are not passed as None: `completion_ids` of an episode without token ids, `environments` of an episode
    that has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with an
    error that names it; a function with a default for it doesn't receive it.
@@ -35,6 +36,7 @@ from ...tapes import (
     Task,
     ToolCalls,
     ToolResults,
+    Video,
 )
 from ...tapes.messages import frames_of, heard, text_of
 from ...tapes.pictures import DATA_URL, Visual, opened
@@ -42,7 +44,7 @@ from ...tapes.steps import Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
 from ..rewards import Rewards, RewardSource, Scored
-from ..taskset import IMAGES, with_pictures_of
+from ..taskset import SHOWN, prompt_part
 from .tools import ToolEnvironment, as_parts, tool, with_pictures
 
 Factory = Callable[[], Any]
@@ -69,20 +71,22 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
             "prompt, set it to None"
         )
     _messages(row["prompt"])
-    public = {k: with_pictures_of(v, urls=k in IMAGES) for k, v in row.items() if k in ("prompt", *IMAGES)}
+    public = {k: prompt_part(k, v) for k, v in row.items() if k in ("prompt", *SHOWN)}
     return Task.model_validate({"public": public, "private": {k: v for k, v in row.items() if k not in public}})
 
 
 def row_of(task: Task) -> dict[str, JsonValue]:
-    """All columns of the row from which a task was made; images as PIL images."""
+    """All columns of the row from which a task was made; images, and frames of videos, as PIL images."""
     parts = (task.filled(task.public), task.filled(task.private))
     return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items() if v is not None}
 
 
 def _back(value: Any) -> Any:
-    """A column's value, with PIL images for pictures and data URLs."""
+    """A column's value, with PIL images for pictures, data URLs and the frames of videos."""
     if isinstance(value, list):
         return [_back(one) for one in value]
+    if isinstance(value, Video):
+        return {"frames": _back(list(value.frames)), "fps": value.fps, "indices": list(value.indices)}
     picture = Picture.of(value) if isinstance(value, str) and DATA_URL.match(value) else value
     return opened(picture.data or b"") if isinstance(picture, Picture) else value
 

@@ -5,14 +5,13 @@ A record that can't be read is an item too, a hole with the reason: no record is
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pydantic import JsonValue
 
-from ..pictures import RECORDED, Video
+from ..pictures import videos_in
 from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tokens, parse_record
 from ..store.summary import Summary
 from ..transcript import call_line, kind_of, reads
@@ -65,23 +64,13 @@ def _times(files: tuple[str, ...], content: JsonValue) -> list[float | None]:
     """Seconds of each of a step's files, for frames of its videos; None for other files."""
     times: list[float | None] = [None] * len(files)
     at = 0
-    for video in _videos(content) if files else ():
+    for video in videos_in(content) if files else ():
         names = tuple(frame.name for frame in video.frames)
         found = next((k for k in range(at, len(files)) if files[k : k + len(names)] == names), None)
         if found is not None:  # else a value of the same form that is no video
             at = found + len(names)
             times[found:at] = video.times
     return times
-
-
-def _videos(content: JsonValue) -> Iterator[Video]:
-    """The videos in the JSON of a step, whose class may not be imported."""
-    if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
-        with contextlib.suppress(ValueError):
-            yield Video.model_validate(content, context=RECORDED)
-    elif isinstance(content, dict | list):
-        for part in content.values() if isinstance(content, dict) else content:
-            yield from _videos(part)
 
 
 def _clip(name: str, text: str) -> dict[str, object]:

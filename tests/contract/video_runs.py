@@ -25,23 +25,27 @@ class Clip(tr.Observation):
     picture: tr.Picture | None = None
 
 
+def film(n: int, seed: int) -> tuple[tr.Video, np.ndarray]:
+    frames = np.random.default_rng(seed).integers(0, 256, (n, 24, 16, 3), dtype="uint8")
+    return tr.Video.of(frames, fps=1.5, indices=range(0, 2 * n, 2)), frames
+
+
+TASKS = [film(n, n)[0] for n in (2, 3, 6)]
+
+
 class Clips(tr.Environment):
-    """Task k shows a video of k + 2 frames, then another one and a picture."""
+    """Shows the task, a video, then another one with as many frames and a picture."""
 
-    async def reset(self, task: str) -> Clip:
-        self.n, self.turn, self.rng = int(task) + 2, 0, np.random.default_rng(int(task))
-        return await self.look()
-
-    async def look(self) -> Clip:
-        frames = self.rng.integers(0, 256, (self.n, 24, 16, 3), dtype="uint8")
-        video = await tr.Video.read(frames, fps=1.5, indices=range(0, 2 * self.n, 2))
-        picture = await tr.Picture.read(frames[0, :16]) if self.turn else None
-        return Clip(question="Where to?", video=video, picture=picture)
+    async def reset(self, task: tr.Video) -> Clip:
+        self.n, self.turn = len(task.frames), 0
+        return Clip(question="Where to?", video=task)
 
     async def step(self, action: tr.Action) -> tr.Outcome:
         self.turn += 1
         reward = sum(map(ord, str(action))) % 7 / 7
-        return tr.Outcome(observation=await self.look(), reward=reward, terminated=self.turn == 2)
+        video, frames = film(self.n, 10 * self.n + self.turn)
+        seen = Clip(question="Where to?", video=video, picture=tr.Picture.of(frames[0, :16]))
+        return tr.Outcome(observation=seen, reward=reward, terminated=self.turn == 2)
 
 
 def trained(folder: Path, family: str, *, updates: int = 2, resume: bool = False, **more: Any) -> Path:
@@ -61,7 +65,7 @@ def trained(folder: Path, family: str, *, updates: int = 2, resume: bool = False
     }
     recipe, out, model = settings.pop("recipe", "grpo"), folder / "run", str(folder / "model")
     tr.train(
-        tr.ChatAgent(), Clips, ["0", "1", "4"], model, updates=updates, recipe=recipe, out=out, settings=settings,
+        tr.ChatAgent(), Clips, TASKS, model, updates=updates, recipe=recipe, out=out, settings=settings,
         resume=resume,
     )  # fmt: skip
     return out
@@ -79,6 +83,7 @@ def test_a_run_with_native_videos_is_verified_replayed_requeried_reproduced_and_
     with Store.open(run) as store:
         tapes = list(store.tapes(split="train"))
         for tape in tapes:
+            assert tape.begin.task.given in TASKS
             assert saved is not None
             assert tape.begin.versions["processor"] == saved.hash
             places = tape.call_places(list(tape.calls)[-1])

@@ -138,9 +138,11 @@ class Photo(Environment[Answer]):
 class Wire(Proxy):
     """Sends calls and answers as text, to an environment in this process."""
 
+    env: type[Environment[Answer]] = Photo
+
     def __init__(self) -> None:
-        super().__init__(Declared.of(Photo))
-        self.host = Host(Photo, self._declared, None)
+        super().__init__(Declared.of(self.env))
+        self.host = Host(self.env, self._declared, None)
 
     async def _ask(self, call: Any) -> Any:
         return self._read(call, (await self.host.answer(read_call(call.encoded()))).encoded())

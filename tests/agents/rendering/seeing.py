@@ -28,6 +28,7 @@ SPECIAL = (
     "<|image_pad|>",
     "<image>",
     "<row_1_col_1>",
+    "<|video_pad|>",
 )
 
 
@@ -58,6 +59,19 @@ class Pads:
     def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
         w, h = math.ceil(width / 28), math.ceil(height / 28)
         return Expansion(array("i", [SPECIAL.index(self.marker)] * (w * h)), (1, 2 * h, 2 * w))
+
+
+class Films(Pads):
+    """As Qwen2.5-VL: a video is one run of tokens, of pairs of frames."""
+
+    video_marker = "<|video_pad|>"
+    hash = "films"
+
+    def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
+        found = super().expand(width, height)
+        pairs = math.ceil(len(times) / 2)
+        ids = array("i", [SPECIAL.index(self.video_marker)]) * (pairs * len(found.ids))
+        return Expansion(ids, (pairs, *found.grid[1:])) if times else found
 
 
 class Tiles:
