@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import cast
 
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 from ..errors import NoRun
-from ..messages import image_parts
+from ..messages import image_parts, video_in, visual_parts
+from ..pictures import Video, videos_in
 from ..places import Place
-from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Parent, StepRecord, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Message, Parent, StepRecord, fold, parse_record
 from ..value import Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
@@ -138,9 +140,10 @@ class _Pictures:
 
     def __init__(self) -> None:
         self._shown: dict[str, set[str]] = {}
-        """Tape -> the files that its steps and requests name; no entry for a fork whose parent was not read before."""
-        self._calls: dict[str, tuple[list[tuple[int, str]], list[Place]]] = {}
-        """Call with pictures -> (index of the message, file) of each picture, and its places in the prompt."""
+        """Tape -> what its steps and requests show (`_named`); no entry for a fork whose parent was not read before."""
+        self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
+        """Call with pictures -> (index of the message, part) of each picture and video, and its places in the prompt.
+        """
 
     def add(self, record: Begin | StepRecord | Call) -> list[str]:
         """Sentences on what doesn't agree."""
@@ -152,22 +155,35 @@ class _Pictures:
         shown = self._shown.get(record.tape)
         if shown is not None:
             shown.update(record.media)
+            if isinstance(record, StepRecord) and record.media:  # the class of the step may not be imported
+                shown.update(_named(video) for video in videos_in(from_json(record.body())["content"]))
         if shown is None or isinstance(record, StepRecord):
             return []
         asked, places = self._calls.get(record.base or "", ([], []))
         asked = [one for one in asked if one[0] < record.keep_messages]
         places = [place for place in places if place.end <= record.keep] + list(record.places)
         for i, message in enumerate(record.messages, record.keep_messages):
-            asked += [(i, str(part.get("media"))) for part in image_parts([message])]
+            asked += [(i, part) for part in visual_parts([message])]
         if (not asked and not places) or record.prompt is None:
             return []
         self._calls[record.call] = asked, places
-        read, names = [name for _, name in asked], [name for place in places for name in place.media]
+        # A renderer reads every video by one place, or every one as frames.
+        parts: list[Message] = [part for _, part in asked]
+        if not any(place.kind == "video" for place in places):
+            parts = image_parts([{"content": parts}])
+        read = [_named(video) if (video := video_in(part)) else str(part.get("media")) for part in parts]
+        names = [_named(place) for place in places]
         if shown.issuperset(names) and (read == names or record.cut):
             return []
         return [
             f"call {record.call} has the pictures {names} in its prompt, {read} in its messages, {sorted(shown)} shown"
         ]
+
+
+def _named(shown: Place | Video) -> str:
+    """The files of a picture or video and, of a video, the seconds of its frames."""
+    names = shown.media if isinstance(shown, Place) else [frame.name for frame in shown.frames]
+    return " ".join([*names, *(f"{seconds!r} s" for seconds in shown.times)])
 
 
 class _Pins:

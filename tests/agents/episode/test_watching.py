@@ -38,10 +38,12 @@ from tapereel.tapes.store.verifier import verify
 from ...finetune.trainer.seen import oracle, pretrained
 from ..hosted import Provider
 from ..picture_worlds import Camera, Cinema, by_pixels, images, square
+from ..rendering.seeing import QWEN, Films, tokenizer
 from .test_seeing import Blind, Photographer, Player, hosted
 from .test_seeing_tokens import EDITS, Babbler, _forged
 
 pytestmark = pytest.mark.timeout(120)
+NATIVE = Renderer(tokenizer(QWEN), Films())
 TIMES = ["<0.0 seconds>", "<0.5 seconds>", "<2.5 seconds>"]
 
 
@@ -91,6 +93,47 @@ def test_a_changed_frame_or_time_is_noticed(tmp_path: Path) -> None:
         parts = whole.split('"fps":2.0')
         segment.write_text('"fps":2.0'.join(parts[: k + 1]) + '"fps":3.0' + '"fps":2.0'.join(parts[k + 1 :]))
         assert verify(tmp_path / "run").broken != ()
+
+
+EDITED_TIMES: dict[str, Any] = {
+    "one time": lambda places: places[0][5].__setitem__(2, 2.4),
+    "all times": lambda places: places[0].__setitem__(5, [2 * seconds for seconds in places[0][5]]),
+    "a time less": lambda places: places[0][5].pop(),
+    "no times": lambda places: places[0].pop(5),
+    "order of frames": lambda places: places[0][0].reverse(),
+    "a picture": lambda places: places[0].__setitem__(slice(1, None), ["image", *places[0][2:5]]),
+}
+
+
+@pytest.mark.parametrize("edit", EDITED_TIMES)
+def test_times_at_the_place_of_a_native_video_are_compared_with_the_video(edit: str, tmp_path: Path) -> None:
+    tape = played(engine=Babbler(NATIVE))
+    first: Any = tape[0]
+    places = tape.call_places(list(tape.calls)[-1])
+    assert [(place.kind, place.times) for place in places] == [("video", first.film.times)] * 2
+    _forged(tape, tmp_path / "true", lambda places: None)
+    assert verify(tmp_path / "true").broken == ()
+    _forged(tape, tmp_path / "edited", EDITED_TIMES[edit])
+    assert verify(tmp_path / "edited").broken != ()
+    with Store.open(tmp_path / "edited") as store:
+        assert run_async(replay(store.tape(tape.id), Player(), renderer=NATIVE)).outcome == "diverged"
+    assert run_async(replay(tape, Player(), renderer=NATIVE)).outcome == "verified"
+
+
+@pytest.mark.parametrize(("changed", "holds"), [({"call"}, False), ({"step"}, False), ({"step", "call"}, True)])
+def test_times_of_a_place_and_its_message_are_compared_with_the_step(
+    changed: set[str], holds: bool, tmp_path: Path
+) -> None:
+    """Within a call all agrees, and no hash tells."""
+    tape = played(engine=Babbler(NATIVE))
+    with Store.create(tmp_path / "run") as store:
+        for picture in (picture for step in tape for picture in pictures_of(step)):
+            store.media.put(picture.data or b"", ".png")
+        for body in tape.bodies:
+            slower = body.replace(b'"fps":2.0', b'"fps":4.0').replace(b"[0.0,0.5,2.5]", b"[0.0,0.25,1.25]")
+            assert (slower != body) == (b'"fps"' in body)
+            store.writer.append(slower if json.loads(body)["t"] in changed else body)
+    assert (verify(tmp_path / "run").broken == ()) == holds
 
 
 @pytest.mark.parametrize("edit", ["removed", "swapped"])
