@@ -45,6 +45,8 @@ class Declared:
     """As `Environment.varies`."""
     rewards: Any = None
     """As `Environment.rewards`, if the class has them: they read the tape, so they score on the client's side."""
+    pixels: bool = False
+    """As `Environment.pixels`, of the class, or of the instance that it was made of."""
 
     @classmethod
     def of(cls, thing: object) -> Declared:
@@ -71,7 +73,8 @@ class Declared:
                     f"{env.__qualname__} doesn't declare which kinds of {what} it has; set `kinds = (...)` to their "
                     "classes on it"
                 )
-        return cls(env.__name__, actions, observations, env.effect, env.varies, env.rewards)
+        pixels = thing.pixels if isinstance(thing, Environment) else env.pixels
+        return cls(env.__name__, actions, observations, env.effect, env.varies, env.rewards, pixels)
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:

@@ -48,6 +48,8 @@ class Proxy(Environment[Action]):
         """Class name of the remote environment."""
         self.effect = declared.effect
         self.varies = dict(declared.varies)
+        if declared.pixels:  # not set otherwise: recorded configurations of environments without it stay as they are
+            self.pixels = True
         if declared.rewards is not None:
             self.rewards = declared.rewards
         self._declared = declared

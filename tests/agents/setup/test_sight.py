@@ -10,15 +10,19 @@ import pytest
 import tapereel as tr
 from tapereel.agents import ChatAgent
 from tapereel.envs.adapters.gym import GymEnvironment
+from tapereel.envs.adapters.lamps import Lamps
 from tapereel.envs.adapters.tools import ToolEnvironment
+from tapereel.envs.remote import Pool, RemoteEnvironment
+from tapereel.envs.remote.declared import Declared
 from tapereel.finetune.api.public import save_tiny_model
-from tapereel.tapes import Answer, Picture, Task, ToolCalls
+from tapereel.tapes import Answer, Picture, Task, ToolCalls, Video
 from tapereel.tapes.errors import UsageError
 
 from ..picture_worlds import Corners, square
 
 AGENT = ChatAgent(actions=[ToolCalls], plain=Answer)
 PHOTO = Task.model_validate({"id": "photo", "public": {"prompt": "?", "image": Picture.of(square(0))}})
+FILM = Task.model_validate({"id": "film", "public": {"prompt": "?", "video": Video.of([square(0)], fps=1)}})
 TEXT = Task(id="text", public={"prompt": "?"})
 HIDDEN = Task.model_validate({"public": {"prompt": "?"}, "private": {"goal": Picture.of(square(0))}})
 
@@ -32,6 +36,11 @@ def pixels() -> GymEnvironment:
     return GymEnvironment("FrozenLake-v1", pixels=True)
 
 
+def elsewhere() -> RemoteEnvironment:
+    """Nothing listens there: what an environment shows is known before the first connection."""
+    return RemoteEnvironment("http://127.0.0.1:9", Lamps)
+
+
 @pytest.fixture(scope="module")
 def blind(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_tiny_model(tmp_path_factory.mktemp("models") / "text", size="micro")
@@ -39,7 +48,12 @@ def blind(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("env", "tasks", "says"),
-    [(Plain, [TEXT, PHOTO], r"the task 'photo' shows \[picture 40x30"), (pixels, [1], "GymEnvironment shows pictures")],
+    [
+        (Plain, [TEXT, PHOTO], r"the task 'photo' shows \[picture 40x30"),
+        (Plain, [TEXT, FILM], r"the task 'film' shows \[video 1 frames 40x30"),
+        (pixels, [1], "GymEnvironment shows pictures"),
+        (elsewhere, [1], "RemoteEnvironment shows pictures"),
+    ],
 )
 @pytest.mark.parametrize("verb", [tr.run, tr.evaluate, tr.train])
 def test_an_engine_that_cannot_see_is_refused_at_the_start(
@@ -50,6 +64,14 @@ def test_an_engine_that_cannot_see_is_refused_at_the_start(
     with pytest.raises(UsageError, match=f"the engine '.*' can't see, and .*{says}"):
         verb(AGENT, env, tasks, blind, out=tmp_path / "run", settings=settings)
     assert not (tmp_path / "run").exists()
+
+
+def test_environments_in_other_processes_say_whether_they_show_pictures():
+    pytest.importorskip("gymnasium")
+    assert Declared.of(pixels()).pixels
+    with Pool(Lamps, processes=1) as showing, Pool(Plain, processes=1) as plain:
+        assert (showing().pixels, plain().pixels, showing.started) == (True, False, 0)
+        assert "pixels" not in vars(plain()), "recorded configurations stay as they are"
 
 
 def test_a_picture_of_a_held_out_task_counts(blind: str, tmp_path: Path):
