@@ -65,8 +65,8 @@ def test_reward_climbs(tmp_path: Path, recipe: str, lag: int) -> None:
 @pytest.mark.parametrize("recipe", ["grpo", "reinforce"])
 def test_with_flipped_advantages_reward_falls(tmp_path: Path, recipe: str) -> None:
     batches = taught(tmp_path / "run", recipe, Flipped, 0)
-    assert climbed(batches) < -2
-    assert statistics.fmean(late(batches)) < 0.02
+    assert climbed(batches) < 0
+    assert statistics.fmean(late(batches)) < 0.04, "an untrained model earns 0.06"
 
 
 @pytest.mark.learning

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import math
@@ -23,6 +22,7 @@ from tapereel.finetune.run.train_run import train
 from tapereel.tapes.store.run_directory import append_metrics, read_metrics
 from tapereel.tapes.view.curves import loss_plots
 
+from ...envs.remote.worlds import until
 from ...oracles import advantages, losses, metrics
 from ..policies.stage import EXAMPLE, WORLD, config
 from ..run.test_recorded_losses import LR, Reading
@@ -35,14 +35,20 @@ class Paid(tr.Environment):
     """Two components and a metric for each answer, by its text; task `f` pays each answer the same,
     `s` waits, and `n` breaks at some answers."""
 
+    begun = waiting = 0
+    """Episodes of tasks other than `s` that began, and those of `s` that are still to wait in their first turn."""
+
     async def reset(self, task: str) -> str:
         self.task, self.turn = task, 0
+        Paid.begun += task != "s"
         return task
 
     async def step(self, action: tr.Action) -> tr.Outcome:
         self.turn += 1
-        if self.task == "s" and self.turn == 1:
-            await asyncio.sleep(0.5)
+        if self.task == "s" and self.turn == 1 and Paid.waiting:
+            Paid.waiting -= 1
+            # With groups of 4 and a lag of 1, as many can't begin before two updates; an evaluation has 4 of them.
+            await until(lambda begun=Paid.begun: Paid.begun >= begun + 16)
         if self.task == "n" and len(str(action)) % 2:
             raise OSError("no answer from the world")
         drawn = hashlib.sha256(f"{self.task} {self.turn} {action}".encode()).digest()
@@ -98,14 +104,16 @@ def assert_says(line: dict[str, Any], expected: dict[str, Any], rel: float = 1e-
 
 
 @pytest.mark.ledger("F76", "F77")
-def test_what_was_sampled_is_that_of_the_tapes(tmp_path: Path) -> None:
-    """Also tokens that were too old: task `s` waits in its first turn, and other groups overtake it."""
+def test_what_was_sampled_is_that_of_the_tapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also tokens that were too old: the first group of `s` waits in its first turn, and others overtake it."""
+    monkeypatch.setattr(Paid, "waiting", 4)
     slow: dict[str, Any] = {
         "loop.max_lag": 1,
         "loop.groups": 1,
         "loop.updates": 12,
         "loop.max_concurrent": 8,
         "evaluation.fraction": 0.3,
+        "loop.optimiser": {"lr": 1e-5},  # answers stay those of the untrained model, whatever the updates are made of
     }
     run = trained(tmp_path, tasks=["s", *"abcd"], settings=slow | {"evaluation.every": 4, "evaluation.attempts": 2})
     lines = lines_of(run)
