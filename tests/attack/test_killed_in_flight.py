@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -66,10 +67,13 @@ def kill_in_flight(model: str, run: Path, rng: random.Random) -> None:
     stop = time.monotonic() + 120
     with train(model, run) as process:
         while records(run, "use") < update or records(run, "begin") <= records(run, "end"):
-            assert process.poll() is None, "the run ended before it could be killed"
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.01 + 0.25 * share)
             assert time.monotonic() < stop, "training makes no progress"
-            time.sleep(0.01)
-        time.sleep(0.25 * share)
+            # Stopped, it ends no episode between the look at its records and the kill.
+            process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            assert process.poll() is None, "the run ended before it could be killed"
         process.kill()
 
 

@@ -32,7 +32,7 @@ MAIN = """
 import sys
 from tapereel.tapes.store import lease
 for function in (lease.Lease.__init__, lease.check_free):
-    function.__kwdefaults__["beat"] = 0.2
+    function.__kwdefaults__["beat"] = 1.0
 from tapereel.cli import main
 from tapereel.finetune.run import train_run
 print("ready", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,10 @@ def test_a_cancelled_request_of_other_routes_leaves_what_was_sampled(
     async def test(engine: RemoteEngine) -> None:
         talking = by_chat(engine, server, Chat() if route == "chat" else Completions())
         partial: list[Completion] = []
-        request = long_one(3, partial.append, length=3600)
+        begun = asyncio.Event()
+        request = replace(long_one(3, partial.append, length=3600), on_start=begun.set)
         asked = asyncio.create_task(talking.complete(request))
-        await asyncio.sleep(0.5)
+        await begun.wait()
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked

@@ -22,6 +22,7 @@ from tapereel.finetune.run.train_run import TrainSummary, train
 from tapereel.tapes import Answer, Sampling
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import METRICS, read_metrics
+from tapereel.tapes.store.store import Store
 
 from ..finetune.loop import lab
 
@@ -70,10 +71,11 @@ def config_of(
             **{
                 "updates": 16,
                 "groups": 4,
-                "group_size": 8,
+                "group_size": 16,
+                "max_lag": 0,
                 "recipe": recipe,
                 "limits": lab.LIMITS,
-                "optimiser": OptimiserConfig(lr=1e-2),
+                "optimiser": OptimiserConfig(lr=2e-2),
                 "sampling": Sampling(max_tokens=2),
                 "checkpoint_every": 100,
                 **loop,
@@ -131,12 +133,14 @@ def test_the_critic_learns_by_its_own_settings(taught: str, tmp_path: Path) -> N
     assert explained(lines[:1]) < 0.1, "a new critic says 0"
     assert explained(lines[-4:]) > 0.3
     assert all("value/clipped" not in line for line in lines), "clip=None"
-    assert abs(climbed(lines)) < 3, "first=16: the policy stays as it is in the first 16 updates"
+    with Store.open(tmp_path / "run") as store:
+        weights = {stored.record.digest for stored in store.run_records("publish")}
+    assert len(weights) == 1, "first=16: the policy stays as it is in the first 16 updates"
 
 
 def test_a_killed_run_goes_on_with_its_critic(model: str, tmp_path: Path) -> None:
     """Re-applied updates are compared with the weights that were published, which follow from the critic's values."""
-    config = config_of(model, "ppo", updates=6, max_lag=0, checkpoint_every=2)
+    config = config_of(model, "ppo", updates=6, checkpoint_every=2)
 
     def kill(name: str, done: int, of: int, note: str) -> None:
         if name == "improving by rollouts" and done == 5:

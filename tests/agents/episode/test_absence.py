@@ -22,6 +22,7 @@ from tapereel.tapes import Answer, CauseType, Status, Tape
 from tapereel.tapes.store.store import Store
 
 from ...attack.faulty import TASKS, Faulty, Player
+from ..gateway.lab import until
 
 
 class Slow(ScriptedEngine):
@@ -251,9 +252,10 @@ def test_what_was_cut_off_uses_up_no_retry_and_keeps_its_seed() -> None:
             ended.append(Recorder(*given))
             return ended[-1]
 
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await rollout(Player(), Faulty, TASKS[1], engine=Slow(9.0), recorder=recorder)
+        rolling = asyncio.create_task(rollout(Player(), Faulty, TASKS[1], engine=Slow(9.0), recorder=recorder))
+        await until(lambda: ended)
+        rolling.cancel()
+        await asyncio.wait([rolling])
         return Tape(ended[0].log)
 
     async def scene() -> list[tuple[int, int]]:

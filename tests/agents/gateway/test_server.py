@@ -209,11 +209,11 @@ def test_requests_wait_while_weights_change_and_are_then_told_when_to_come_again
 def test_who_waits_for_weights_has_not_left_the_tape_alone(tmp_path: Path):
     async def scene() -> None:
         async with served(tmp_path, Told()) as there:
-            tape, client = await there.begin(task="t", budget={"idle": 0.3})
+            tape, client = await there.begin(task="t", budget={"idle": 1.0})
             there.gateway.pause()
             asking = asyncio.ensure_future(client.ask("hi"))
             await until(lambda: any(session.held for session in there.gateway._sessions.values()))
-            await asyncio.sleep(1.0)  # longer than it may be idle
+            await asyncio.sleep(2.0)  # longer than it may be idle
             there.gateway.resume()
             assert (await asking)[0] == 200
             assert (await there.end(tape))["calls"] == 1
@@ -430,7 +430,7 @@ def test_an_engine_that_can_answer_no_more_stops_the_gateway(tmp_path: Path):
             tape, client = await there.begin(task="t")
             assert (await client.ask("hi"))[0] >= 500
             await there.end(tape, status="error")
-            stopped = await asyncio.wait_for(asyncio.shield(there.gateway.stopped), 10)
+            stopped = await asyncio.wait_for(asyncio.shield(there.gateway.stopped), 60)
             assert stopped.reason == "key"
 
     asyncio.run(scene())

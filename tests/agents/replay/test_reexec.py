@@ -150,7 +150,7 @@ def test_a_limit_of_seconds_is_cut_off():
 
     engine = ScriptedEngine(["a"])
     engine.complete = never  # type: ignore[method-assign]
-    tape = asyncio.run(rollout(Slow(), Counting(), 2, engine=engine, limits=Limits(system_seconds=0.05)))
+    tape = asyncio.run(rollout(Slow(), Counting(), 2, engine=engine, limits=Limits(system_seconds=0.5)))
     assert [call.finish for call in tape.calls] == ["cancelled"]
     verdict = asyncio.run(replay(tape, Slow()))
     assert verdict.outcome == "verified"

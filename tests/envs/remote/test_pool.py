@@ -229,7 +229,7 @@ def test_places_are_given_in_turn_over_several_event_loops():
         await asyncio.gather(*waiting, elsewhere)
         assert order[:4] == [0, 1, 2, 3]
         assert order[4:] == [4]
-        await asyncio.wait_for(places.acquire(), 5)
+        await asyncio.wait_for(places.acquire(), 60)
 
     asyncio.run(check())
 
@@ -244,6 +244,6 @@ def test_a_place_that_is_given_to_one_who_leaves_goes_to_the_next():
         await asyncio.sleep(0)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await asyncio.wait_for(second, 5)
+        await asyncio.wait_for(second, 60)
 
     asyncio.run(check())

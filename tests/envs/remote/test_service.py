@@ -167,7 +167,7 @@ def test_a_client_that_says_nothing_for_too_long_is_let_go():
 def test_a_call_may_take_longer_than_a_client_may_be_silent():
     class Slow(GuessNumber):
         async def step(self, action: Any) -> Any:
-            await asyncio.sleep(1.2)
+            await asyncio.sleep(2.5)
             return await super().step(action)
 
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
@@ -175,7 +175,7 @@ def test_a_call_may_take_longer_than_a_client_may_be_silent():
         assert (await env.step(Guess(number=7))).terminated
         await env.close()
 
-    serve(check, Slow, limits={"idle_seconds": 0.5})
+    serve(check, Slow, limits={"idle_seconds": 1.2})
 
 
 def test_a_client_that_answers_no_ping_is_gone():

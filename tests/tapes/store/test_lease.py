@@ -76,7 +76,7 @@ def test_a_stopped_lead_that_lost_its_lease_ends_when_it_continues(tmp_path: Pat
         said = lead.stdout.readline()
         assert f"was taken over by process {os.getpid()}" in said
         assert "as lead 2. This process was lead 1" in said
-        assert lead.wait(10) == 0
+        assert lead.wait(60) == 0
         lease.check()
 
 
