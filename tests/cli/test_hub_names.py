@@ -72,7 +72,7 @@ def tapereel(home: Path, cwd: Path, *words: str, code: str = "") -> subprocess.C
         f"import sys\nfrom tapereel.cli.command import main\nended = main({list(words)!r})\n{code}\nsys.exit(ended)"
     )
     env = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.run([sys.executable, "-c", script], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run([sys.executable, "-c", script], cwd=cwd, env=env, capture_output=True, text=True, timeout=900)
 
 
 def sets(*pairs: str) -> list[str]:
@@ -132,6 +132,7 @@ print([name for name in ("torch", "transformers", "datasets") if name in sys.mod
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.timeout(900)
 def test_a_model_of_the_hub_serves_every_verb_and_function(home: Path, tmp_path: Path) -> None:
     code = f"""
 import tapereel as tr
