@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tapereel.cli import main
 from tapereel.finetune.api.public import save_tiny_model
 from tapereel.tapes.store.store import Store
 
@@ -55,15 +55,18 @@ def serve(model: str, port: int) -> subprocess.Popen[bytes]:
     raise AssertionError("the server ended")
 
 
-def run(out: Path, *more: str, attempts: int = 3, env: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+def scene(out: Path) -> list[str]:
     words = ["run", "--agent", f"{EXAMPLE}:player", "--env", f"{SLOW}:Slow", "--tasks", f"{EXAMPLE}:tasks"]
-    words += ["--out", str(out), "--json", "--set", f"attempts={attempts}", "--set", "concurrency=8", *more]
+    return [*words, "--out", str(out), "--json", "--set", "attempts=3", "--set", "concurrency=8"]
+
+
+def run(out: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tapereel", *words],
+        [sys.executable, "-m", "tapereel", *scene(out), *more],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**ENVIRONMENT, **(env or {})},
+        env=ENVIRONMENT,
     )
 
 
@@ -192,8 +195,15 @@ class Provider(BaseHTTPRequestHandler):
     ],
 )
 def test_a_hosted_model_that_refuses_every_request_stops_the_run(
-    code: int, error: str, more: tuple[str, ...], expected: int, tmp_path: Path
+    code: int,
+    error: str,
+    more: tuple[str, ...],
+    expected: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
     provider = type("Answering", (Provider,), {"code": code, "error": error, "asked": 0 if code != 200 else -(10**6)})
     with ThreadingHTTPServer(("127.0.0.1", 0), provider) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -202,11 +212,11 @@ def test_a_hosted_model_that_refuses_every_request_stops_the_run(
             address = f"http://127.0.0.1:{server.server_address[1]}/v1"
             settings = ("engine.kind=litellm", "engine.model=openai/m", f"engine.base_url={address}", *more)
             words = [word for setting in settings for word in ("--set", setting)]
-            key = {"OPENAI_API_KEY": "sk-test"}
-            exited, _, err = ended(run(tmp_path / "run", *words, env=key))
+            exited = main([*scene(tmp_path / "run"), *words])
         finally:
             server.shutdown()
             thread.join()
+    err = capsys.readouterr().err
     assert exited == expected, err
     assert "of 300 attempts have ended" in err
     assert "--resume" in err

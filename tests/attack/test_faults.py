@@ -246,12 +246,14 @@ def test_an_environment_in_a_process_of_its_own_may_exit(tmp_path: Path) -> None
         f"{HERE}/faulty.py:TASKS",
         "--set",
         "env_processes=4",
+        "--set",
+        "count=30",
         "--out",
         "run",
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["scored"] == 80
+    assert found["scored"] == 24
     said = " ".join(fault["error"] for fault in found["faults"])
     assert "exit code 7" in said or "exit code -9" in said
 

@@ -16,7 +16,7 @@ import pytest
 
 from tapereel.cli import main
 from tapereel.tapes.errors import TapereelError
-from tapereel.tapes.store import verify_tape
+from tapereel.tapes.store import lease, verify_tape
 from tapereel.tapes.store.media import Media
 from tapereel.tapes.store.store import Store
 
@@ -24,7 +24,7 @@ from .test_published import CHECKPOINT, model, train, trained
 
 TRIES = int(os.environ.get("ATTACK_TRIES", "1"))
 LIMIT = 60
-"""Seconds, against a hang. A lead of an unknown machine is waited for 15 s, twice."""
+"""Seconds, against a hang."""
 __all__ = ["model", "trained"]
 
 
@@ -110,10 +110,11 @@ class Hang(BaseException):
 
 
 @pytest.fixture(autouse=True)
-def no_hang() -> Iterator[None]:
+def no_hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def hangs(*_: object) -> None:
         raise Hang
 
+    monkeypatch.setattr(lease, "GRACE", 0.1)  # beats, for which a lead of an unknown machine is waited
     before = signal.signal(signal.SIGALRM, hangs)
     yield
     signal.alarm(0)

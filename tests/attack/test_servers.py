@@ -387,6 +387,7 @@ def abandoned(used: bool, *, grace: float) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tapereel.envs.remote.env_service.RECONNECT_SECONDS", grace)
+        patch.setattr("tapereel.envs.remote.channel._LONGEST", 0.1)  # pauses between two tries
         asyncio.run(scene())
 
 
