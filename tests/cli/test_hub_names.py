@@ -183,9 +183,8 @@ def test_a_dataset_of_the_hub_is_tasks_by_its_id(
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["tasks"], found["scored"], found["reward"]) == (6, 6, pytest.approx(1 / 6))
-    shown = tapereel(home, tmp_path, "show", "r", "--json")
-    tape = json.loads(shown.stdout)["tapes"][0]["id"]
-    assert question in tapereel(home, tmp_path, "show", "r", tape).stdout
+    with Store.open(tmp_path / "r") as store:
+        assert question in store.tape(store.summaries()[0].id)[0].text
 
 
 UNREADABLE = [

@@ -6,11 +6,10 @@ fence ```bash every line that calls `tapereel` must be one that the command take
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,8 @@ from typing import NamedTuple
 import pytest
 
 from tapereel.cli import command as cli
+
+from . import snippets
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -51,10 +52,10 @@ def fences(text: str) -> Iterator[Fence]:
             quiet = False
 
 
-def _blocks(path: Path) -> list[tuple[int, str, str, str | None]]:
+def _blocks(path: Path) -> list[snippets.Block]:
     """(line, language, code, what it prints or None) of each block that a reader runs or saves."""
     runs = ("python", "yaml", "bash") if path.name in WHOLE else ("python",)
-    blocks: list[tuple[int, str, str, str | None]] = []
+    blocks: list[snippets.Block] = []
     before = ""
     for fence in fences(path.read_text(encoding="utf-8")):
         if fence.language in runs:
@@ -75,14 +76,26 @@ def _commands(path: Path) -> Iterator[list[str]]:
                         yield words[1:]
 
 
-@pytest.mark.timeout(900)  # the tutorial trains, and starts ten processes
+# Each document is a fork of a process that has imported what most of them import.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(
+    ["tapereel.tests.front.snippets", "tapereel.finetune.run.train_run", "tapereel.agents.gateway"]
+)
+
+
+def played(folder: Path, *blocks: snippets.Block) -> tuple[int | None, str]:
+    """(exit code, what was printed) of the blocks, which run in `folder`."""
+    process = FORKS.Process(target=snippets.play, args=(blocks, folder, folder / "printed"))
+    process.start()
+    process.join()
+    return process.exitcode, (folder / "printed").read_text()
+
+
+@pytest.mark.timeout(900)  # the tutorial trains
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=lambda p: p.name)
 def test_the_python_of_a_document_runs_and_prints_what_it_says(path: Path, tmp_path: Path):
-    blocks = tmp_path / "blocks.json"
-    blocks.write_text(json.dumps(_blocks(path)), encoding="utf-8")
-    runner = Path(__file__).with_name("snippets.py")
-    done = subprocess.run([sys.executable, "-W", "error", runner, blocks], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, printed = played(tmp_path, *_blocks(path))
+    assert code == 0, printed
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: p.name)
@@ -158,16 +171,32 @@ def test_a_fence_is_found_with_its_line_and_its_output():
     ]
 
 
-def test_the_blocks_of_a_page_run_in_order_and_a_failed_command_fails_it(tmp_path: Path):
-    def played(*blocks: tuple[int, str, str, str | None]) -> subprocess.CompletedProcess[str]:
-        (tmp_path / "blocks.json").write_text(json.dumps(blocks), encoding="utf-8")
-        runner = Path(__file__).with_name("snippets.py")
-        return subprocess.run([sys.executable, runner, "blocks.json"], cwd=tmp_path, capture_output=True, text=True)
+MINE = """# mine.py
+import tapereel as tr
 
-    saved = (1, "python", "# mine.py\nprint(7)", None)
-    read = (7, "python", "print(open('seen').read())", "7")
-    assert played(saved, (4, "bash", "python mine.py > seen", None), read).returncode == 0
-    assert (tmp_path / "seen").read_text() == "7\n"
-    failed = played((3, "bash", "tapereel show nowhere | cat", None))
-    assert failed.returncode == 1
-    assert "line 3: the command ends with" in failed.stdout
+
+class One(tr.Environment):
+    async def reset(self, task):
+        return "1?"
+
+    async def step(self, action):
+        return tr.Outcome(reward=float(action.text), terminated=True)
+
+
+agent, tasks = tr.ChatAgent(), [1]
+"""
+
+
+def test_the_blocks_of_a_page_run_in_order_and_a_failed_command_fails_it(tmp_path: Path):
+    rolls = "tapereel run --agent mine.py:agent --env mine.py:One --tasks mine.py:tasks --out seen \\\n"
+    rolls += "    --set engine.answers='[\"7\"]'"
+    read = (7, "python", "import tapereel as tr\nprint(*[tape.reward for tape in tr.open('seen')])", "7.0")
+    code, printed = played(tmp_path, (1, "python", MINE, None), (4, "bash", rolls, None), read)
+    assert code == 0, printed
+    for command in ("tapereel show nowhere", "ls"):
+        code, printed = played(tmp_path, (3, "bash", command, None))
+        assert code == 1
+        assert f"line 3: `{command}`" in printed
+    code, printed = played(tmp_path, (3, "python", "print(2)", "3"))
+    assert code == 1
+    assert "line 3: the document says" in printed
