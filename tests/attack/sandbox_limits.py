@@ -33,8 +33,8 @@ for _ in range(8):
     children.append(child)
 for _ in range(100):
     time.sleep(0.1)
-    held = [pid for pid in children if os.path.exists(f'/work/held-{pid}') and os.waitpid(pid, os.WNOHANG) == (0, 0)]
-    children = [pid for pid in children if os.path.exists(f'/proc/{pid}')]
+    children = [pid for pid in children if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+    held = [pid for pid in children if os.path.exists(f'/work/held-{pid}')]
     if len(held) == len(children):  # each of the others was killed
         break
 print(len(held))
