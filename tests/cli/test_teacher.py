@@ -63,6 +63,7 @@ def logits(folder: str | Path, ids: list[int]) -> torch.Tensor:
         return load_pretrained(folder).model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(0)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.ledger("X13")
 def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
     model: str, teacher: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
