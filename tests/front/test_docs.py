@@ -17,8 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from tapereel.cli import command as cli
-
-from . import snippets
+from tapereel.tests.front import snippets
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
