@@ -73,7 +73,7 @@ def kill_in_flight(model: str, run: Path, rng: random.Random) -> None:
             # Stopped, it ends no episode between the look at its records and the kill.
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-            assert process.poll() is None, "the run ended before it could be killed"
+            assert process.poll() is None, "the run ended before the kill"
         process.kill()
 
 
