@@ -18,6 +18,7 @@ import contextlib
 import os
 import re
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,6 +68,10 @@ _NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORE
 """Matches messages about an API key that isn't set, to which litellm gives the status 500."""
 _NO_PROVIDER = "LLM Provider NOT provided"
 """litellm's message for a model name that it can't read, with the status 400."""
+
+
+NEVER_RAN = r"coroutine '.*completion' was never awaited"
+"""Matches Python's warning of a request that was cancelled before litellm sent it."""
 
 
 class HostedFailed(EngineError):
@@ -505,4 +510,6 @@ def _import() -> Any:
     litellm.telemetry = False
     for name in ("LiteLLM", "openai._base_client"):
         guard_log(name)  # at debug level, these loggers write everything, secrets too
+    # A request that is cancelled while litellm prepares it in a thread leaves a coroutine behind that never ran.
+    warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
     return litellm

@@ -162,6 +162,9 @@ class RemoteEngine:
         self._mixed = 0
         """`_moment` at the start of the last sync in a mode other than `drain`: completions then in flight may have
         tokens of two versions."""
+        self._restored: dict[str, int] = {}
+        """`_moment` at the start of the last sync to one restarted server, by its address: requests then in flight
+        there were ended, those without a token too, which name no weights."""
         self._broken: Exception | None = None
         """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
         self._since = 0.0
@@ -421,6 +424,7 @@ class RemoteEngine:
             log.warning("%s has other weights than the run, and gets those of %s again", server, self.version)
             syncs = [self._syncs[self._servers.index(server)]]
             self._moment += 1
+            self._restored[server.url] = self._moment
             try:
                 await syncs[0].init()
                 await sync_servers(syncs, self._written[-1], self.version, "abort")
@@ -457,6 +461,9 @@ class RemoteEngine:
         Without spans in the answer, `flight.version` is valid for all tokens only when no sync overlapped the request.
         An odd `flight.moment` means that it was sent during a sync. `_mixed > flight.moment` means that a sync without
         `drain` began later; a `drain` sync waits until the request has ended."""
+        if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, 0) > flight.moment:
+            problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
+            raise ForeignWeights(problem, retry=True)
         if found.spans is not None or not found.ids:
             oldest = self._versions[flight.version]
             foreign = {version for version, _, _ in found.spans or () if self._versions.get(version, -1) < oldest}

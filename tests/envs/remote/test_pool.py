@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -87,9 +88,11 @@ def test_one_that_misbehaves_ends_alone_and_its_process_is_replaced():
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Also one whose parent died; of this test alone."""
+    """Also one whose parent died; of this test alone, and of this Python: CI tests two at the same time."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE and SIMULATOR in process.cmdline()
+        line = process.cmdline()
+        ours = line[:1] == [sys.executable] and SIMULATOR in line
+        return ours and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 

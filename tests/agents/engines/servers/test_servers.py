@@ -308,6 +308,39 @@ def test_a_server_with_foreign_weights_that_this_engine_cannot_replace_stops_the
     using([server], test)
 
 
+def test_a_request_that_a_restarted_server_ends_without_a_token_is_asked_again() -> None:
+    """Another request found its weights wrong, and the pause before they are sent ends all requests there."""
+
+    class Restarted(FaultyServer):
+        async def waiting(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            self.faults.append(self.at_once)
+            await self.paused.wait()
+            return web.json_response(self.answer(body, 0, "abort"))
+
+        async def at_once(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response(self.answer(body))
+
+        async def step(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/pause":
+                self.paused.set()
+            return await super().step(request)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.paused = asyncio.Event()
+
+    server = Restarted()
+
+    async def test(engine: RemoteEngine) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        server.version, server.faults, server.paused = "default", [server.waiting], asyncio.Event()
+        both = await asyncio.gather(engine.complete(ask("a")), engine.complete(ask("a")))
+        assert [said.spans for said in both] == [(("run:1", 0, 5),)] * 2
+        assert len(server.asked) == 4, "each was asked twice"
+
+    using([server], test)
+
+
 @pytest.mark.parametrize(("way", "begun"), [("reload", False), ("transfer", True), ("transfer", False)])
 def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool) -> None:
     class Paused(FaultyServer):
