@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
 from ..weights.weight_config import AdapterConfig
-from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync
+from ..weights.weight_sync import UNKNOWN, VLLMReload, WeightSync, weight_version
 from ..weights.weight_transfer import NCCLTransfer, VLLMTransfer, ports
 from .lora_servers import AdapterEngine
 from .server_config import NCCLConfig, ServerSettings
-from .server_engine import HEALTH_SECONDS, RemoteEngine, is_away, weight_version
+from .server_engine import HEALTH_SECONDS, RemoteEngine, is_away
 from .server_probe import NotTrainable, kind_of, probe
 from .sglang import SGLangWeights
 

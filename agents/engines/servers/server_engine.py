@@ -39,11 +39,11 @@ from ..engine import (
     one_temperature,
 )
 from ..transport.absence import Absence, Tries, stop_reason
-from ..transport.http_channel import AGAIN, NO_ROUTE, Server, ServerFailed
+from ..transport.http_channel import AGAIN, Server, ServerFailed
 from ..transport.sse import ChunkStream, Events, StreamFailed
 from ..transport.wire import BadAnswer, Dialect, Json, Sampled, checked_ids, same_prompt
 from ..weights.sleeping import Sleeper
-from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync_servers, write_weights
+from ..weights.weight_sync import PublishFailed, WeightSync, check_weights, sync_servers, weight_version, write_weights
 from ..weights.weight_transfer import SHARED_MEMORY
 from .health import RemoteStats, Wellness
 from .server_config import ServerSettings
@@ -591,17 +591,3 @@ async def answered(
 def _too_long(message: str) -> bool:
     """Whether a server's message (status 400) reports a prompt too long for the model, by vLLM's wordings."""
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))
-
-
-async def weight_version(server: Server) -> str | None:
-    """Return the server's name for its weights; None when no route returns such a name."""
-    for route in ("/weight_info", "/model_info"):
-        try:
-            found = await server.get(route, seconds=30.0)
-        except ServerFailed as error:
-            if error.status in NO_ROUTE:
-                continue
-            raise
-        if isinstance(found, dict) and found.get("weight_version") is not None:
-            return str(found["weight_version"])
-    return None

@@ -255,3 +255,17 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
     save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
     shutil.rmtree(folder, ignore_errors=True)
     partial.replace(folder)
+
+
+async def weight_version(server: Server) -> str | None:
+    """Return the server's name for its weights; None when no route returns such a name."""
+    for route in ("/weight_info", "/model_info"):
+        try:
+            found = await server.get(route, seconds=30.0)
+        except ServerFailed as error:
+            if error.status in NO_ROUTE:
+                continue
+            raise
+        if isinstance(found, dict) and found.get("weight_version") is not None:
+            return str(found["weight_version"])
+    return None

@@ -30,7 +30,7 @@ from tapereel.tapes import CauseType, Sampling
 from ....finetune.loop.lab import Letters, Speaker
 from ...faulty import FaultyServer, changed, listening, no_json, status
 from .test_remote import COMPLETION, SGLANG, ask, completed
-from .test_servers import using
+from .test_servers import WEIGHTS, using
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -244,3 +244,54 @@ def test_an_answer_that_cannot_be_read_is_the_models_fault_and_asked_for_again()
     tape = using([FaultyServer(strange * 3)], test)
     assert (tape.status, tape.cause.type) == ("error", CauseType.MODEL)
     assert [json.dumps(call.finish) for call in tape.calls] == ['"error"']
+
+
+def test_a_server_that_was_started_anew_gives_nothing_until_it_has_the_weights() -> None:
+    """It says the label that it had at first, which was right then."""
+    anew, well = FaultyServer(), FaultyServer()
+
+    async def test(engine: RemoteEngine) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        anew.version = "default"
+        untouched = len(well.control)
+        for text in "abcd":
+            assert (await engine.complete(ask(text))).spans == (("run:1", 0, 5),)
+        assert anew.version == "run:1", "it got the newest weights again"
+        assert len(well.control) == untouched
+        await engine.sync_weights(WEIGHTS, "run:2")
+        assert anew.version == "run:2"
+
+    using([anew, well], test)
+
+
+def test_a_request_that_a_restarted_server_ends_without_a_token_is_asked_again() -> None:
+    """Another request found its weights wrong, and the pause before they are sent ends all requests there."""
+
+    class Restarted(FaultyServer):
+        async def waiting(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            self.faults.append(self.at_once)
+            await self.paused.wait()
+            return web.json_response(self.answer(body, 0, "abort"))
+
+        async def at_once(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            return web.json_response(self.answer(body))
+
+        async def step(self, request: web.Request) -> web.StreamResponse:
+            if request.path == "/pause":
+                self.paused.set()
+            return await super().step(request)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.paused = asyncio.Event()
+
+    server = Restarted()
+
+    async def test(engine: RemoteEngine) -> None:
+        await engine.sync_weights(WEIGHTS, "run:1")
+        server.version, server.faults, server.paused = "default", [server.waiting], asyncio.Event()
+        both = await asyncio.gather(engine.complete(ask("a")), engine.complete(ask("a")))
+        assert [said.spans for said in both] == [(("run:1", 0, 5),)] * 2
+        assert len(server.asked) == 4, "each was asked twice"
+
+    using([server], test)
