@@ -34,6 +34,7 @@ def commands(document: str) -> list[list[str]]:
     return [shlex.split(line) for fence in fences for line in fence.splitlines() if line.strip()]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("document", ["docs/cli.md", "docs/training.md", "examples/README.md"])
 def test_the_commands_run(document: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     monkeypatch.chdir(ROOT)

@@ -22,6 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: E402
 from ..agents.families import tokenizer  # noqa: E402
 from ..front.making import sampled_tape  # noqa: E402
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {
     "trainer.device": "cpu",

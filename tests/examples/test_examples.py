@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ELSEWHERE = {
     "gateway_openai.py": "tests/agents/gateway/test_examples.py",

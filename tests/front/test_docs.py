@@ -90,6 +90,7 @@ def played(folder: Path, *blocks: snippets.Block) -> tuple[int | None, str]:
     return process.exitcode, (folder / "printed").read_text()
 
 
+@pytest.mark.docs
 @pytest.mark.timeout(900)  # the tutorial trains
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=lambda p: p.name)
 def test_the_python_of_a_document_runs_and_prints_what_it_says(path: Path, tmp_path: Path):

@@ -15,6 +15,7 @@ from .scenes import EXAMPLES, SCENES
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", SCENES)
 def test_an_example_replays_and_is_executed_again(name: str):
     for needed in ("torch", "gymnasium", "mcp"):
