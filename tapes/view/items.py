@@ -29,7 +29,7 @@ def item(
     try:
         read = parse_record(body)
         found = _SHAPES[type(read)](read)
-        if isinstance(read, StepRecord | Call) and read.media:
+        if isinstance(read, Begin | StepRecord | Call) and read.media:
             found["media"] = list(read.media)
     except (ValueError, KeyError) as error:
         why = str(error).splitlines()[0]
@@ -60,8 +60,8 @@ def text_of(body: bytes) -> str:
     return ""
 
 
-def _times(files: tuple[str, ...], content: JsonValue) -> list[float | None]:
-    """Seconds of each of a step's files, for frames of its videos; None for other files."""
+def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
+    """`times` -> seconds of each of a record's files, None for files that are no frame; empty without a video."""
     times: list[float | None] = [None] * len(files)
     at = 0
     for video in videos_in(content) if files else ():
@@ -70,7 +70,7 @@ def _times(files: tuple[str, ...], content: JsonValue) -> list[float | None]:
         if found is not None:  # else a value of the same form that is no video
             at = found + len(names)
             times[found:at] = video.times
-    return times
+    return {"times": times} if any(time is not None for time in times) else {}
 
 
 def _clip(name: str, text: str) -> dict[str, object]:
@@ -90,9 +90,7 @@ def _step(read: StepRecord) -> dict[str, object]:
         **_clip("text", text),
     }
     fields = json.loads(read.body())["content"]
-    times = _times(read.media, fields)
-    if any(time is not None for time in times):
-        found["times"] = times
+    found |= _times(read.media, fields)
     if not (isinstance(fields, dict) and len(fields) == 1 and isinstance(next(iter(fields.values())), str)):
         found["fields"] = _json(fields)
     return found
@@ -125,6 +123,7 @@ def _begin(read: Begin) -> dict[str, object]:
         "env": _identity(read.env),
         "sampling": _json(read.sampling.model_dump(mode="json")) if read.sampling is not None else None,
         "limits": _json(read.limits),
+        **_times(read.media, json.loads(read.body())["task"].get("pictures")),
     }
 
 

@@ -150,7 +150,7 @@ T.Tape = class {
     const away = item.at !== undefined && this.head.begin && this.head.begin.at !== undefined ? `+${T.seconds(Math.max(0, item.at - this.head.begin.at))}` : "";
     const head = (...inside) => T.h("header", null, inside, T.h("span", { class: "when" }, away));
     if (item.t === "hole") return [T.h("p", { class: "hole" }, T.spelled(item.why)), T.box(item.raw.slice(0, 300))];
-    if (item.t === "begin") return [head(T.h("strong", null, k === 0 ? "begin" : "forked here"), T.h("span", null, T.spelled(item.task || "task without a name"))), item.public === null ? null : this.text(item.public, k, marks, null, "mono")];
+    if (item.t === "begin") return [head(T.h("strong", null, k === 0 ? "begin" : "forked here"), T.h("span", null, T.spelled(item.task || "task without a name"))), item.public === null ? null : this.text(item.public, k, marks, null, "mono"), this.files(item)];
     if (item.t === "call") {
       const found = marks ? this.text(item.text, k, marks, item.cut) : null;
       return [head(T.h("strong", null, "call ", T.spelled(this.short(item.call))), T.h("span", null, item.prompt === null ? "text only" : `${T.count(item.prompt)} prompt (${T.count(item.kept)} kept) → ${T.count(item.completion)} tokens`),
@@ -191,7 +191,7 @@ T.Tape = class {
 
   // A thumbnail; a click shows the whole file. Its size is that of the file that arrived.
   picture(name, time) {
-    const image = T.h("img", { src: `media/${name}`, alt: "an image of this step", loading: "lazy", class: "media" });
+    const image = T.h("img", { src: `media/${name}`, alt: "an image of this record", loading: "lazy", class: "media" });
     const says = T.h("figcaption", { class: "note" }, name.slice(0, 12));
     image.addEventListener("load", () => says.prepend(`${typeof time === "number" ? `${time.toFixed(1)} s ` : ""}${image.naturalWidth}x${image.naturalHeight} `));
     return T.h("figure", { class: "media" }, T.h("a", { href: `media/${name}`, target: "_blank", rel: "noopener", title: name }, image), says);

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import ScriptedEngine
+from tapereel.agents import ScriptedEngine, rollout
+from tapereel.tapes import Task
 from tapereel.tapes.audit.verdict import verified
-from tapereel.tapes.pictures import pictures_of
+from tapereel.tapes.common.run_async import run_async
+from tapereel.tapes.pictures import Picture, Video, pictures_of
 from tapereel.tapes.store.store import Store
 
-from ...agents.episode.test_seeing import played
+from ...agents.episode.test_seeing import Player, played
 from ...agents.episode.test_seeing_tokens import Babbler
-from ...agents.picture_worlds import Cinema, Corners
+from ...agents.picture_worlds import Cinema, Corners, square
 from .lab import HOSTILE, Recording, episode, growing, training_run
 from .serving import served
 from .test_checks import other, said_of
@@ -500,6 +502,26 @@ def test_pictures_stand_in_their_steps(page: Any, tmp_path: Path):
         opened.value.wait_for_load_state()
         assert opened.value.url.endswith(f"/media/{names[0]}")
         assert opened.value.locator("img").evaluate("one => one.naturalWidth") == 40
+
+
+def test_pictures_and_frames_of_a_task_stand_in_its_beginning(page: Any, tmp_path: Path):
+    film = Video.of([square(1), square(2)], fps=10, indices=(0, 5))
+    task = Task(public={"film": film, "shown": Picture.of(square(3))}, private={"hidden": Picture.of(square(0))})
+
+    class Told(Corners):
+        async def reset(self, task: Task) -> Any:
+            return await super().reset(1)
+
+    with Store.create(tmp_path / "run") as store:
+        engine = ScriptedEngine(["1", "2", "3"])
+        tape = run_async(rollout(Player(), Told(), task, engine=engine, journal=store.writer))
+    with served(tmp_path / "run") as server:
+        _open(page, server, f"#/tape/{tape.id}")
+        first = page.locator("article.item.begin").first
+        first.locator("figure").nth(3).locator("img").wait_for()
+        said = first.locator("figcaption").all_inner_texts()
+        assert [line.split()[:2] for line in said[:2]] == [["0.0", "s"], ["0.5", "s"]]
+        assert all("s" not in line.split() for line in said[2:])
 
 
 def test_frames_of_a_video_stand_in_a_row_with_their_times(page: Any, tmp_path: Path):
