@@ -29,13 +29,13 @@ from ..common.access_token import state_folder
 from ..common.text import logger
 from ..records import IN_TAPE
 from .disk import REAL, Disk, put_file, read_file
-from .reader import Break, SegmentReader
-from .segment import BadLine, Line, parse_line, peek, segment_names
+from .reader import Break, SegmentReader, segment_sizes
+from .segment import BadLine, Line, parse_line, peek
 from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin, read_facts
 
 log = logger("index")
 
-_FORMAT = b"tapereel index 6\n"
+_FORMAT = b"tapereel index 7\n"
 """What the code of the file covers before the database. Another format has another code."""
 _SCHEMA = """
 create table if not exists segments (
@@ -168,15 +168,15 @@ class Index:
 
     def _refresh(self) -> dict[str, Break]:
         known = {row.name: row for row in self.segments()}
-        names = segment_names(self.disk.names(self.folder))
+        sizes = segment_sizes(self.folder, self.disk)
         # A segment that was cut by recovery, replaced from a copy or removed makes every row doubtful: start anew.
-        if not all(name in names and self._still(row) for name, row in known.items()):
+        if not all(name in sizes and self._still(row) for name, row in known.items()):
             for table in ("segments", "tapes", "versions", "records", "unread", "met"):
                 self._db.execute(f"delete from {table}")
             known = {}
         breaks: dict[str, Break] = {}
-        for name in names:
-            found = self._read(name, known.get(name))
+        for name, size in sizes.items():
+            found = self._read(name, size, known.get(name))
             if found is not None:
                 breaks[found.segment] = found
         return breaks
@@ -193,10 +193,10 @@ class Index:
         except BadLine:
             return False
 
-    def _read(self, name: str, row: Segment | None) -> Break | None:
-        if row is not None and row.offset == self.disk.size(self.folder / f"{name}.jsonl"):
+    def _read(self, name: str, size: int, row: Segment | None) -> Break | None:
+        if row is not None and row.offset >= size:
             return None
-        reader = SegmentReader(self.folder, name, disk=self.disk)
+        reader = SegmentReader(self.folder, name, end=size, disk=self.disk)
         chain, last = reader.chain, 0
         if row is not None:
             reader.offset, last = row.offset, row.last

@@ -8,6 +8,7 @@ the bytes alone can't tell the cause.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic_core import from_json
 
 from ..errors import Corrupt
 from .disk import REAL, Disk, read_file
-from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body
+from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 
 PINS = "pins.json"
 """Name of the file in a run directory with the heads of all sealed segments at the last `close`."""
@@ -62,14 +63,30 @@ class Break:
         )
 
 
+def segment_sizes(folder: Path, disk: Disk) -> dict[str, int]:
+    """Bytes of each segment, in the order of creation: who reads so far finds no record without the ones before it.
+
+    A writer begins a segment after its old one is sealed. So the sizes are taken from the newest segment to the oldest:
+    read to its end, a new one could have the end of a tape whose begin came into the old one after that was read.
+    """
+    names = segment_names(disk.names(folder))
+    sizes = dict.fromkeys(names, 0)
+    for name in reversed(names):
+        with contextlib.suppress(OSError):  # whoever opens the file gets the error
+            sizes[name] = disk.size(folder / f"{name}.jsonl")
+    return sizes
+
+
 class SegmentReader:
     """Iterates (offset, line, length) over a segment, from its start or from a place that was verified before.
 
     After the iteration `broken` tells whether bytes follow the last line, and `chain` has the state after it.
     """
 
-    def __init__(self, folder: Path, segment: str, *, disk: Disk = REAL) -> None:
+    def __init__(self, folder: Path, segment: str, *, end: int | None = None, disk: Disk = REAL) -> None:
+        """end: no line is read that begins at this byte or later; None: all of them are."""
         self.path = folder / f"{segment}.jsonl"
+        self.end = end
         self.segment, self.disk = segment, disk
         self.chain = Chain(segment)
         self.offset = 0
@@ -82,7 +99,7 @@ class SegmentReader:
         chain = self.chain
         with self.disk.open(self.path) as file:
             file.seek(self.offset)
-            while raw := file.readline(MAX_LINE):
+            while (self.end is None or self.offset < self.end) and (raw := file.readline(MAX_LINE)):
                 try:
                     if raw[-1:] != b"\n":
                         raise BadLine("the line has no end" if len(raw) < MAX_LINE else "the line is too long")

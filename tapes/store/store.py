@@ -27,7 +27,7 @@ from .index import Index, Place
 from .lease import Lease
 from .ledger import Ledger, Lineages
 from .media import Media
-from .reader import PINS, Break, SegmentReader
+from .reader import PINS, Break, SegmentReader, segment_sizes
 from .recovery import Recovered, start_writer
 from .segment import peek, segment_names
 from .summary import Summary
@@ -351,8 +351,9 @@ class Store:
 
     def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
         """The records that `readers` (by segment), which goes on with each record, have not given yet."""
-        for name in segment_names(self.disk.names(self.folder)):
+        for name, size in segment_sizes(self.folder, self.disk).items():
             reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
+            reader.end = size
             for _, line, _ in reader:
                 yield Stored(name, line.n, *peek(line.body), line.body)
             broken = reader.broken()

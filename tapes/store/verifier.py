@@ -27,7 +27,7 @@ from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
 from .lease import FOLDER, Holder, read_leads
 from .media import Media
-from .reader import PINS, SegmentReader, read_pin_file
+from .reader import PINS, SegmentReader, read_pin_file, segment_sizes
 from .segment import Line, peek, segment_names
 from .writer import CLOSED, FolderLock
 
@@ -252,14 +252,14 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
         entries = disk.names(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise NoRun(f"{path} is no run: it has no folder `tapes`") from None
-    names = segment_names(entries)
     exact = [*exact]
-    wanted = _gather_pins(path, names, [*pins, *exact], disk)
+    wanted = _gather_pins(path, segment_names(entries), [*pins, *exact], disk)
+    sizes = segment_sizes(folder, disk)  # after the pins: what was pinned by then is read
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
-    reports = [_segment(folder, name, disk, found, wanted, torn) for name in names]
+    reports = [_segment(folder, name, size, disk, found, wanted, torn) for name, size in sizes.items()]
     found.broken += wanted.unmet()
-    numbers = {int(name[:6]) for name in names}
+    numbers = {int(name[:6]) for name in sizes}
     holes = tuple(f"{number:06d}" for number in sorted(set(range(1, max(numbers, default=0))) - numbers))
     _check_forks(folder, [report.name for report in reports if report.lines], disk, found)
     unnamed = _check_media(folder, disk, found)
@@ -273,7 +273,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     found.broken += [f"the books: {finding}" for finding in books.findings]
     return Report(
         run=str(path),
-        exit_code=1 if found.broken else 2 if torn or holes or unsettled or not names else 0,
+        exit_code=1 if found.broken else 2 if torn or holes or unsettled or not sizes else 0,
         records=found.records,
         episodes=books.begun,
         head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
@@ -312,8 +312,10 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
     return wanted
 
 
-def _segment(folder: Path, name: str, disk: Disk, found: _Fold, wanted: _Pins, torn: list[str]) -> SegmentReport:
-    reader, problem = SegmentReader(folder, name, disk=disk), None
+def _segment(
+    folder: Path, name: str, size: int, disk: Disk, found: _Fold, wanted: _Pins, torn: list[str]
+) -> SegmentReport:
+    reader, problem = SegmentReader(folder, name, end=size, disk=disk), None
     try:
         for _, line, _ in reader:
             found.add(name, line)
