@@ -64,15 +64,16 @@ class Break:
 
 
 def segment_sizes(folder: Path, disk: Disk) -> dict[str, int]:
-    """Bytes of each segment, in the order of creation: who reads so far finds no record without the ones before it.
+    """Bytes of each segment at one moment, in the order of creation.
 
-    A writer begins a segment after its old one is sealed. So the sizes are taken from the newest segment to the oldest:
-    read to its end, a new one could have the end of a tape whose begin came into the old one after that was read.
+    A live writer may seal a segment and continue in a new one while others read. A reader that reads each segment to
+    these sizes finds no record without the records before it. The sizes are taken from the newest segment to the
+    oldest, because a writer seals its old segment before it writes to the new one.
     """
     names = segment_names(disk.names(folder))
     sizes = dict.fromkeys(names, 0)
     for name in reversed(names):
-        with contextlib.suppress(OSError):  # whoever opens the file gets the error
+        with contextlib.suppress(OSError):  # opening the file raises it
             sizes[name] = disk.size(folder / f"{name}.jsonl")
     return sizes
 
