@@ -239,8 +239,9 @@ def corpus(path: Path, **more: Any) -> dict[str, Any]:
 
 
 def pieces(run: tr.Run) -> list[tuple[list[int], list[int]]]:
-    """(context, targets) of the corpus's tapes, in order."""
-    tapes = sorted(run.tapes(split="corpus"), key=lambda tape: tape.begin.attempt)
+    """(context, targets) of the corpus's tapes, in order. One that a kill cut off is there too, but is no row."""
+    whole = [tape for tape in run.tapes(split="corpus") if tape.trains]
+    tapes = sorted(whole, key=lambda tape: tape.begin.attempt)
     return [(list(tape.call_prompt(tape.calls[0])), list(tape.calls[0].completion or ())) for tape in tapes]
 
 
