@@ -100,7 +100,9 @@ class SegmentReader:
         chain = self.chain
         with self.disk.open(self.path) as file:
             file.seek(self.offset)
-            while (self.end is None or self.offset < self.end) and (raw := file.readline(MAX_LINE)):
+            while raw := file.readline(MAX_LINE):
+                if self.end is not None and self.offset >= self.end:
+                    break
                 try:
                     if raw[-1:] != b"\n":
                         raise BadLine("the line has no end" if len(raw) < MAX_LINE else "the line is too long")

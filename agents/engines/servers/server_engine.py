@@ -163,8 +163,8 @@ class RemoteEngine:
         """`_moment` at the start of the last sync in a mode other than `drain`: completions then in flight may have
         tokens of two versions."""
         self._restored: dict[str, int] = {}
-        """`_moment` at the start of the last sync to one restarted server, by its address: requests then in flight
-        there were ended, those without a token too, which name no weights."""
+        """Address of a restarted server -> `_moment` at the start of the last sync to it. That sync ended all requests
+        in flight there. The answers of those without a token name no weight version."""
         self._broken: Exception | None = None
         """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
         self._since = 0.0

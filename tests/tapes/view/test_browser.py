@@ -508,13 +508,14 @@ def test_pictures_and_frames_of_a_task_stand_in_its_beginning(page: Any, tmp_pat
     film = Video.of([square(1), square(2)], fps=10, indices=(0, 5))
     task = Task(public={"film": film, "shown": Picture.of(square(3))}, private={"hidden": Picture.of(square(0))})
 
-    class Told(Corners):
+    class CornersOfATask(Corners):
         async def reset(self, task: Task) -> Any:
             return await super().reset(1)
 
     with Store.create(tmp_path / "run") as store:
         engine = ScriptedEngine(["1", "2", "3"])
-        tape = run_async(rollout(Player(), Told(), task, engine=engine, journal=store.writer))
+        played_once = rollout(Player(), CornersOfATask(), task, engine=engine, journal=store.writer)
+        tape = run_async(played_once)
     with served(tmp_path / "run") as server:
         _open(page, server, f"#/tape/{tape.id}")
         first = page.locator("article.item.begin").first
