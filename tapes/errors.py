@@ -5,6 +5,7 @@ TapereelError
 │   └── Corrupt                     durable bytes differ from those that were written
 ├── HiddenFromAgent (AttributeError)  an agent asked its view of a tape for hidden data
 ├── RunStopped                  no model can answer: the run ended before its work was done
+├── StrayCancellation (RuntimeError)  a task was cancelled, and its caller hadn't asked for it
 ├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
 ├── Unwritable (TypeError)          a step holds a value that JSON can't
 ├── BadPicture (ValueError)         a file, image or array that can't become a picture
@@ -13,12 +14,20 @@ TapereelError
 ├── NoSuchTape (LookupError)        no tape, or more than one, has that id
 ├── MissingExtra (ImportError)      an optional package is not installed
 └── UsageError (ValueError)         invalid argument, setting or input
+    └── BadArgument (TypeError)     an argument of another type than its annotation
 """
 
 from __future__ import annotations
 
+from reprlib import Repr
 from typing import Literal
 
+USE_ITS_VERSION = "use the version that wrote it (9dc43d5 is the last commit that reads runs of unreleased commits)"
+"""The remedy for a run of another version."""
+_LONGEST = 16_000
+"""Characters of an error's message. A library may put a whole answer into one, and redaction reads all of it."""
+_short = Repr()
+_short.maxstring, _short.maxother, _short.maxdict = 60, 60, 0  # a dict may hold a secret under any key
 StopReason = Literal["away", "key", "model", "budget"]
 """Why a run stopped. `away`: no server answered. `key`: the API key was rejected. `model`: the server has no such
 model, or other weights. `budget`: the money or the quota is spent."""
@@ -59,6 +68,10 @@ class StoreFailed(TapereelError, OSError):
     """A write or a sync failed. The writer is poisoned: what was acknowledged is safe, nothing more is accepted."""
 
 
+class StrayCancellation(TapereelError, RuntimeError):
+    """Code raised CancelledError, and its caller had not cancelled it."""
+
+
 class NoRun(TapereelError, FileNotFoundError):
     """The path is not a run."""
 
@@ -86,9 +99,21 @@ class UsageError(TapereelError, ValueError):
     """Invalid argument, setting or input; a command that raises it exits with code 64."""
 
 
+class BadArgument(UsageError, TypeError):
+    """An argument of a Python call has a wrong type or value."""
+
+
 def error_message(error: BaseException) -> str:
-    """`str(error)`, also of an error of user code whose `__str__` raises."""
+    """The beginning of `str(error)`, also of an error of user code whose `__str__` raises."""
     try:
-        return str(error)
+        return str(error)[:_LONGEST]
     except BaseException as second:
         return f"(no message: its __str__ raised {type(second).__qualname__})"
+
+
+def short_repr(value: object) -> str:
+    """The beginning of `repr(value)` for an error's message, also of a value whose `__repr__` raises."""
+    try:
+        return " ".join(_short.repr(value).split())
+    except ValueError:  # an int of thousands of digits
+        return "a number"

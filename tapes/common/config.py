@@ -3,7 +3,7 @@
 Later sources override earlier ones, in this order. `load_config` returns a validated model, or raises a `ConfigError`
 that names each wrong key, where it was set and the nearest keys that exist. An unknown key is always an error, so a
 model that would ignore one is refused. `dump_config` writes every setting, and `load_config` reads that back as an
-equal model. The record of a run (`is_recorded`) may have old keys, which are translated; a user's file may not.
+equal model. A run's record that this version can't read is an error that says which version reads it.
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, WrapSerializer, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..errors import UsageError
-from .config_yaml import YamlProblem, nested, read_value, read_yaml, write_yaml
+from ..errors import USE_ITS_VERSION, UsageError
+from .arguments import check_arguments
+from .config_yaml import LARGEST, YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
-from .renamed import GONE, is_recorded, moved_key, translate_config
 
 NAME = "NAME"
 """Placeholder for any key of a mapping of groups, as in `players.NAME.lr`."""
+AT_RESUME = "at resume"
+"""The context of `model_dump` in which every `FreeAtResume` setting is None, so that it compares equal."""
+FreeAtResume = WrapSerializer(lambda value, write, info: None if info.context == AT_RESUME else write(value))
+"""Annotates a setting that may differ when a run is resumed, such as a server's address: it changes neither samples nor
+updates."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
+Setting = str | tuple[str, object]
+"""`KEY=VALUE` as text, which is read as YAML, or (key, value). The key is dotted, as `train.lr`."""
 
 
 class Config(BaseModel):
@@ -94,6 +100,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}
         """The text of a setting on a command line, for fields of type text: `--set name=123` is "123" there."""
+        self.record: Path | None = None
+        """The file, if it is the record of a run."""
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
         """Set one value. A mapping is merged into the present one, any other value replaces it."""
@@ -120,9 +128,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         return ", ".join(sorted(inside)) or "nowhere"
 
 
-def load_config(
-    base: type[ModelT] | ModelT, file: str | PathLike[str] | None = None, sets: Sequence[str] = ()
-) -> ModelT:
+@check_arguments
+def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, sets: Sequence[Setting] = ()) -> ModelT:
     """The configuration from `base` (a model class, or an instance with values), `file` and `sets`, in this order."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
@@ -131,14 +138,23 @@ def load_config(
         layers.put((), _explicit(base), "Python")
     if file is not None:
         _add_file(layers, Path(file))
-    for text in sets:
-        _add_set(layers, text)
+    for one in sets:
+        if isinstance(one, str):
+            _add_set(layers, one)
+        else:
+            layers.put(tuple(one[0].split(".")), one[1], f"settings[{one[0]!r}]")
     return _validate(cls, layers)
 
 
 def dump_config(config: BaseModel) -> str:
-    """Every setting with its value, as YAML that `load_config` reads as an equal model."""
-    return write_yaml(config.model_dump(mode="json"))
+    """Every setting with its value, as YAML that `load_config` reads as an equal model. ConfigError if too long."""
+    text = write_yaml(config.model_dump(mode="json"))
+    if (size := len(text.encode())) > LARGEST:
+        raise ConfigError(
+            f"the settings have {size:,} bytes as YAML, and the limit is {LARGEST:,}: name a function (module:name) or "
+            "a file instead of the data itself"
+        )
+    return text
 
 
 def config_keys(cls: type[BaseModel]) -> list[str]:
@@ -147,9 +163,14 @@ def config_keys(cls: type[BaseModel]) -> list[str]:
 
 
 def _add_file(layers: _Layers, path: Path) -> None:
+    # A run directory gets `results.json` before its `config.yaml`, so the two are together in every run.
+    if path.name == "config.yaml" and path.with_name("results.json").exists():
+        layers.record = path
     if path.exists() and not path.is_file():
         raise ConfigError(f"the configuration file {path} is not a regular file")
     try:
+        if (size := path.stat().st_size) > LARGEST:
+            raise ConfigError(f"{path} has {size:,} bytes, and a configuration has at most {LARGEST:,}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"there is no configuration file {path}") from None
@@ -160,19 +181,11 @@ def _add_file(layers: _Layers, path: Path) -> None:
     if path.suffix == ".toml":
         try:
             layers.put((), tomllib.loads(text), str(path))
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # a long number, deep brackets
             raise ConfigError(f"{path} is not TOML: {error}") from None
     elif path.suffix in (".yaml", ".yml", ".json"):
         try:
-            settings = list(read_yaml(text))
-            if is_recorded(path):
-                written = nested((keys, value) for keys, value, _ in settings)
-                translated = translate_config(written)
-                if translated != written:
-                    # No line of the file holds a translated setting, so errors name the file alone.
-                    layers.put((), translated, str(path))
-                    return
-            for keys, value, line in settings:
+            for keys, value, line in read_yaml(text):
                 layers.put(keys, value, f"{path} line {line}")
         except YamlProblem as error:
             raise ConfigError(f"{path}: {error}") from None
@@ -185,11 +198,7 @@ def _add_set(layers: _Layers, text: str) -> None:
     keys = tuple(key.strip().split("."))
     if not equals or not all(keys):
         raise ConfigError(f"--set {text!r} is not KEY=VALUE; write it as in --set train.lr=1e-3")
-    try:
-        value = read_value(raw)
-    except YamlProblem as error:
-        raise ConfigError(f"--set {text}: {error}") from None
-    layers.put(keys, value, f"--set {text}")
+    layers.put(keys, read_value(raw), f"--set {text}")
     layers.typed[keys] = raw
 
 
@@ -208,6 +217,10 @@ def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
         return cls.model_validate(data)
     except ValidationError as error:
         lines = dict.fromkeys(_explain(cls, layers, data, e) for e in error.errors())
+        recorded = [line for line in lines if layers.record is not None and f"{layers.record} line " in line]
+    if recorded:
+        more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
+        raise ConfigError(f"this version can't read {layers.record}: {recorded[0]}{more}; {USE_ITS_VERSION}")
     if len(lines) == 1:
         raise ConfigError(next(iter(lines)))
     raise ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))
@@ -217,12 +230,6 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
     keys = _path(data, error["loc"])
     name = ".".join(keys) or "the configuration"
     if error["type"] == "extra_forbidden":
-        present = moved_key(name)
-        groups = present.split(".") if present is not None else []
-        if groups and groups[0] in cls.model_fields and ("trainer" not in groups or "trainer" in cls.model_fields):
-            return f"{name} is now {present} ({layers.where(keys)})"
-        if name in GONE:
-            return f"{name} is no setting any more ({layers.where(keys)}): {GONE[name]}"
         return f"unknown key {name} ({layers.where(keys)}){_nearest(cls, name)}"
     if error["type"] == "missing":
         return f"{'.'.join((*keys, str(error['loc'][-1])))} is not set, and has no default"

@@ -1,7 +1,8 @@
 """YAML for settings: line numbers are kept, a repeated key is an error, and plain values mean what they do in YAML 1.2.
 
 Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
-written: a tag that would build a Python object is an error.
+written: a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
+digits have limits, and an alias, with which 600 bytes can stand for any amount of data, is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +18,46 @@ Group = dict[str, Any]
 """Settings as groups in groups: a value is plain data, or a group."""
 
 
+LARGEST = 1_000_000
+"""Maximum size of a configuration, in characters; files are refused by their bytes."""
+DEPTH, DIGITS = 64, 1000
+"""Maximum groups and lists inside each other, and characters of a number."""
+
+
 class YamlProblem(ValueError):
     """Text that is not YAML of settings; the message says where."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data by the rules of this module."""
+    """Reads plain data by the rules and within the limits of this module. YamlProblem beyond them."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > LARGEST:
+            raise YamlProblem(f"it has {len(text):,} characters, and the limit is {LARGEST:,}")
+        super().__init__(text)
+        self._depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        line = self.peek_event().start_mark.line + 1
+        if self.check_event(yaml.AliasEvent):
+            raise YamlProblem(f"line {line} has an alias (*name): write the value itself")
+        if self._depth == DEPTH:
+            raise YamlProblem(f"line {line} has more than {DEPTH} groups and lists inside each other")
+        self._depth += 1
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        line = node.start_mark.line + 1
+        if isinstance(node, yaml.ScalarNode) and node.tag[-4:] in (":int", "loat") and len(node.value) > DIGITS:
+            raise YamlProblem(f"line {line} has a number of {len(node.value):,} characters, and the limit is {DIGITS}")
+        try:
+            return super().construct_object(node, deep)
+        except YamlProblem:
+            raise
+        except (ValueError, LookupError, AttributeError, ArithmeticError) as error:  # `!!bool x`, `!!timestamp x`
+            raise YamlProblem(f"line {line} has a value that doesn't fit its tag {node.tag}") from error
 
 
 class _Dumper(yaml.SafeDumper):
@@ -96,7 +131,7 @@ def read_value(text: str) -> object:
     """The value that `text` has after `key: ` in a file; an empty text is an empty string."""
     try:
         return yaml.load(text, _Loader) if text.strip() else text
-    except yaml.YAMLError:
+    except (yaml.YAMLError, YamlProblem):
         return text
 
 

@@ -7,6 +7,7 @@ The hub's own library finds and downloads repositories, so its environment varia
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -41,9 +42,24 @@ def model_folder(name: str | Path) -> Path:
     if parts is None:
         raise NotFound(
             f"there is no model folder {str(name)!r}: name a folder in Hugging Face format (model and tokenizer), or a "
-            "model of the hub as org/name or org/name@revision"
+            f"model of the hub as org/name or org/name@revision{_nearest(found)}"
         )
-    return snapshot(*parts)
+    try:
+        return snapshot(*parts)
+    except NotFound as error:
+        raise NotFound(f"{error}{_nearest(found)}") from error
+
+
+def _nearest(missing: Path) -> str:
+    """The folders with nearly this path, as a question; empty without any."""
+    close = " or ".join(map(str, _near(missing)))
+    return f"; did you mean {close}?" if close else ""
+
+
+def _near(missing: Path) -> list[Path]:
+    above = [missing.parent] if missing.parent.is_dir() else _near(missing.parent)
+    names = {folder: [inner.name for inner in folder.glob("*/")] for folder in above}
+    return [folder / name for folder in above for name in get_close_matches(missing.name, names[folder])]
 
 
 def local_folder(name: str | Path) -> Path | None:

@@ -22,7 +22,7 @@ SHORTEST = 8
 
 _NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)$", re.I)
 _SHAPES = (
-    (("://",), re.compile(r"(?<=://)[^\s/@'\"]*:[^\s/@'\"]*(?=@)"), HIDDEN),
+    (("://",), re.compile(r"(?<=://)[^\s/@'\":]*+:[^\s/@'\"]*+(?=@)"), HIDDEN),
     (("earer", "asic"), re.compile(r"\b([Bb](?:earer|asic))\s+(?=\S*[\d=])[\w.~+/=-]{8,}"), rf"\1 {HIDDEN}"),
     (
         ("key=", "oken=", "ecret=", "word="),

@@ -8,10 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Coroutine
-from concurrent.futures import Future
+from collections.abc import Callable, Coroutine
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from ..errors import StrayCancellation
+from .shared_loop import SharedLoop
 from .text import logger
 
 log = logger("run_async")
@@ -53,82 +56,98 @@ def _forget(task: asyncio.Task[Any]) -> None:
         task.exception()  # without this call asyncio logs the error, since no caller awaits it
 
 
-def _run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """As `asyncio.run`, with an end that waits at most `GRACE` seconds for tasks and `THREADS` for threads."""
-    first: list[asyncio.Task[Any]] = []
-
-    async def inside() -> ResultT:
-        task = asyncio.current_task()
-        assert task is not None
-        first.append(task)
-        return await main
-
-    runner = asyncio.Runner()  # it turns Ctrl-C into a cancellation of `inside`
-    work = inside()
+def _run(
+    main: Coroutine[Any, Any, ResultT], began: Callable[[asyncio.Task[ResultT]], object] = lambda _: None
+) -> ResultT:
+    """As `asyncio.run`, with an end that doesn't wait for others. `began` is called with the task of `main`."""
+    runner = shared_runner()  # it turns Ctrl-C into a cancellation
+    task = runner.get_loop().create_task(main)
+    began(task)
     try:
-        while True:
-            try:
-                return runner.run(work)
-            except SystemExit:
-                # asyncio stops the loop where any task raises it, also a helper of an agent or environment. The code
-                # that awaits that task gets it as well, so the loop goes on.
-                if not first or first[0].done():
-                    raise
-                work = _join(first[0])
+        return complete(runner, task)
+    except asyncio.CancelledError as error:  # after Ctrl-C it is a KeyboardInterrupt
+        raise StrayCancellation("the run was cancelled by code that it called, and not by its caller") from error
     finally:
+        end(runner, task)
+
+
+def shared_runner() -> asyncio.Runner:
+    """A runner with a SharedLoop as this thread's event loop. `end` ends it."""
+    runner = asyncio.Runner(loop_factory=SharedLoop)
+    asyncio.set_event_loop(runner.get_loop())
+    return runner
+
+
+def end(runner: asyncio.Runner, *first: asyncio.Task[object]) -> None:
+    """Close the loop. Waits at most `GRACE` seconds for tasks and `THREADS` for threads, but for `first` to its end."""
+    try:
+        complete(runner, runner.get_loop().create_task(_end(*first)))
+    finally:
+        asyncio.set_event_loop(None)
+        runner.get_loop().close()
+
+
+def complete(runner: asyncio.Runner, task: asyncio.Task[ResultT]) -> ResultT:
+    """The result of a task of the runner's loop, although code that runs in the loop ends the loop."""
+    while True:
         try:
-            runner.run(_end(first))
-        finally:
-            asyncio.set_event_loop(None)
-            runner.get_loop().close()
+            runner.run(_join(task))
+            return task.result()
+        except (SystemExit, RuntimeError) as error:
+            # The loop ends with the SystemExit of any task, also of a helper of an agent or environment, and with a
+            # RuntimeError after `loop.stop()`. Code that awaits the helper gets its SystemExit as well.
+            if task.done() and not task.cancelled() and task.exception() is error:
+                raise
+            log.warning("code of an agent or environment ended the event loop (%r); it continues", error)
 
 
-async def _join(task: asyncio.Task[ResultT]) -> ResultT:
-    return await task
+async def _join(task: asyncio.Task[Any]) -> None:
+    here, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert here is not None
+    assert isinstance(loop, SharedLoop)
+    here.add_done_callback(_forget)  # the loop may end before it
+    loop.tasks.discard(here)
+    # With KeyboardInterrupt or SystemExit, the task has ended the loop itself. Raised here too, they would end it again
+    # when it runs for the last time, before `_end` has begun.
+    with suppress(KeyboardInterrupt, SystemExit):
+        await task
 
 
-async def _end(first: list[asyncio.Task[Any]]) -> None:
+async def _end(*first: asyncio.Task[object]) -> None:
     loop, here = asyncio.get_running_loop(), asyncio.current_task()
+    assert isinstance(loop, SharedLoop)
+    await asyncio.sleep(0)  # until the task that waits for this one has left `loop.tasks`
     for task in first:  # open after Ctrl-C was pressed twice: it closes the run, which takes the time that it takes
         task.cancel()
         await asyncio.wait([task])
-    rest = asyncio.all_tasks() - {here}
+    rest = {task for task in loop.tasks if task is not here and task not in _left and not task.done()}
     for task in rest:
         task.cancel()
     if rest:
         _, stubborn = await asyncio.wait(rest, timeout=GRACE)
-        names = ", ".join(sorted(repr(task.get_coro()) for task in rest)[:5])
-        log.warning(
-            "%d tasks were left behind by agents or environments, and %d of them ignore their cancellation: %s",
-            len(rest),
-            len(stubborn),
-            names,
-        )
-    for closing, seconds in ((loop.shutdown_asyncgens(), GRACE), (loop.shutdown_default_executor(), THREADS)):
-        await asyncio.wait([loop.create_task(closing)], timeout=seconds)
-    for task in asyncio.all_tasks() - {here}:
-        leave(task)
+        if left := rest.intersection(loop.guests):
+            names = ", ".join(sorted(repr(task.get_coro()) for task in left)[:5])
+            log.warning(
+                "%d tasks were left behind by agents or environments, and %d of them ignore their cancellation: %s",
+                len(left),
+                len(left & stubborn),
+                names,
+            )
+    await loop.shutdown(GRACE, THREADS)
+    for task in loop.tasks:
+        if task is not here and not task.done():
+            leave(task)
 
 
 def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     found: Future[ResultT] = Future()
-    started = threading.Event()
-    handle: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
-
-    async def inside() -> ResultT:
-        task = asyncio.current_task()
-        assert task is not None
-        handle.append((asyncio.get_running_loop(), task))
-        started.set()
-        return await main
+    began: Future[asyncio.Task[ResultT]] = Future()
 
     def work() -> None:
         try:
-            found.set_result(_run(inside()))
+            found.set_result(_run(main, began.set_result))
         except BaseException as error:  # raised again in the calling thread
             found.set_exception(error)
-        finally:
-            started.set()
 
     # A new thread begins with an empty context: without the copy, context variables of the caller would be lost.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tapereel-run-async")
@@ -138,10 +157,11 @@ def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     except BaseException:
         # Ctrl-C reaches the main thread only. Without the cancellation `main` would go on in the background, and would
         # keep its run directory open for writing.
-        started.wait()
-        if handle and thread.is_alive():
-            loop, task = handle[0]
-            loop.call_soon_threadsafe(task.cancel)
+        either: list[Future[Any]] = [began, found]
+        wait(either, return_when=FIRST_COMPLETED)
+        if began.done() and thread.is_alive():
+            task = began.result()
+            task.get_loop().call_soon_threadsafe(task.cancel)
         thread.join()
         raise
     return found.result()

@@ -1,17 +1,14 @@
-"""Numbers and untrusted text, formatted for people. The result holds no control sequence of a terminal."""
+"""Counts and untrusted text, formatted for people. The result holds no control sequence of a terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import sys
 import threading
 from traceback import format_exception
 from types import TracebackType
-
-
-def number(value: float | None) -> str:
-    """A reward or a mean with at most three decimals; `-` for None."""
-    return "-" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
 
 
 def counted(n: int, word: str) -> str:
@@ -27,6 +24,17 @@ def safe(text: str) -> str:
 def storable(text: str, limit: int = 2000) -> str:
     """At most `limit` characters of `text`, without lone surrogates, which JSON can't hold."""
     return text[:limit].encode("utf-8", "backslashreplace").decode()
+
+
+def tell(text: str) -> None:
+    """Print `text` on stderr, escaped, even if code of others has replaced or closed `sys.stderr`."""
+    line = safe(text) + "\n"
+    try:
+        sys.stderr.write(line)
+        sys.stderr.flush()
+    except Exception:
+        with contextlib.suppress(OSError):  # no one can read it
+            os.write(2, line.encode(errors="backslashreplace"))
 
 
 class _Escaped(logging.Filter):
@@ -51,7 +59,7 @@ class TerminalHandler(logging.Handler):
     """Prints a record of any logger on stderr, escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(safe(self.format(record)), file=sys.stderr, flush=True)
+        tell(self.format(record))
 
 
 def guard_terminal() -> None:
@@ -71,4 +79,4 @@ def guard_terminal() -> None:
 def _print_traceback(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, where: str = ""
 ) -> None:
-    print(safe(where + "".join(format_exception(kind, error, trace)).rstrip()), file=sys.stderr, flush=True)
+    tell(where + "".join(format_exception(kind, error, trace)).rstrip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
 from tapereel.tapes.common.config import Config, ConfigError, config_keys, dump_config, load_config
-from tapereel.tapes.common.config_yaml import read_value, read_yaml, write_yaml
+from tapereel.tapes.common.config_yaml import LARGEST, YamlProblem, read_value, read_yaml, write_yaml
 
 
 class Optimiser(Config):
@@ -239,3 +240,49 @@ def test_a_setting_knows_its_line():
         (("b", "d"), {}, 5),
     ]
     assert write_yaml({"a": "yes", "b": "1e-3", "c": 1e-5}) == "a: 'yes'\nb: '1e-3'\nc: 1.0e-05\n"
+
+
+HOSTILE = {
+    "aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "line 2"),
+    "merge keys": ("a: &a {x: 1}\nb:\n  <<: *a\n", "line 3"),
+    "brackets": ("a: " + "[" * 3000 + "]" * 3000, "64"),
+    "braces": ('{"a": ' * 3000 + "1" + "}" * 3000, "64"),
+    "indented": ("".join(" " * k + "a:\n" for k in range(900)), "line 64"),
+    "digits": ("a: " + "9" * 6000, "6,000"),
+    "hexadecimal": ("a: 0x" + "f" * 900_000, "900,002"),
+    "base 60": ("a: !!float 1" + ":30" * 300_000, "900,001"),
+    "no integer": ("b: 1\na: !!int x", "line 2"),
+    "no truth": ("b: 1\na: !!bool x", "line 2"),
+    "no date": ("b: 1\na: !!timestamp 2020-13-45", "line 2"),
+    "too long": ("a: '" + "x" * LARGEST + "'", f"{LARGEST + 5:,}"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_the_yaml_of_a_stranger_is_refused_before_it_is_built(name: str, tmp_path: Path):
+    text, named = HOSTILE[name]
+    with pytest.raises(YamlProblem, match=re.escape(named)) as caught:
+        list(read_yaml(text))
+    assert len(str(caught.value)) < 300
+    (tmp_path / "a.yaml").write_text(text)
+    (tmp_path / "a.json").write_text(text)
+    for file in ("a.yaml", "a.json"):
+        with pytest.raises(ConfigError, match=re.escape(str(tmp_path / file))):
+            load_config(Whole, tmp_path / file)
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 3000 + "]" * 3000, "a = " + "9" * 6000, f"name = '{'x' * LARGEST}'"])
+def test_a_toml_file_of_a_stranger_is_refused(text: str, tmp_path: Path):
+    (tmp_path / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "a.toml"))):
+        load_config(Whole, tmp_path / "a.toml")
+
+
+def test_a_configuration_that_could_not_be_read_again_is_not_written():
+    with pytest.raises(ConfigError, match=f"{LARGEST:,}"):
+        dump_config(Whole(name="x" * LARGEST))
+
+
+def test_a_value_on_the_command_line_that_is_no_yaml_is_text():
+    for text in ("*a", "[&a 1, *a]", "[" * 100 + "]" * 100):
+        assert read_value(text) == text

@@ -1,0 +1,168 @@
+"""Checks the arguments of public functions against their annotations, so that an error names a wrong argument.
+
+Arguments are compared, never converted, copied or consumed. Pydantic's `validate_call` refuses `range(3)` for a
+`Sequence[int]`, looks at no item of an `Iterable[str]`, and reads a `Tape` as a document.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache, wraps
+from itertools import repeat
+from numbers import Integral, Real
+from pathlib import Path
+from types import FunctionType, NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, Unpack, get_args, get_origin, get_type_hints
+
+from pydantic import JsonValue
+from typing_extensions import get_protocol_members, is_protocol
+
+from ..errors import BadArgument, short_repr
+from .redact import without_secrets
+
+TargetT = TypeVar("TargetT", bound=Callable[..., object])
+Part = tuple[str, Any, Any]
+"""The place in the call, the value there, and its type by the annotation."""
+MOST = 10_000_000
+"""Items of a collection: `range(10**9)` would fill the memory."""
+_SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
+_PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
+# The other surrogates stand for the bytes of a file name that isn't UTF-8.
+_BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
+_JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
+
+
+def check_arguments(target: TargetT) -> TargetT:
+    """Decorator of a public function, or of a class: its constructor and its public methods.
+
+    BadArgument for an argument that doesn't fit its annotation. A check takes some 20 microseconds, so it isn't for
+    methods that run in every turn.
+    """
+    if isinstance(target, type):
+        for name, member in list(vars(target).items()):
+            if isinstance(member, FunctionType) and (name == "__init__" or name[0] != "_"):
+                setattr(target, name, check_arguments(member))
+        return target  # type: ignore[return-value]
+
+    @wraps(target)
+    def call(*args: Any, **kwargs: Any) -> object:
+        names, hints = _parameters(target)
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            wrong = _wrong((name, value, hints[name])) if name in hints else None
+            if wrong is not None:
+                owner = target.__qualname__.removesuffix(".__init__")
+                raise BadArgument(f"{owner}(): {wrong[0]} is {shown(wrong[1])}; it must be {_expected(wrong[2])}")
+        return target(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def shown(value: object) -> str:
+    """A value of any type, cut and without secrets, with its type."""
+    return f"{without_secrets(short_repr(value))} ({type(value).__qualname__})"
+
+
+def _expected(hint: Any) -> str:
+    if get_origin(hint) is Annotated:
+        return get_args(hint)[1]
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(map(_expected, get_args(hint)))
+    return re.sub(r"\b(?:\w+\.)+|~", "", "None" if hint is NoneType else inspect.formatannotation(hint))
+
+
+class _Absent(type):
+    """A class that is imported for type checkers only. It knows its instances by its name."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return cls.__name__ in (one.__name__ for one in type(value).__mro__)
+
+
+class _Names(dict[str, Any]):
+    def __missing__(self, name: str) -> type:
+        return _Absent(name, (), {})
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
+    """The names of the positional parameters, and the types of all that can be checked."""
+    known, hints = _Names({**vars(builtins), **function.__globals__}), dict[str, Any]()
+    parameters = inspect.signature(function).parameters.values()
+    for one in parameters:
+        try:
+            hint = eval(one.annotation, {}, known)
+        except (AttributeError, TypeError):  # a name in a module that is imported for type checkers only; `self`
+            continue
+        hints |= get_type_hints(get_args(hint)[0]) if get_origin(hint) is Unpack else {one.name: hint}
+    return [one.name for one in parameters if one.kind < one.VAR_POSITIONAL], hints
+
+
+@cache
+def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The class of a type and its parameters. What means a union is one."""
+    kind, args = get_origin(hint) or hint, get_args(hint)
+    if isinstance(hint, TypeVar):
+        return _apart(hint.__bound__ or Any)
+    if kind is Annotated:
+        return (Union, args[:1]) if isinstance(args[1], str) else (Any, ())  # pydantic's SkipValidation
+    return (Union, get_args(_JSON)) if kind is JsonValue else (Union if kind is UnionType else kind, args)
+
+
+def _wrong(part: Part) -> Part | None:
+    """The first part of `part` that doesn't fit its type; None if all fits."""
+    place, value, hint = part
+    kind, args = _apart(hint)
+    if kind is Any or kind is object or (kind is type(value) and kind not in (int, str) and not args):
+        return None
+    if kind is Union:
+        if Path in args and isinstance(value, str | Path if str in args else Path):
+            return (place, value, _PATH) if _BAD_PATH.search(str(value)) else None
+        nearest = part
+        for one in args:
+            found = _wrong((place, value, one))
+            if found is None:
+                return None
+            nearest = found if found[2] is not one else nearest
+        return nearest
+    if kind in (int, float) and isinstance(value, int) and value.bit_length() > 1000:
+        return place, value, Annotated[Any, "a number of at most 1,000 bits"]
+    if kind is str and isinstance(value, str):
+        bad = re.search("[\ud800-\udfff]", value)
+        return (place, value, Annotated[Any, "a str without lone surrogates"]) if bad else None
+    if not _is_a(value, kind, args):
+        return part
+    try:
+        if isinstance(value, Collection) and not isinstance(value, bytes) and len(value) > MOST:
+            return place, value, _SMALL
+        return next(filter(None, map(_wrong, _items(place, value, kind, args))), None)
+    except (RecursionError, OverflowError):
+        return place, value, _SMALL
+
+
+def _is_a(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
+    """Whether `value` is of this type, whatever its items are."""
+    if kind is Literal:
+        return any(type(value) is type(one) and value == one for one in args)
+    if kind is type:
+        wanted, _ = _apart(args[0])
+        return isinstance(value, type) and (not isinstance(wanted, type) or issubclass(value, wanted))
+    if is_protocol(kind):
+        return all(hasattr(value, name) for name in get_protocol_members(kind))
+    if kind is tuple and ... not in args and isinstance(value, tuple):
+        return len(value) == len(args)
+    if isinstance(value, bool | str | bytes | bytearray):  # a str is no sequence of texts, and True is no number
+        return isinstance(value, kind) and kind is not int and not args
+    return isinstance(value, {int: Integral, float: Real}.get(kind, kind))  # NumPy's numbers are among these
+
+
+def _items(place: str, value: Any, kind: Any, args: tuple[Any, ...]) -> Iterator[Part]:
+    """The items that a collection holds already; an iterator is left as it is."""
+    if isinstance(value, Mapping) and len(args) == 2:
+        for key, one in value.items():
+            yield f"a key of {place}", key, args[0]
+            yield f"{place}[{short_repr(key)}]", one, args[1]
+    elif isinstance(value, Collection) and args and args[0] not in (Any, object) and not isinstance(value, str):
+        hints = args if kind is tuple and ... not in args else repeat(args[0])
+        yield from ((f"{place}[{k}]", one, hint) for k, (one, hint) in enumerate(zip(value, hints, strict=False)))
