@@ -154,7 +154,7 @@ async def main(openenv: Path | None, count: int, sessions: int) -> dict[str, Any
         await env.reset(None)
         workers = [child for child in psutil.Process().children() if NAME in child.cmdline()]
         found["in a pool"] = await steps(env, action, count, *workers)
-    with ours("--openenv") as (server, url):
+    with ours() as (server, url):
         found["on a server"] = await steps(RemoteEnvironment(url, Echo), action, count, server)
         found["our OpenEnv client, our server"] = await steps(OpenEnvironment(url), data, count, server)
         if openenv is not None:

@@ -59,9 +59,9 @@ def main() -> None:
     tape, members = group_of(args.run)
     last, group = 2 * tape.actions - 1, (tape.group or "").replace("/", "%2F")
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as playwright:
-        files = Path(scratch) / "view"
+        file = Path(scratch) / "view.html"
         chosen = [word for member in members for word in ("--tape", member)]
-        subprocess.run([*VIEW, str(args.run), "--out", str(files), *chosen], check=True)
+        subprocess.run([*VIEW, str(args.run), "--out", str(file), *chosen], check=True)
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_context(viewport={"width": 1280, "height": 780}).new_page()
         page.set_default_timeout(120_000)
@@ -69,7 +69,7 @@ def main() -> None:
             args.docs / "viewer-tape.png": f"#/tape/{tape.id}/step/{last}",
             args.docs / "viewer-group.png": f"#/group/{group}",
         }
-        photograph(page, (files / "index.html").as_uri(), places)
+        photograph(page, file.as_uri(), places)
         with subprocess.Popen([*VIEW, str(args.run), "--no-browser"], stdout=subprocess.PIPE, text=True) as server:
             try:
                 assert server.stdout is not None

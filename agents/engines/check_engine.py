@@ -11,12 +11,13 @@ import inspect
 import math
 import threading
 import time
-from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ...envs.checks.findings import CheckReport, Finding, checked
+from ...tapes.common.arguments import check_arguments
+from ...tapes.errors import UsageError
 from ...tapes.records import Message, Sampling
 from .engine import Completion, Engine, Request, TrainableEngine, missing_members
 
@@ -33,10 +34,11 @@ CHECKS = {
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
-"""Check -> what holds when it is ok."""
+"""Check -> what holds when it is ok. They are made in this order."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
 """The version under which `weights` are synced."""
+TEXTS = "the engine gives texts without ids"
 TURNS = 5
 """Turns of the event loop that a request gets before it is cancelled: enough to reach an engine in this process."""
 
@@ -57,6 +59,7 @@ class EngineReport(CheckReport):
         return self.shown(f"{self.engine}: {state} ({kind}, {self.tokens} tokens, {self.seconds:.1f} s)", CHECKS)
 
 
+@check_arguments
 def check_engine(
     engine: Engine | Callable[..., object],
     *,
@@ -74,241 +77,202 @@ def check_engine(
     an event loop of its own in a thread, so it can be called from anywhere; an engine that works in another event loop
     already can't be tested.
     """
-    check = _Check(messages, weights, trainable, max_tokens, timeout, seed)
+    if not 0 < timeout <= threading.TIMEOUT_MAX / 12 or max_tokens < 1:
+        raise UsageError(f"timeout is {timeout} and max_tokens {max_tokens}; both must be above 0")
+    check = _Check(engine, tuple(messages), weights, trainable, max_tokens, timeout, seed)
     started = time.perf_counter()
     # A daemon thread: a call that blocks the event loop can't be interrupted, and must not keep the process alive.
-    thread = threading.Thread(target=lambda: asyncio.run(check.run(engine)), name="check_engine", daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(check.run()), name="check_engine", daemon=True)
     thread.start()
     thread.join(timeout * 12)
     if thread.is_alive():
-        check.found(check.current, f"a call blocks the event loop for longer than {timeout:g} s: await what takes time")
-        check.skip("a call never returned")
-    return check.report(time.perf_counter() - started)
+        check.found(f"a call blocks the event loop for longer than {timeout:g} s: await what takes time")
+        for name in list(CHECKS)[list(CHECKS).index(check.current) :]:
+            check.skipped.setdefault(name, "a call never returned")
+    return EngineReport(
+        engine=check.name,
+        ok=not any(finding.severity == "error" for finding in check.findings),
+        trainable=check.can_train,
+        checks=checked(CHECKS, check.findings, check.skipped),
+        findings=tuple(check.findings),
+        tokens=check.sampled,
+        seconds=time.perf_counter() - started,
+    )
 
 
-class _Failed(Exception):
+class _Stop(Exception):
     """A finding makes the later checks impossible."""
 
 
 @dataclass
 class _Check:
-    messages: Sequence[Message]
+    """Each check is the method `_NAME`: it finds faults, or returns the reason why there was nothing to check."""
+
+    made: Any
+    messages: tuple[Message, ...]
     weights: Mapping[str, Tensor] | None
     trainable: bool
     max_tokens: int
     timeout: float
     seed: int
     findings: list[Finding] = field(default_factory=list)
-    passed: set[str] = field(default_factory=set)
     skipped: dict[str, str] = field(default_factory=dict)
     current: str = "members"
+    calling: str = "making the engine"
     name: str = "engine"
     can_train: bool = False
     sampled: int = 0
 
-    def found(self, check: str, sentence: str, *, warning: bool = False) -> None:
+    def found(self, sentence: str, *, warning: bool = False) -> None:
         severity = "warning" if warning else "error"
-        finding = Finding(check=check, severity=severity, sentence=sentence)
-        if finding not in self.findings:
-            self.findings.append(finding)
+        self.findings.append(Finding(check=self.current, severity=severity, sentence=sentence))
 
-    def skip(self, reason: str, *names: str) -> None:
-        """Mark checks as skipped that have no result yet; without names, all of them."""
-        for name in names or CHECKS:
-            if name not in self.passed:
-                self.skipped.setdefault(name, reason)
-
-    async def run(self, made: Any) -> None:
-        try:
-            engine = await self._made(made)
-            await self._requests(engine)
-        except _Failed:
-            self.skip(f"the check `{self.current}` failed")
-
-    async def _made(self, made: Any) -> Engine:
-        if isinstance(made, type) or (callable(made) and not hasattr(made, "complete")):
+    async def run(self) -> None:
+        failed = None
+        for self.current in CHECKS:
+            if failed is not None and (self.current != "close" or failed == "members"):
+                self.skipped[self.current] = f"the check `{failed}` failed"
+                continue
             try:
-                made = made()
-                made = await made if inspect.isawaitable(made) else made
+                if reason := await getattr(self, f"_{self.current}")():
+                    self.skipped[self.current] = reason
+                continue
+            except _Stop as stop:
+                self.found(str(stop))
+            except TimeoutError:
+                self.found(f"{self.calling} takes longer than {self.timeout:g} s")
             except Exception as error:
-                self.found("members", f"making the engine raised {_shown(error)}")
-                raise _Failed from error
-        self.name = type(made).__name__
-        self.can_train = not missing_members(made, TrainableEngine)
-        missing = missing_members(made, TrainableEngine if self.trainable else Engine)
-        if missing:
-            what = "TrainableEngine" if self.trainable else "Engine"
-            self.found("members", f"the engine lacks {', '.join(missing)} of `{what}`: define them")
-        if missing_members(made):
-            raise _Failed
-        self.passed.add("members")
-        return cast(Engine, made)
+                self.found(f"{self.calling} raised {_shown(error)}")
+            failed = failed or self.current
 
-    async def _requests(self, engine: Engine) -> None:
-        try:
-            self.current = "completes"
-            request = self._request(engine)
-            first = await self._complete(engine, request)
-            self.passed.add("completes")
-            self._check_tokens(first)
-            await self._check_determinism(engine, request, first)
-            await self._check_cancellation(engine, request)
-            await self._check_weights(engine, request)
-        finally:
-            await self._check_close(engine)
+    async def _call(self, what: str, call: Awaitable[Any]) -> Any:
+        self.calling = what
+        async with asyncio.timeout(self.timeout):
+            return await call
 
-    def _request(self, engine: Engine) -> Request:
-        sampling = Sampling(max_tokens=self.max_tokens)
-        prompt: array[int] | None = None
-        if engine.renderer is not None:
-            prompt = engine.renderer.prompt(tuple(self.messages)).ids
-        return Request(
-            messages=tuple(self.messages), prompt=prompt, sampling=sampling, seed=self.seed, path="check", cache_key="a"
-        )
-
-    async def _bounded(self, what: str, call: Awaitable[Any]) -> Any:
-        """The result of a call. A call that raises or takes too long is a finding of the current check."""
-        try:
-            async with asyncio.timeout(self.timeout):
-                return await call
-        except TimeoutError as error:
-            self.found(self.current, f"{what} takes longer than {self.timeout:g} s")
-            raise _Failed from error
-        except Exception as error:
-            self.found(self.current, f"{what} raised {_shown(error)}")
-            raise _Failed from error
-
-    async def _complete(self, engine: Engine, request: Request) -> Completion:
-        completion = await self._bounded("complete", engine.complete(request))
+    async def _ask(self, request: Request) -> Completion:
+        completion = await self._call("complete", self.made.complete(request))
         if not isinstance(completion, Completion):
-            self.found(self.current, f"complete returned {completion!r:.80}, which is not a Completion")
-            raise _Failed
+            raise _Stop(f"complete returned {completion!r:.80}, which is not a Completion")
         self.sampled += len(completion.ids or ())
         return completion
 
-    def _check_tokens(self, completion: Completion) -> None:
-        ids, logprobs = completion.ids, completion.logprobs
-        if ids is None:
-            if completion.text is None and not completion.tool_calls:
-                self.found("tokens", "a completion has neither text nor ids: give one of them")
-            if self.can_train and self.trainable:
-                self.found("tokens", "a completion has no ids, and only sampled ids can be trained on")
-            self.skip("the engine gives texts without ids", "tokens", "spans")
-            return
-        if len(ids) > self.max_tokens:
-            self.found("tokens", f"a completion has {len(ids)} ids, and max_tokens is {self.max_tokens}")
-        if logprobs is None:
-            self.found("tokens", "ids come without log-probs: they can be imitated, not reinforced", warning=True)
-        elif len(logprobs) != len(ids):
-            self.found("tokens", f"{len(ids)} ids come with {len(logprobs)} log-probs: give one for each id")
-        elif not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
-            self.found("tokens", "a log-prob is above 0 or not finite: give log softmax(logits / temperature)")
-        end = 0
-        for version, start, stop in completion.spans:
-            if not version or start != end or stop <= start:
-                break
-            end = stop
-        if end != len(ids):
-            self.found(
-                "spans",
-                f"the spans {completion.spans!r:.200} don't cover {len(ids)} ids: give (version, start, end), "
-                "half-open, each beginning where the one before ends",
-            )
+    async def _members(self) -> None:
+        if isinstance(self.made, type) or (callable(self.made) and not hasattr(self.made, "complete")):
+            made = self.made()
+            self.made = await made if inspect.isawaitable(made) else made
+        self.name = type(self.made).__name__
+        self.can_train = not missing_members(self.made, TrainableEngine)
+        wanted = TrainableEngine if self.trainable else Engine
+        if missing := missing_members(self.made, wanted):
+            sentence = f"the engine lacks {', '.join(missing)} of `{wanted.__name__}`: define them"
+            if missing_members(self.made):
+                raise _Stop(sentence)
+            self.found(sentence)
 
-    async def _check_determinism(self, engine: Engine, request: Request, first: Completion) -> None:
-        self.current = "determinism"
-        again = await self._complete(engine, request)
-        others = [replace(request, seed=self.seed + k, cache_key=f"other {k}") for k in (1, 2)]
-        among = (await asyncio.gather(*(self._complete(engine, one) for one in (request, *others))))[0]
-        if first.ids is None:
-            self.skip("the engine gives texts without ids", "determinism")
-            return
+    async def _completes(self) -> None:
+        renderer, sampling = self.made.renderer, Sampling(max_tokens=self.max_tokens)
+        prompt = None if renderer is None else renderer.prompt(self.messages).ids
+        self.request = Request(
+            messages=self.messages, prompt=prompt, sampling=sampling, seed=self.seed, path="check", cache_key="a"
+        )
+        self.first = await self._ask(self.request)
+
+    async def _tokens(self) -> str | None:
+        ids, logprobs = self.first.ids, self.first.logprobs
+        if ids is None:
+            if self.first.text is None and not self.first.tool_calls:
+                self.found("a completion has neither text nor ids: give one of them")
+            if self.can_train and self.trainable:
+                self.found("a completion has no ids, and only sampled ids can be trained on")
+            return TEXTS
+        if len(ids) > self.max_tokens:
+            self.found(f"a completion has {len(ids)} ids, and max_tokens is {self.max_tokens}")
+        if logprobs is None:
+            self.found("ids come without log-probs: they can be imitated, not reinforced", warning=True)
+        elif len(logprobs) != len(ids):
+            self.found(f"{len(ids)} ids come with {len(logprobs)} log-probs: give one for each id")
+        elif not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
+            self.found("a log-prob is above 0 or not finite: give log softmax(logits / temperature)")
+        return None
+
+    async def _spans(self) -> str | None:
+        ids, spans = self.first.ids, self.first.spans
+        if ids is None:
+            return TEXTS
+        ends = [0, *(stop for _, _, stop in spans)]
+        follow = [start for _, start, _ in spans] == ends[:-1] and ends[-1] == len(ids)
+        if not follow or not all(version and start < stop for version, start, stop in spans):
+            self.found(
+                f"the spans {spans!r:.200} don't cover {len(ids)} ids: give (version, start, end), half-open, each "
+                "beginning where the one before ends"
+            )
+        return None
+
+    async def _determinism(self) -> str | None:
+        again = await self._ask(self.request)
+        others = [replace(self.request, seed=self.seed + k, cache_key=f"other {k}") for k in (1, 2)]
+        among, *_ = await asyncio.gather(*map(self._ask, (self.request, *others)))
+        if self.first.ids is None:
+            return TEXTS
         for completion, when in ((again, "asked again"), (among, "asked among other requests")):
-            if completion.ids != first.ids:
+            if completion.ids != self.first.ids:
                 self.found(
-                    "determinism",
-                    f"{when}, the same seed gave {list(completion.ids or ())[:8]} instead of {list(first.ids)[:8]}: "
-                    "draw each token from the request's seed and the token's position alone",
+                    f"{when}, the same seed gave {list(completion.ids or ())[:8]} instead of "
+                    f"{list(self.first.ids)[:8]}: draw each token from the request's seed and the token's position "
+                    "alone",
                     # A server's kernels may depend on the batch: recorded runs still replay from their tapes.
                     warning=True,
                 )
+        return None
 
-    async def _check_cancellation(self, engine: Engine, request: Request) -> None:
-        self.current = "cancellation"
+    async def _cancellation(self) -> str | None:
         partial: list[Completion] = []
-        long = request.sampling.model_copy(update={"max_tokens": 256})
-        asking = asyncio.ensure_future(
-            engine.complete(replace(request, sampling=long, on_partial=partial.append, cache_key="cancelled"))
-        )
+        long = self.request.sampling.model_copy(update={"max_tokens": 256})
+        request = replace(self.request, sampling=long, on_partial=partial.append, cache_key="cancelled")
+        asking = asyncio.ensure_future(self.made.complete(request))
         for _ in range(TURNS):
             await asyncio.sleep(0)
         if asking.done():
             if not asking.cancelled():
                 asking.exception()  # retrieved: an error here shows in the other checks
-            self.skip("complete never waits, so that nothing can be cancelled", "cancellation")
-            return
+            return "complete never waits, so that nothing can be cancelled"
         asking.cancel()
         await asyncio.wait({asking}, timeout=self.timeout)
         if not asking.done():
-            self.found(
-                "cancellation", f"a cancelled complete ran for {self.timeout:g} s more: let CancelledError through"
-            )
-            raise _Failed
+            raise _Stop(f"a cancelled complete ran for {self.timeout:g} s more: let CancelledError through")
         if not asking.cancelled():
             error = asking.exception()
             what = "returned a completion" if error is None else f"raised {_shown(error)}"
-            self.found("cancellation", f"a cancelled complete {what}: raise CancelledError")
+            self.found(f"a cancelled complete {what}: raise CancelledError")
         elif len(partial) > 1:
-            self.found("cancellation", f"on_partial was called {len(partial)} times: call it once")
+            self.found(f"on_partial was called {len(partial)} times: call it once")
         elif not partial:
-            self.found(
-                "cancellation",
-                "on_partial was not called: the tokens sampled until the cancellation are missing on the tape",
-                warning=True,
-            )
+            missing = "the tokens sampled until the cancellation are missing on the tape"
+            self.found(f"on_partial was not called: {missing}", warning=True)
         elif partial[0].finish != "cancelled":
-            self.found("cancellation", f"the partial completion has finish={partial[0].finish!r}: set `cancelled`")
-
-    async def _check_weights(self, engine: Engine, request: Request) -> None:
-        self.current = "weights"
-        if missing_members(engine, TrainableEngine) or not isinstance(engine, TrainableEngine):
-            return self.skip("the engine takes no weights", "weights")
-        if self.weights is None:
-            return self.skip("no weights were passed (`weights=state_dict`)", "weights")
-        await self._bounded("sync_weights", engine.sync_weights(self.weights, VERSION))
-        if engine.version != VERSION:
-            self.found("weights", f"version is {engine.version!r} after sync_weights(state, {VERSION!r})")
-        completion = await self._complete(engine, request)
-        wrong = {version for version, _, _ in completion.spans} - {VERSION}
-        if wrong:
-            self.found("weights", f"tokens sampled after sync_weights carry {sorted(wrong)}, not {VERSION!r}")
-        if engine.changing:
-            self.found("weights", "changing is true although no sync_weights is in progress")
+            self.found(f"the partial completion has finish={partial[0].finish!r}: set `cancelled`")
         return None
 
-    async def _check_close(self, engine: Engine) -> None:
-        failed, self.current = self.current, "close"
-        try:
-            engine.forget("a")
-            await self._bounded("close", engine.close())
-            await self._bounded("a second close", engine.close())
-            self.passed.add("close")
-        except _Failed:
-            pass
-        finally:
-            self.current = failed
+    async def _weights(self) -> str | None:
+        if not self.can_train:
+            return "the engine takes no weights"
+        if self.weights is None:
+            return "no weights were passed (`weights=state_dict`)"
+        await self._call("sync_weights", self.made.sync_weights(self.weights, VERSION))
+        if self.made.version != VERSION:
+            self.found(f"version is {self.made.version!r} after sync_weights(state, {VERSION!r})")
+        if wrong := {version for version, _, _ in (await self._ask(self.request)).spans} - {VERSION}:
+            self.found(f"tokens sampled after sync_weights carry {sorted(wrong)}, not {VERSION!r}")
+        if self.made.changing:
+            self.found("changing is true although no sync_weights is in progress")
+        return None
 
-    def report(self, seconds: float) -> EngineReport:
-        """The report of what was found so far."""
-        return EngineReport(
-            engine=self.name,
-            ok=not any(finding.severity == "error" for finding in self.findings),
-            trainable=self.can_train,
-            checks=checked(CHECKS, self.findings, self.skipped),
-            findings=tuple(self.findings),
-            tokens=self.sampled,
-            seconds=seconds,
-        )
+    async def _close(self) -> None:
+        self.calling = "forget"
+        self.made.forget("a")
+        await self._call("close", self.made.close())
+        await self._call("a second close", self.made.close())
 
 
 def _shown(error: BaseException) -> str:

@@ -8,7 +8,6 @@ objects; `branch_run` takes them from a run's configuration, and records the con
 
 from __future__ import annotations
 
-import json
 import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,8 +20,9 @@ from ...envs.checks.reexec import own_environment
 from ...envs.environment import EnvironmentFactory, RestoreMismatch, new_environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Status, Tape
-from ...tapes.common.config import load_config
+from ...tapes.common.config import Setting, load_config
 from ...tapes.common.run_async import run_async
+from ...tapes.common.stats import mean_of
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.journal import Journal
 from ...tapes.records import Publish, total_reward
@@ -202,8 +202,7 @@ class Branched:
     @property
     def mean_reward(self) -> float | None:
         """Over the continuations that ended usably and were scored; None without any."""
-        rewards = self.rewards
-        return sum(rewards) / len(rewards) if rewards else None
+        return mean_of(self.rewards)
 
     @property
     def rewards(self) -> list[float]:
@@ -224,14 +223,14 @@ def branch_run(
     agent: Agent | str | None = None,
     env: EnvSource | None = None,
     model: str | None = None,
-    sets: Sequence[str] = (),
+    sets: Sequence[Setting] = (),
     unverified: bool = False,
 ) -> Branched:
     """Continue a tape of a run from a turn, with something changed, and record the continuations in the same run.
 
     tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: objects or
     `module:name`; None: those of the run's configuration. model: a folder; None: the engine of the run's
-    configuration. sets: settings of `BranchConfig`, as `attempts=16` or `sampling.temperature=0.5`.
+    configuration. sets: settings of `BranchConfig`, as `attempts=16` or `("sampling.temperature", 0.5)`.
 
     Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
     PrefixUnverified where the environment doesn't return to the recorded state (`unverified` continues nevertheless).
@@ -243,7 +242,7 @@ def branch_run(
         factory = load_env(named) if named is not None else own_environment(begin.env)
         if factory is None:
             raise UsageError(
-                f"no environment is named, and {begin.tape} was recorded in {begin.env.cls}: give --env module:name"
+                f"no environment is named, and {begin.tape} was recorded in {begin.env.cls}: give `env=...`"
             )
         # Read again: only now are the step classes imported that this tape's steps are made of.
         recorded = store.tape(tape)
@@ -252,7 +251,7 @@ def branch_run(
     try:
         cut(recorded, turn)
     except ValueError as error:
-        raise UsageError(f"--at {turn}: {error}") from error
+        raise UsageError(f"turn {turn}: {error}") from error
     acting = recorded_agent(run, agent, begin.agent)
     config = _config(str(run), settings, recorded, model, sets)
     own = {name for name in config.players if not _is_set(name, sets)} | ({""} if _keeps_engine(model, sets) else set())
@@ -311,7 +310,9 @@ def reward_since(tape: Tape, step: int) -> float | None:
     return total_reward(rewards)
 
 
-def _config(run: str, settings: Mapping[str, Any], tape: Tape, model: str | None, sets: Sequence[str]) -> BranchConfig:
+def _config(
+    run: str, settings: Mapping[str, Any], tape: Tape, model: str | None, sets: Sequence[Setting]
+) -> BranchConfig:
     """The recorded settings, with `model` and `sets` on top."""
     begin = tape.begin
     engine = with_trainer_settings(settings.get("engine") or {}, settings.get("trainer") or {})
@@ -326,25 +327,28 @@ def _config(run: str, settings: Mapping[str, Any], tape: Tape, model: str | None
         "env_seed": begin.env_seed,
         "split": SPLIT,
     }
-    below = [f"{key}={json.dumps(value)}" for key, value in base.items() if value != {}]
+    below = [(key, value) for key, value in base.items() if value != {}]
     if model is not None:
-        below += ["engine.kind=embedded", f"engine.model={model}"]
-    elif any(text.startswith(("engine.answers", "engine.policy")) for text in sets):
-        below.append("engine.kind=scripted")
-    elif not engine and not any(text.startswith("engine") for text in sets):
-        raise UsageError(f"no model is named, and {run} has no configuration with an engine: give --model DIR")
+        below += [("engine.kind", "embedded"), ("engine.model", model)]
+    elif _sets_any(sets, "engine.answers", "engine.policy"):
+        below.append(("engine.kind", "scripted"))
+    elif not engine and not _sets_any(sets, "engine"):
+        raise UsageError(f"no model is named, and {run} has no configuration with an engine: give `model=DIR`")
     return load_config(BranchConfig, None, [*below, *sets])
 
 
-def _keeps_engine(model: str | None, sets: Sequence[str]) -> bool:
+def _keeps_engine(model: str | None, sets: Sequence[Setting]) -> bool:
     """Whether the model is the one of the run's configuration."""
-    others = ("engine.kind", "engine.model", "engine.answers", "engine.policy")
-    return model is None and not any(text.startswith(others) for text in sets)
+    return model is None and not _sets_any(sets, "engine.kind", "engine.model", "engine.answers", "engine.policy")
 
 
-def _is_set(player: str, sets: Sequence[str]) -> bool:
+def _is_set(player: str, sets: Sequence[Setting]) -> bool:
     """Whether the settings name another engine for the player."""
-    return any(text.startswith(("players=", f"players.{player}=", f"players.{player}.engine")) for text in sets)
+    return _sets_any(sets, "players=", f"players.{player}=", f"players.{player}.engine")
+
+
+def _sets_any(sets: Sequence[Setting], *starts: str) -> bool:
+    return any((one if isinstance(one, str) else f"{one[0]}=").startswith(starts) for one in sets)
 
 
 def _speaking(players: dict[str, Any]) -> dict[str, Any]:
@@ -374,9 +378,9 @@ def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: M
             for version, _, _ in call.spans
         }
         if versions and publish.version not in versions:
-            how = f"--set players.{name}.engine.model=RUN/checkpoints/{name}" if name else "--model RUN/checkpoints"
+            key = f"players.{name}.engine.model" if name else "model"
             raise UsageError(
                 f"tape {tape.id} was sampled from version {', '.join(sorted(versions))}, and the run's "
                 f"configuration names other weights ({publish.version}): say which ones are meant, as in "
-                f"{how}/update-000080/hf"
+                f"`{key}=RUN/checkpoints/{name and name + '/'}update-000080/hf`"
             )

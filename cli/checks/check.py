@@ -1,14 +1,12 @@
-"""`tapereel check`: check an environment, tasks or an engine before a run uses them. Each target is a command."""
+"""`tapereel check`: check an environment or an engine before a run uses them. Each target is a command."""
 
 EXAMPLE = """
 tapereel check env my_env.py:GuessNumber --tasks "[1, 5, 9]" --actions my_env.py:guess
 tapereel check engine my_engine.py:MyEngine
-tapereel check tasks train.jsonl held_out.jsonl --public question --private answer
 """
 
 TARGETS: dict[str, tuple[str, str]] = {
     "env": ("cli.checks.check_env_command", "check that an environment keeps its contract"),
     "engine": ("cli.checks.check_engine_command", "check that an engine keeps its contract"),
-    "tasks": ("cli.checks.check_tasks_command", "check that held-out tasks share no text with training tasks"),
 }
 """target -> (module inside tapereel, what it does)."""

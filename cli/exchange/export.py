@@ -1,4 +1,4 @@
-"""`tapereel export`: write the rows of a run's tapes as a dataset, or with `--format` the tapes in another format.
+"""`tapereel export`: write the rows of a run's tapes as a dataset, or with `--format` their conversations.
 
 The run is only read, and running tapes are left out.
 """
@@ -18,7 +18,7 @@ EXAMPLE = """
 tapereel export runs/demo demo.parquet
 tapereel export runs/demo demo.jsonl --split train --status finished --min-reward 1
 tapereel export runs/demo demo-dataset --tokenizer path/to/tokenizer
-tapereel export runs/demo traces.jsonl --format openenv
+tapereel export runs/demo shown.jsonl --format sft
 """
 
 

@@ -1,4 +1,4 @@
-"""`tapereel view`: show a run in the browser, from a server on this machine or from files that need no server."""
+"""`tapereel view`: show a run in the browser, from a server on this machine or from one file that needs no server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLE = """
 tapereel view runs/demo
 tapereel view runs/demo --port 8123 --no-browser
-tapereel view runs/demo --out runs/demo-view --last 500
+tapereel view runs/demo --out demo.html --tape 019a3c
 """
 
 
@@ -40,14 +40,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     parser.add_argument(
-        "--out", metavar="DIR", help="write the view as files to DIR, to open or to host, and start no server"
+        "--out", metavar="FILE", help="write the overview and some tapes as one .html file, and start no server"
     )
-    parser.add_argument("--tape", action="append", default=[], metavar="ID", help="with --out: only these tapes")
-    parser.add_argument("--last", type=int, metavar="N", help="with --out: only the newest N tapes")
+    parser.add_argument(
+        "--tape",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="with --out: the tapes of the file (default: those that the overview proposes to read)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a stop signal, or write the files."""
+    """Serve until a stop signal, or write the file."""
     for flag, folder in (("--weights", args.weights), ("--tokenizer", args.tokenizer)):
         if folder is not None and not Path(folder).is_dir():
             raise UsageError(f"{flag} {folder}: there is no such folder")
@@ -60,19 +65,14 @@ def run(args: argparse.Namespace) -> int:
 
     with RunView(args.run, insight=insight) as view:
         if args.out is not None:
-            from ...tapes.view.bundle import write_bundle
+            from ...tapes.view.bundle import write_view
 
             with live_progress() as progress:
-                written = write_bundle(view, Path(args.out), tapes=args.tape, last=args.last, progress=progress)
-            answer(
-                args,
-                written,
-                f"{written['tapes']} tapes in {written['files']} files, {written['bytes']:,} bytes: "
-                f"open {written['index']}",
-            )
+                written = write_view(view, Path(args.out), tapes=args.tape, progress=progress)
+            answer(args, written, f"{written['tapes']} tapes, {written['bytes']:,} bytes: open {written['page']}")
             return Exit.HOLDS
-        if args.tape or args.last is not None:
-            raise UsageError("--tape and --last choose what --out writes: add --out DIR, or filter in the browser")
+        if args.tape:
+            raise UsageError("--tape chooses what --out writes: add --out FILE.html, or filter in the browser")
         from ...tapes.view.view_server import Server
 
         with contextlib.suppress(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""`tapereel branch`: continue a recorded episode from a turn with something changed, or draw the tree of forks."""
+"""`tapereel branch`: continue a recorded episode from a turn with something changed."""
 
 from __future__ import annotations
 
@@ -6,39 +6,30 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ...tapes.audit.compare import TapeDiff, diff_tapes
-from ...tapes.audit.forks import Fork, tree
-from ...tapes.common.text import number, safe
-from ...tapes.errors import UsageError
-from ...tapes.store.store import Store
+from ...tapes.common.stats import number
 from ..console import Exit, Section, answer, say
 from ..scene_arguments import add_set_argument
 
 if TYPE_CHECKING:
-    from rich.tree import Tree
-
     from ...agents.replay.branching import Branched
 
 EXAMPLE = """
 tapereel branch runs/demo 019a3c --at 2 --model runs/demo/checkpoints/update-000440/hf --n 16
 tapereel branch runs/digits-script 019a3c --at 0 --set engine.answers='["7"]' --seed 3
 tapereel branch runs/digits 019a3c --at 0 --set sampling.temperature=0.5 --agent agents.py:solver --unverified
-tapereel branch runs/demo --tree
 """
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory; the continuations are recorded there too")
-    parser.add_argument("tape", nargs="?", help="id of the tape to continue, or its first characters")
+    parser.add_argument("tape", help="id of the tape to continue, or its first characters")
     parser.add_argument(
-        "--at", type=int, metavar="TURN", help="first turn that is new, counted from 0; the turns before it are kept"
-    )
-    parser.add_argument(
-        "--tree",
-        nargs="?",
-        const="",
-        metavar="TAPE",
-        help="print the trees of forks, or the tree with TAPE in it, and run nothing",
+        "--at",
+        type=int,
+        required=True,
+        metavar="TURN",
+        help="first turn that is new, counted from 0; the turns before it are kept",
     )
     own = "(default: that of the run's configuration)"
     parser.add_argument("--agent", metavar="NAME", help=f"the agent, as module:name or file.py:name {own}")
@@ -64,18 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Roll out or draw, and print the result."""
+    """Roll out, and print the result."""
     from ...agents.replay.branching import PrefixUnverified, branch_run
 
-    if args.tree is not None:
-        with Store.open(args.run) as store:
-            trees = tree(store, args.tree or None)
-        answer(args, {"run": str(args.run), "trees": trees}, *(map(_drawn, trees) if trees else ["no forks"]))
-        return Exit.HOLDS
-    if args.tape is None or args.at is None:
-        raise UsageError(
-            "a tape and `--at TURN` are required, as in `tapereel branch RUN TAPE --at 2`; --tree prints the forks"
-        )
     more = {"attempts": args.n, "seed": args.seed, "env_seed": args.env_seed}
     sets = [*(f"{key}={value}" for key, value in more.items() if value is not None), *args.sets]
     try:
@@ -136,23 +118,3 @@ def _place(found: TapeDiff) -> str:
     if p is None:
         return "nowhere"
     return p.field if p.turn is None else f"turn {p.turn}: {p.field}"
-
-
-def _drawn(root: Fork) -> Tree:
-    from rich.tree import Tree
-
-    drawn = Tree(safe(_label(root)))
-    _grow(drawn, root)
-    return drawn
-
-
-def _grow(drawn: Tree, fork: Fork) -> None:
-    for child in fork.children:
-        _grow(drawn.add(safe(_label(child))), child)
-
-
-def _label(fork: Fork) -> str:
-    at = f"turn {fork.turn}: " if fork.parent is not None else ""
-    label = f"{at}{fork.tape}  {fork.status or 'running'}, reward {number(fork.reward)}, {fork.turns} own turns"
-    label += f", {fork.agent}, split {fork.split}"
-    return label if fork.unverified is None else f"{label}, unverified ({fork.unverified})"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.load_named import listed_tasks, load_named
+from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ..console import Exit, answer, at_least, positive, say
 from ..scene_arguments import add_server_arguments, token_line, variable_value
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLE = """
 tapereel serve env my_env.py:GuessNumber --port 8100
 tapereel serve env my_env.py:Simulator --port 8100 --processes 8 --call-seconds 20
-tapereel serve env my_env.py:GuessNumber --port 8100 --openenv --tasks "[3, 7, 9]"
+tapereel serve env my_env.py:GuessNumber --port 8100 --tasks "[3, 7, 9]"
 """
 
 PROCESS_SHARE = 0.9
@@ -68,7 +68,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest message to accept (default 1 MiB)",
     )
-    parser.add_argument("--openenv", action="store_true", help="accept OpenEnv's clients too, at /ws")
     parser.add_argument("--tasks", help="tasks for OpenEnv's clients that bring none: a JSON list, or module:name")
 
 
@@ -76,8 +75,6 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal."""
     from ...envs.remote import Pool, Service, ServiceLimits, add_openenv
 
-    if args.tasks is not None and not args.openenv:
-        raise UsageError("--tasks is only for OpenEnv's clients: add --openenv, or remove --tasks")
     limits = ServiceLimits(
         sessions=args.sessions,
         message_bytes=args.message_bytes,
@@ -93,13 +90,11 @@ def run(args: argparse.Namespace) -> int:
                 seconds = PROCESS_SHARE * limits.call_seconds
                 pool = Pool(args.env, processes=args.processes, seconds=seconds, largest=limits.message_bytes)
                 make = stack.enter_context(pool)
-            service = Service(make, host=args.host, token=token, limits=limits)
-            if args.openenv:
-                add_openenv(service, tasks)
+            service = add_openenv(Service(make, host=args.host, token=token, limits=limits), tasks)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(_serve(args, service))
+            run_async(_serve(args, service))
     return Exit.HOLDS
 
 

@@ -14,16 +14,16 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
-from itertools import islice
 from typing import Any
 
+from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import Unwritable
 from ...tapes.messages import ENV
-from ...tapes.records import StepRecord, Task
+from ...tapes.records import StepRecord
 from ...tapes.steps import Action
-from ...tapes.tape import step_record
-from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, bare_tape
-from ..taskset import BadTasks
+from ...tapes.tape import Tape, step_record
+from ..environment import EnvironmentFactory, bare_tape
+from ..taskset import BadTasks, as_task
 from .env_probe import Failed, Play, Policy, Probe, Stuck
 from .findings import CheckReport, checked
 
@@ -74,6 +74,7 @@ class Report(CheckReport):
         return self.shown(head, CHECKS)
 
 
+@check_arguments
 def check_env(
     factory: EnvironmentFactory,
     tasks: Iterable[object],
@@ -91,12 +92,12 @@ def check_env(
     The policy returns an Action, or a `str` for an environment that takes `Answer`. timeout: seconds that a call may
     take. stall: seconds that a call may block the event loop. reward_range: smallest and largest reward of an episode,
     if the environment promises them. Runs its own event loops in threads, so it works inside a running loop too. An
-    `irreversible` environment is played once per task. Raises NotAnEnvironment and BadTasks for wrong arguments.
+    `irreversible` environment is played once per task. Raises BadArgument, NotAnEnvironment and BadTasks.
     """
     started = time.perf_counter()
-    chosen = [Task.of(task) for task in islice(tasks, episodes)]
+    chosen = [as_task(task, k) for k, task in zip(range(episodes), tasks, strict=False)]
     if not chosen:
-        raise BadTasks("check_env needs at least one task")
+        raise BadTasks(f"check_env needs at least one task (episodes={episodes})")
     probe = Probe(factory, actions, max_turns=max_turns, timeout=timeout, stall=stall, seed=seed)
     plays: list[Play] = []
     skipped = {"blocks": "the environment sets `blocking`, so it runs in a thread"} if probe.blocking else {}
@@ -200,15 +201,18 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
             _check_restore(probe, *max(whole, key=lambda one: len(one[1].turns)))
         if probe.blocking:
             skipped["cancellation"] = "a call in a thread can't be cancelled"
-        elif not _check_cancellation(probe, *whole[0]):
-            skipped["cancellation"] = "no call waits, so none can be cancelled"
+        else:
+            methods = ("reset", "step") if whole[0][1].turns else ("reset",)
+            waited = [probe.run(lambda name=name: _cancelled(probe, *whole[0], name))[0] for name in methods]
+            if not any(waited):
+                skipped["cancellation"] = "no call waits, so none can be cancelled"
         _check_leaks(probe, *whole[0])
     probe.run(lambda: probe.close(probe.unused))
 
 
-def _replayed(probe: Probe, k: int, play: Play) -> Callable[[], Any]:
+def _replayed(probe: Probe, k: int, play: Play, prefix: Tape | None = None) -> Callable[[], Any]:
     script = [action for action, _ in play.turns]
-    return lambda: probe.play(play.task, k, script=script)
+    return lambda: probe.play(play.task, k, script=script, prefix=prefix)
 
 
 def _check_same(probe: Probe, check: str, sentence: str, plays: list[tuple[int, Play]]) -> None:
@@ -256,27 +260,17 @@ def _open_files() -> set[object]:
     return {*os.listdir("/dev/fd")} if os.path.isdir("/dev/fd") else set()
 
 
-def _difference(a: Play, b: Play) -> str | None:
-    """The first difference of two episodes, as part of a sentence; None if they are equal."""
+def _difference(a: Play, b: Play, first: int = 1) -> str | None:
+    """The first difference of two episodes, as part of a sentence; None if they are equal. first: number of the first
+    turn."""
     if b.status is None:
         return "the second one did not reach its end"
-    if a.first != b.first:
-        return f"reset returned {a.first!r:.120} and then {b.first!r:.120}"
-    for turn, ((_, one), (_, other)) in enumerate(zip(a.turns, b.turns, strict=False), 1):
-        difference = _outcomes_differ(one, other)
-        if difference:
-            return f"turn {turn} returned {difference}"
-    if a.last != b.last:
-        return f"finish returned {a.last!r:.120} and then {b.last!r:.120}"
-    return None
-
-
-def _outcomes_differ(one: Outcome, other: Outcome) -> str | None:
-    for name in ("observation", "reward", "metrics", "terminated", "truncated"):
-        first, second = getattr(one, name), getattr(other, name)
-        if first != second:
-            return f"{name} {first!r:.120} and then {second!r:.120}"
-    return None
+    pairs: list[tuple[str, object, object]] = [("reset returned", a.first, b.first)]
+    for turn, ((_, one), (_, other)) in enumerate(zip(a.turns, b.turns, strict=False), first):
+        names = ("observation", "reward", "metrics", "terminated", "truncated")
+        pairs += [(f"turn {turn} returned {name}", getattr(one, name), getattr(other, name)) for name in names]
+    pairs.append(("finish returned", a.last, b.last))
+    return next((f"{what} {x!r:.120} and then {y!r:.120}" for what, x, y in pairs if x != y), None)
 
 
 def _check_restore(probe: Probe, k: int, play: Play) -> None:
@@ -285,29 +279,10 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
     The second half shows state that no observation of the first half shows, such as the random generator's.
     """
     cut = len(play.turns) // 2
-    begun = Play(play.task, play.first, play.turns[:cut])
+    begun, rest = Play(play.task, play.first, play.turns[:cut]), Play(play.task, turns=play.turns[cut:])
     tape = bare_tape("check", play.task, probe.name, probe.seed + k, begun.steps)
-    script = play.turns[cut:]
-
-    async def continued() -> str | None:
-        env = probe.make()
-        env.rng = random.Random(probe.seed + k)
-        try:
-            await probe.call(env, "restore", play.task.given, tape, check="restore")
-            for turn, (action, recorded) in enumerate(script, cut + 1):
-                now = await probe.call(env, "step", action, check="restore")
-                if not isinstance(now, Outcome):
-                    return f"turn {turn} returned {now!r:.120}"
-                difference = _outcomes_differ(recorded, now)
-                if difference:
-                    return f"turn {turn} returned {difference}"
-        except Failed:
-            return None
-        finally:
-            await probe.close(env)
-        return None
-
-    (difference,) = probe.run(continued)
+    (restored,) = probe.run(_replayed(probe, k, rest, tape))
+    difference = _difference(rest, restored, cut + 1) if restored.status is not None else None
     if difference:
         probe.found(
             "restore",
@@ -316,46 +291,39 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
         )
 
 
-def _check_cancellation(probe: Probe, k: int, play: Play) -> bool:
-    """Cancel `reset` and `step` while they wait. False if no call ever waits."""
-
-    async def cancelled(method: str) -> bool:
-        env = probe.make()
-        env.rng = random.Random(probe.seed + k)
-        try:
-            if method == "step":
-                await probe.call(env, "reset", play.task.given)
-            return await _cancel(probe, env, method, play.task.given if method == "reset" else play.turns[0][0])
-        except Failed:
+async def _cancelled(probe: Probe, k: int, play: Play, method: str) -> bool:
+    """Start `reset` or `step`, cancel it at its first wait and check that it ends as cancelled. False if it never
+    waits."""
+    env = probe.make()
+    env.rng = random.Random(probe.seed + k)
+    try:
+        if method == "step":
+            await probe.call(env, "reset", play.task.given)
+        call = asyncio.ensure_future(getattr(env, method)(play.task.given if method == "reset" else play.turns[0][0]))
+        await asyncio.sleep(0)
+        if call.done():
+            if not call.cancelled():
+                call.exception()  # retrieve it, or asyncio logs a warning; the first episodes have reported it
             return False
-        finally:
-            await probe.close(env)
-
-    methods = ("reset", "step") if play.turns else ("reset",)
-    waited = [probe.run(lambda method=method: cancelled(method))[0] for method in methods]
-    return any(waited)
-
-
-async def _cancel(probe: Probe, env: AnyEnvironment, method: str, argument: Any) -> bool:
-    """Start the call, cancel it at its first wait and check that it ends as cancelled. False if it never waits."""
-    call = asyncio.ensure_future(getattr(env, method)(argument))
-    await asyncio.sleep(0)
-    if call.done():
-        if not call.cancelled():
-            call.exception()  # retrieve it, or asyncio logs a warning; the first episodes have reported it
-        return False
-    call.cancel()
-    await asyncio.wait({call}, timeout=probe.timeout)
-    advice = "let CancelledError through (`except Exception` does; a bare `except` or `except BaseException` doesn't)"
-    if not call.done():
-        after = f"continued for {probe.timeout:g} s after it was cancelled"
-        probe.found("cancellation", f"{probe.name}.{method} {after}; {advice}")
-        raise Stuck
-    if call.cancelled():
+        call.cancel()
+        await asyncio.wait({call}, timeout=probe.timeout)
+        if call.cancelled():
+            return True
+        if not call.done():
+            reaction = f"continued for {probe.timeout:g} s after it was cancelled"
+        elif (error := call.exception()) is None:
+            reaction = "was cancelled and finished normally"
+        else:
+            reaction = f"was cancelled and raised {type(error).__qualname__}: {str(error)[:200]}"
+        probe.found(
+            "cancellation",
+            f"{probe.name}.{method} {reaction}; let CancelledError through (`except Exception` does; a bare `except` "
+            "or `except BaseException` doesn't)",
+        )
+        if not call.done():
+            raise Stuck
         return True
-    error = call.exception()
-    reaction = "finished normally"
-    if error is not None:
-        reaction = f"raised {type(error).__qualname__}: {str(error)[:200]}"
-    probe.found("cancellation", f"{probe.name}.{method} was cancelled and {reaction}; {advice}")
-    return True
+    except Failed:
+        return False
+    finally:
+        await probe.close(env)

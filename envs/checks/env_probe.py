@@ -20,6 +20,7 @@ from typing import Any, Never, TypeVar
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Answer, Observation
+from ...tapes.tape import Tape
 from ..environment import (
     AnyEnvironment,
     Environment,
@@ -203,15 +204,22 @@ class Probe:
         )
         raise Failed from error
 
-    async def play(self, task: Task, k: int, *, script: Sequence[Action] | None = None) -> Play:
-        """Play the episode of `task` with the k-th seed: with the policy, or with the actions of `script`."""
+    async def play(
+        self, task: Task, k: int, *, script: Sequence[Action] | None = None, prefix: Tape | None = None
+    ) -> Play:
+        """Play the episode of `task` with the k-th seed: with the policy, or with the actions of `script`, and if
+        `prefix` is given from there on, without `finish`."""
         env = self.make()
         env.rng = random.Random(self.seed + k)
         play = Play(task)
         try:
-            play.first = self._checked(as_observation, await self.call(env, "reset", task.given), "reset")
-            await self._turns(env, play, random.Random(f"{self.seed}/{k}"), script)
-            last = await self.call(env, "finish", play.status)
+            if prefix is None:
+                play.first = self._checked(as_observation, await self.call(env, "reset", task.given), "reset")
+            else:
+                await self.call(env, "restore", task.given, prefix, check="restore")
+            check = "raises" if prefix is None else "restore"
+            await self._turns(env, play, random.Random(f"{self.seed}/{k}"), script, check)
+            last = await self.call(env, "finish", play.status) if prefix is None else None
             if last is not None:
                 play.last = self._checked(as_outcome, last, "finish")
         except Failed:
@@ -221,13 +229,12 @@ class Probe:
         return play
 
     async def _turns(
-        self, env: AnyEnvironment, play: Play, rng: random.Random, script: Sequence[Action] | None
+        self, env: AnyEnvironment, play: Play, rng: random.Random, script: Sequence[Action] | None, check: str
     ) -> None:
-        seen = play.first
-        assert seen is not None
+        seen: Any = play.first
         for turn in range(self.max_turns if script is None else len(script)):
             action = self._next_action(seen, rng) if script is None else script[turn]
-            outcome = self._checked(as_outcome, await self.call(env, "step", action), "step")
+            outcome = self._checked(as_outcome, await self.call(env, "step", action, check=check), "step")
             play.turns.append((action, outcome))
             if outcome.terminated or outcome.truncated:
                 play.status = Status.FINISHED if outcome.terminated else Status.TRUNCATED
@@ -261,8 +268,9 @@ class Probe:
         wanted = {"reset": "an Observation or a str", "step": "an Outcome", "finish": "an Outcome or None"}[method]
         try:
             return convert(value)
-        except EnvironmentFault as error:
-            self.found("types", f"{self.name}.{method} returned {value!r:.120}; it must return {wanted}")
+        except (TypeError, ValueError) as error:
+            why = f"; it must return {wanted}" if isinstance(error, EnvironmentFault) else f": {error}"
+            self.found("types", f"{self.name}.{method} returned {value!r:.120}{why}")
             raise Failed from error
 
     def _stalled(self, stall: Stall) -> None:

@@ -35,7 +35,6 @@ from ...tapes.audit.verdict import (
     verified,
 )
 from ...tapes.common.progress import Progress, silent
-from ...tapes.common.renamed import current_path
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity
@@ -382,7 +381,7 @@ def own_environment(identity: Identity) -> EnvironmentFactory | None:
 
     if identity.cls == f"{Lamps.__module__}:{Lamps.__qualname__}":
         return Lamps
-    if current_path(identity.cls) != f"{Calculator.__module__}:{Calculator.__qualname__}":
+    if identity.cls != f"{Calculator.__module__}:{Calculator.__qualname__}":
         return None
     config: dict[str, Any] = {key: identity.config[key] for key in CALCULATOR_SETTINGS if key in identity.config}
     return partial(Calculator, **config)
@@ -406,7 +405,7 @@ def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, stor
             return unverifiable(
                 "reexec",
                 tape.id,
-                f"no environment is named; the tape was recorded in {tape.begin.env.cls}: give --env module:name",
+                f"no environment is named; the tape was recorded in {tape.begin.env.cls}: name one",
             )
         return run_async(reexec(tape, make, normalise=masks, times=times, seconds=seconds))
 

@@ -30,6 +30,7 @@ from ...tapes.audit.verdict import (
 )
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
+from ...tapes.common.stats import mean_of
 from ...tapes.errors import UsageError
 from ...tapes.records import Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
@@ -145,7 +146,7 @@ def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
     if held:
         return (
             f"reward component {name!r}: the tape doesn't have it, but layer {', '.join(map(repr, held))} does; "
-            "pass --layer to compare with that layer"
+            "name that layer to compare with it"
         )
     where = "the tape" if layer is None else f"layer {layer!r}"
     return f"reward component {name!r}: {where} doesn't have it, so there is nothing to compare"
@@ -255,8 +256,8 @@ def disagreement(opinions: Sequence[Opinion]) -> Disagreement:
         lower=sum(a < b for _, a, b in both),
         unscored=len(opinions) - n,
         failed=sum(bool(o.failures) for o in opinions),
-        mean_ours=sum(a for _, a, _ in both) / n if n else None,
-        mean_theirs=sum(b for _, _, b in both) / n if n else None,
+        mean_ours=mean_of([a for _, a, _ in both]),
+        mean_theirs=mean_of([b for _, _, b in both]),
         pairs=sum(a != 0 or b != 0 for a, b in pairs),
         turned=sum(a * b < 0 for a, b in pairs),
         furthest=tuple(o for o, _, _ in furthest[:10]),

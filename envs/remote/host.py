@@ -13,6 +13,7 @@ The environment's own output goes to stderr. The process ends when its stdin is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
 import sys
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Coroutine
 from typing import IO, Any, cast
 
+from ...tapes.common.run_async import complete, end, shared_runner
 from ...tapes.common.text import guard_terminal, logger, storable
 from ...tapes.errors import error_message
 from ...tapes.pictures import RECORDED
@@ -101,6 +103,9 @@ class Host:
             frame = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
             kind, message = type(error).__qualname__, storable(error_message(error))
             return Fault(id=call.id, code="raised", error=kind, message=message, frame=frame)
+        finally:
+            if isinstance(call, CloseCall):
+                self._code.close()  # the next episode gets a task and context variables of its own
 
     async def close(self) -> None:
         """Release the instance, if there is one. No call waits for an answer: a fault of its `close` is a warning."""
@@ -205,22 +210,24 @@ def main(name: str, largest: int) -> None:
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(asked, lines, largest), daemon=True).start()
     _write(answers, Welcome.to(declared, message_bytes=largest))
-    _serve(make, declared, lines, answers)
+    with contextlib.redirect_stderr(sys.stderr):  # the environment may replace it
+        _serve(make, declared, lines, answers)
 
 
 def _serve(
     make: EnvironmentFactory, declared: Declared, lines: queue.SimpleQueue[bytes | None], answers: IO[bytes]
 ) -> None:
-    with asyncio.Runner() as runner:
-        host = Host(make, declared, None, alone=True)
-        while (line := lines.get()) is not None:
-            try:
-                call = read_call(line)
-            except BadAnswer as error:
-                _write(answers, Fault(id=0, code="refused", error="BadAnswer", message=str(error)))
-                continue
-            _write(answers, runner.run(host.answer(call)))
-        runner.run(host.close())
+    runner = shared_runner()
+    loop, host = runner.get_loop(), Host(make, declared, None, alone=True)
+    while (line := lines.get()) is not None:
+        try:
+            call = read_call(line)
+        except BadAnswer as error:
+            _write(answers, Fault(id=0, code="refused", error="BadAnswer", message=str(error)))
+            continue
+        _write(answers, complete(runner, loop.create_task(host.answer(call))))
+    complete(runner, loop.create_task(host.close()))
+    end(runner)
 
 
 def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:

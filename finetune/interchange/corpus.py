@@ -14,15 +14,15 @@ from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
 from ..history.loop_config import CorpusConfig
 from ..history.plan import TEXTS
-from .story import Story, Turn, write_story
+from .imported import Conversation, Said, write_tape
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
 
 
-def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Story], str]:
-    """(a story for each part of each distinct text, the digest of all texts). UsageError where one can't be read."""
-    stories: list[Story] = []
+def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversation], str]:
+    """(each part of each distinct text, the digest of all texts). UsageError where one can't be read."""
+    made: list[Conversation] = []
     try:
         rows = load_tasks(config.path, count=config.count, dataset=config)
         for k, task in enumerate(rows):
@@ -39,16 +39,16 @@ def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Story], 
                 context = ids[max(0, at - config.tokens) if at == first else at - 1 : at]
                 said = ids[at : at + config.tokens]
                 reply = {"role": "assistant", "content": renderer.spell(said)}
-                turn = Turn(name="text", by=TEXTS, messages=(), reply=reply, prompt=context, completion=said)
-                stories.append(Story(id=str(k), turns=(turn,), attempt=len(stories), split="corpus"))
+                answer = Said(reply=reply, prompt=context, completion=said)
+                made.append(Conversation(id=str(k), answers=(answer,), by=TEXTS, attempt=len(made), split="corpus"))
     except UsageError as error:
         raise UsageError(f"loop.corpus: {config.path}: {error}") from error
-    return stories, rows.digest
+    return made, rows.digest
 
 
-def bring_in_corpus(stories: Sequence[Story], store: Store) -> list[str]:
-    """Write the stories to `store` as tapes, unless an earlier call has; returns the tapes' ids, in order."""
+def bring_in_corpus(texts: Sequence[Conversation], store: Store) -> list[str]:
+    """Write the texts to `store` as tapes, unless an earlier call has; returns the tapes' ids, in order."""
     written = {tape.begin.attempt: tape.id for tape in store.tapes(split="corpus", closed=True) if tape.trains}
-    ids = [written.get(k) or write_story(story, store.writer, "corpus") for k, story in enumerate(stories)]
+    ids = [written.get(k) or write_tape(text, store.writer, "corpus") for k, text in enumerate(texts)]
     store.writer.sync()
     return ids

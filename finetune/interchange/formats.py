@@ -1,4 +1,4 @@
-"""The trace formats by name; `write` exports tapes to a file, `read` imports a file as tapes.
+"""The formats of rows by name; `write` exports tapes to a file, `read` imports a file as tapes.
 
 `read` parses the whole file and checks every record before it writes the first tape: an invalid record leaves the run
 unchanged.
@@ -18,59 +18,32 @@ from ...tapes.errors import UsageError
 from ...tapes.messages import image_parts
 from ...tapes.store.store import Store
 from ...tapes.value import Value
-from . import openenv_traces as openenv
-from . import sets, verifiers
-from .story import Story, stories_in, story_of, write_story
-from .trace_files import BadImport, Bounds, check_new, nothing, records, write_records
+from . import sets
+from .imported import Conversation, imported, write_tape
+from .record_files import BadImport, check_new, nothing, records, write_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One trace format."""
+    """One format of rows."""
 
     name: str
     what: str
-    endings: tuple[str, ...]
-    """File endings that an export accepts; '' is a folder."""
     loses: tuple[str, ...]
     """The parts of a tape that the format can't hold, one text each."""
-    write: Callable[[Iterable[Story]], Iterator[Mapping[str, object] | str]]
-    """Stories -> records. A string in place of a record is the reason why a story has no record."""
-    read: Callable[[Mapping[str, object], str], list[Story]]
-    """(record, stem of the file's name) -> stories. ValueError says what is wrong with the record."""
+    write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
+    """Tapes -> records. A string in place of a record is the reason why a tape has no record."""
+    read: Callable[[Mapping[str, object], str], list[Conversation]]
+    """(record, stem of the file's name) -> conversations. ValueError says what is wrong with the record."""
 
 
+ENDINGS = (".jsonl", ".parquet")
 FORMATS = {
     made.name: made
     for made in (
         Format(
-            name="openenv",
-            what="OpenEnv's TrainingTrace, version 1",
-            endings=(".jsonl",),
-            loses=openenv.LOSES,
-            write=openenv.write,
-            read=openenv.read,
-        ),
-        Format(
-            name="verifiers",
-            what="rollouts of verifiers, with their trajectories",
-            endings=(".jsonl", ""),
-            loses=verifiers.LOSES,
-            write=verifiers.write,
-            read=verifiers.read,
-        ),
-        Format(
-            name="trl",
-            what="rows with prompt, completion, token ids and reward",
-            endings=(".jsonl", ".parquet"),
-            loses=sets.TRL_LOSES,
-            write=sets.write_trl,
-            read=sets.read_trl,
-        ),
-        Format(
             name="sft",
             what="conversations to imitate",
-            endings=(".jsonl", ".parquet"),
             loses=sets.SFT_LOSES,
             write=sets.write_sft,
             read=sets.read_sft,
@@ -78,7 +51,6 @@ FORMATS = {
         Format(
             name="preference",
             what="the best and the worst attempt of each group",
-            endings=(".jsonl", ".parquet"),
             loses=sets.PREFERENCE_LOSES,
             write=sets.write_preference,
             read=sets.read_preference,
@@ -97,7 +69,7 @@ class Exchange(Value):
     tapes: int
     """Number of tapes that were exported or written."""
     there: int = 0
-    """Number of stories that an import left out, because the run already has a tape with the same content."""
+    """Number of conversations that an import left out, because the run already has a tape with the same content."""
     left_out: dict[str, int] = Field(default={})
     """Reason why tapes have no record -> number of tapes."""
     loses: tuple[str, ...] = ()
@@ -112,26 +84,24 @@ def _format_of(name: str) -> Format:
 
 
 def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool = False) -> Exchange:
-    """Write closed `tapes` to `path`. images: the tapes show pictures, which TRL's sets (`trl`, `sft`, `preference`)
-    hold in a column `images`: as `datasets.Image` in Parquet, as data URLs in JSONL.
+    """Write closed `tapes` to `path`. images: the tapes show pictures, which the rows hold
+    in a column `images`: as `datasets.Image` in Parquet, as data URLs in JSONL.
 
     UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
     record; no file is written then.
     """
     chosen, path = _format_of(format), Path(path)
-    check_new(path, chosen.endings, format)
+    check_new(path, ENDINGS, format)
     left_out: dict[str, int] = {}
     seen, files = 0, dict[str, bytes]()
-    images = images and ".parquet" in chosen.endings
 
-    def stories() -> Iterator[Story]:
+    def counted() -> Iterator[Tape]:
         nonlocal seen
         for tape in tapes:
             seen += 1
-            story = story_of(tape)
-            shown = image_parts([m for turn in story.turns for m in turn.messages]) if images else ()
+            shown = image_parts([m for turn in sets.turns_of(tape) for m in turn.messages]) if images else ()
             files.update({name: tape.picture(name) for name in {str(p["media"]) for p in shown} - files.keys()})
-            yield story
+            yield tape
 
     def image(name: str) -> object:
         if path.suffix == ".parquet":
@@ -139,14 +109,14 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
         return f"data:image/png;base64,{base64.b64encode(files[name]).decode()}"
 
     def kept() -> Iterator[Mapping[str, object]]:
-        for record in chosen.write(stories()):
+        for record in chosen.write(counted()):
             record = record if isinstance(record, str) or not images else sets.with_images(record, image)
             if isinstance(record, str):
                 left_out[record] = left_out.get(record, 0) + 1
             else:
                 yield record
 
-    n = write_records(kept(), path if path.suffix else path / "results.jsonl")
+    n = write_records(kept(), path)
     if not n:
         raise nothing(path, seen, left_out)
     return Exchange(
@@ -159,48 +129,46 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
     )
 
 
-def read(
-    path: str | Path, run: str | Path, format: str, *, bounds: Bounds | None = None, split: str | None = None
-) -> Exchange:
+def read(path: str | Path, run: str | Path, format: str, *, split: str | None = None) -> Exchange:
     """Read a file into the run directory `run`, which may exist.
 
-    BadImport if a record isn't of the format; nothing is written then. A story whose tape the run already has is left
-    out, so reading a file again adds only its new stories. bounds: limits on sizes. split: overrides the file's split.
+    BadImport if a record isn't of the format; nothing is written then. A conversation whose tape the run already has is
+    left out, so reading a file again adds only the new ones. split: overrides the file's split.
     """
-    chosen, path, bounds = _format_of(format), Path(path), bounds or Bounds()
+    chosen, path = _format_of(format), Path(path)
     # The first pass only checks. Without it, an invalid record would be found after some tapes were written.
-    checked = sum(len(stories) for stories in _stories(chosen, path, bounds))
+    checked = sum(len(made) for made in _conversations(chosen, path))
     if not checked:
         raise BadImport(f"{path} holds no record")
     run = Path(run)
     count = tapes = there = 0
     with Store.open(run, write=True) if (run / "tapes").is_dir() else Store.create(run) as store:
-        known = stories_in(store)
-        for stories in _stories(chosen, path, bounds):
+        known = imported(store)
+        for made in _conversations(chosen, path):
             count += 1
-            for story in stories if split is None else (replace(story, split=split) for story in stories):
-                key = (story.content, story.status.value)
-                # Counted, not only looked up: a file may hold the same story several times, and each is a tape.
+            for one in made if split is None else (replace(one, split=split) for one in made):
+                key = (one.content, one.status.value)
+                # Counted, not only looked up: a file may hold the same row several times, and each is a tape.
                 if known[key]:
                     known[key] -= 1
                     there += 1
                 else:
-                    write_story(story, store.writer, format)
+                    write_tape(one, store.writer, format)
                     tapes += 1
         store.writer.sync()
     return Exchange(path=str(run), format=format, records=count, tapes=tapes, there=there)
 
 
-def _stories(chosen: Format, path: Path, bounds: Bounds) -> Iterator[list[Story]]:
-    for place, record in records(path, bounds):
+def _conversations(chosen: Format, path: Path) -> Iterator[list[Conversation]]:
+    for place, record in records(path):
         try:
-            stories = chosen.read(record, path.stem)
-            for story in stories:
-                write_story(story, None, chosen.name)  # writes nothing: raises if the story can't become a tape
+            made = chosen.read(record, path.stem)
+            for one in made:
+                write_tape(one, None, chosen.name)  # writes nothing: raises if it can't become a tape
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "record"
             raise BadImport(f"{place} is no {chosen.name} record: {where}: {first['msg']}") from None
         except (ValueError, OverflowError) as error:
             raise BadImport(f"{place} is no {chosen.name} record: {error}") from None
-        yield stories
+        yield made

@@ -17,7 +17,7 @@ from ...tapes.audit.checking import check_split
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.store import Store, Where
 from ...tapes.value import Value
-from .trace_files import check_new, completed, nothing, write_records
+from .record_files import check_new, completed, nothing, write_records
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

@@ -1,4 +1,4 @@
-"""Rows for TRL's trainers: completions with tokens and rewards, conversations to imitate, and preference pairs.
+"""Rows as TRL's trainers take them: conversations to imitate, and preference pairs.
 
 Each row is flat, so JSONL and Parquet hold the same rows. Tool calls and tool schemas are JSON strings, because a
 column of Parquet has one type. An import also accepts TRL's standard form, in which prompt and completion are texts:
@@ -8,25 +8,23 @@ a text becomes one message, of the user or of the assistant.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, NamedTuple, cast
 
-import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
-from ...tapes import Message, Status, Task
+from ...tapes import Message, Status, Tape, Task
+from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.messages import frames_of
 from ...tapes.steps import PLACE, content_parts
-from .openenv_traces import Bit, Id
-from .story import Score, Story, Turn, conversation
+from .imported import Conversation, Said, checked_messages
 
+_Score = Annotated[float | None, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)]
 _COMMON = (
     "steps and their types: what is kept are messages",
     "who the agent and the environment were, seeds, times, versions of the policy, sampling, tools of single calls",
     "the private part of the task, reward components and layers: what is kept is the reward",
 )
-TRL_LOSES = (*_COMMON, "that several rows are one episode: each row comes back as a tape of its own")
 SFT_LOSES = (*_COMMON, "token ids and log-probs")
 PREFERENCE_LOSES = (*SFT_LOSES, "attempts that are neither the best nor the worst of their group")
 
@@ -35,141 +33,45 @@ def _as_text(tools: object) -> object:
     return json.dumps(tools) if isinstance(tools, list) else tools
 
 
-class _Row(BaseModel):
-    """The fields of all rows besides messages; all are optional."""
+class Turn(NamedTuple):
+    """One model call of a tape: its whole request, its answer and its tools."""
+
+    messages: list[Message]
+    reply: Message
+    tools: tuple[dict[str, JsonValue], ...]
+
+    def follows(self, earlier: Turn) -> bool:
+        """Whether the messages begin with those of `earlier` and its reply."""
+        said = [*earlier.messages, earlier.reply]
+        return self.messages[: len(said)] == said
+
+
+def turns_of(tape: Tape) -> list[Turn]:
+    """The model calls of a tape that gave an answer."""
+    return [
+        Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or ())
+        for call in tape.calls
+        if call.finish != "error" and not (call.finish == "cancelled" and not call.completion)
+    ]
+
+
+# Conversations to imitate
+
+
+class SFTRow(BaseModel):
+    """One conversation, or a prompt and a completion.
+
+    Each message of the assistant in a conversation is a call. With a prompt, only those of the completion are.
+    """
 
     model_config = ConfigDict(extra="ignore")
-    reward: float | None = Field(default=None, allow_inf_nan=False)
+    reward: _Score = None
     tape: str = Field(default="", max_length=200)
     group: str | None = Field(default=None, max_length=500)
     split: str = Field(default="train", max_length=200)
     status: Status = Status.FINISHED
     tools: Annotated[str | None, BeforeValidator(_as_text)] = None
     """A list of function schemas, as JSON text; a list becomes text."""
-
-    def story(self, turns: Sequence[Turn], prompt: list[Message]) -> list[Story]:
-        scores = () if self.reward is None else (Score(name="reward", value=self.reward),)
-        return [
-            Story(
-                id=self.tape,
-                turns=tuple(turns),
-                task=_task(prompt),
-                group=self.group,
-                split=self.split,
-                status=self.status,
-                scores=scores,
-            )
-        ]
-
-
-def _facts(story: Story) -> dict[str, Any]:
-    return {
-        "reward": story.reward,
-        "tape": story.id,
-        "group": story.group,
-        "split": story.split,
-        "status": story.status.value,
-    }
-
-
-# Completions with tokens
-
-
-class TRLRow(_Row):
-    """One token sequence: a prompt and a completion. `completion_mask` is 1 for the model's tokens."""
-
-    prompt: list[dict[str, Any]]
-    completion: list[dict[str, Any]]
-    prompt_ids: list[Id] = Field(min_length=1)
-    completion_ids: list[Id]
-    completion_mask: list[Bit]
-    logprobs: list[Annotated[float, Field(allow_inf_nan=False)] | None] | None = None
-
-
-def write_trl(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
-    """A row for each chain of calls in which each call extends the one before; a reason for a story without rows."""
-    for story in stories:
-        if any(turn.prompt is None for turn in story.turns):
-            yield "text without token ids"
-            continue
-        if not story.turns:
-            yield "no model call"
-        for chain in _chains(story.turns):
-            first, last = chain[0], chain[-1]
-            start, ids = len(first.prompt or ()), [*(last.prompt or ()), *(last.completion or ())]
-            mask, logprobs = np.zeros(len(ids), dtype=int), np.full(len(ids), np.nan)
-            for turn in chain:
-                at = len(turn.prompt or ())
-                span = slice(at, at + len(turn.completion or ()))
-                mask[span] = turn.targets if turn.targets is not None else 1
-                logprobs[span] = turn.logprobs if turn.logprobs is not None else np.nan
-            logprobs[mask == 0] = np.nan  # a masked token isn't a target, so its log-prob must not be read
-            whole = [*last.messages, last.reply]
-            yield {
-                "prompt": _flat(first.messages),
-                "completion": _flat(whole[len(first.messages) :]),
-                "tools": json.dumps(list(first.tools)) if first.tools else None,
-                "prompt_ids": ids[:start],
-                "completion_ids": ids[start:],
-                "completion_mask": mask[start:].tolist(),
-                "logprobs": [None if math.isnan(p) else p for p in logprobs[start:].tolist()],
-                **_facts(story),
-            }
-
-
-def _chains(turns: Sequence[Turn]) -> list[list[Turn]]:
-    """Chains of calls: a call extends a chain if its prompt begins with the tokens and messages of the last call."""
-    chains: list[list[Turn]] = []
-    for turn in turns:
-        extended = next((chain for chain in chains if turn.follows(chain[-1]) and turn.extends(chain[-1])), None)
-        if extended is not None:
-            extended.append(turn)
-        else:
-            chains.append([turn])
-    return chains
-
-
-def read_trl(record: Mapping[str, object], stem: str) -> list[Story]:
-    """One story, with a call for each run of ones in the mask. ValueError if mask, ids or messages disagree."""
-    _without_images(record)
-    row = TRLRow.model_validate(dict(record))
-    n = len(row.completion_ids)
-    logprobs = row.logprobs if row.logprobs is not None else [None] * n
-    if not len(row.completion_mask) == len(logprobs) == n:
-        raise ValueError(f"{n} completion ids, {len(row.completion_mask)} in the mask, {len(logprobs)} log-probs")
-    prompt, said = _back(row.prompt), _back(row.completion)
-    replies = [k for k, message in enumerate(said) if message["role"] == "assistant"]
-    edges = np.flatnonzero(np.diff([0, *row.completion_mask, 0])).tolist()
-    spans = list(zip(edges[::2], edges[1::2], strict=True))
-    if len(spans) != len(replies):
-        raise ValueError(
-            f"the mask has {len(spans)} stretches of the model's tokens, the completion {len(replies)} "
-            "messages of an assistant"
-        )
-    turns = [
-        Turn(
-            name=str(k),
-            messages=(*prompt, *said[:at]),
-            reply=said[at],
-            tools=_tools(row.tools),
-            prompt=[*row.prompt_ids, *row.completion_ids[:a]],
-            completion=row.completion_ids[a:b],
-            logprobs=[math.nan if p is None else p for p in logprobs[a:b]],
-        )
-        for k, (at, (a, b)) in enumerate(zip(replies, spans, strict=True))
-    ]
-    return row.story(turns, prompt)
-
-
-# Conversations to imitate
-
-
-class SFTRow(_Row):
-    """One conversation, or a prompt and a completion.
-
-    Each message of the assistant in a conversation is a call. With a prompt, only those of the completion are.
-    """
-
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     prompt: list[dict[str, Any]] | str | None = None
     completion: list[dict[str, Any]] | str | None = None
@@ -182,38 +84,55 @@ class SFTRow(_Row):
         return self
 
 
-def write_sft(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
+def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
     """A row for each conversation that no later call extends."""
-    for story in stories:
-        if not story.turns:
+    for tape in tapes:
+        turns = turns_of(tape)
+        if not turns:
             yield "no model call"
-        for k, turn in enumerate(story.turns):
-            if any(later.follows(turn) for later in story.turns[k + 1 :]):
+        for k, turn in enumerate(turns):
+            if any(later.follows(turn) for later in turns[k + 1 :]):
                 continue
             yield {
                 "messages": _flat([*turn.messages, turn.reply]),
                 "tools": json.dumps(list(turn.tools)) if turn.tools else None,
-                **_facts(story),
+                "reward": tape.reward,
+                "tape": tape.id,
+                "group": tape.begin.group,
+                "split": tape.begin.split,
+                "status": str(tape.status),
             }
 
 
-def read_sft(record: Mapping[str, object], stem: str) -> list[Story]:
-    """One story without token ids; a trainer tokenizes its text."""
+def read_sft(record: Mapping[str, object], stem: str) -> list[Conversation]:
+    """One conversation without token ids; a trainer tokenizes its text."""
     _without_images(record)
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
-    turns, prompt = _spoken(before, said, row.tools)
-    return row.story(turns, prompt)
+    answers, prompt = _spoken(before, said)
+    return [
+        Conversation(
+            id=row.tape,
+            answers=answers,
+            tools=_tools(row.tools),
+            task=_task(prompt),
+            group=row.group,
+            split=row.split,
+            status=row.status,
+            reward=None if row.reward is None else ("reward", row.reward),
+        )
+    ]
 
 
-def _spoken(prompt: list[Message], said: list[Message], tools: str | None) -> tuple[list[Turn], list[Message]]:
-    """(a call for each message of the assistant in `said`, the messages before the first call)."""
+def _spoken(prompt: list[Message], said: list[Message]) -> tuple[tuple[Said, ...], list[Message]]:
+    """(each message of the assistant in `said`, the messages before the first one)."""
     whole = [*prompt, *said]
     at = [k for k in range(len(prompt), len(whole)) if whole[k]["role"] == "assistant"]
     if not at:
         raise ValueError("no message of an assistant, so there is nothing to learn from it")
-    turns = [Turn(name=str(k), messages=tuple(whole[:k]), reply=whole[k], tools=_tools(tools)) for k in at]
-    return turns, whole[: at[0]]
+    since = [0, *(k + 1 for k in at)]
+    answers = tuple(Said(messages=tuple(whole[a:k]), reply=whole[k]) for a, k in zip(since, at, strict=False))
+    return answers, whole[: at[0]]
 
 
 # Preferences
@@ -226,25 +145,31 @@ class PreferenceRow(BaseModel):
     prompt: list[dict[str, Any]] | str
     chosen: list[dict[str, Any]] | str = Field(min_length=1)
     rejected: list[dict[str, Any]] | str = Field(min_length=1)
-    score_chosen: float | None = Field(default=None, allow_inf_nan=False)
-    score_rejected: float | None = Field(default=None, allow_inf_nan=False)
+    score_chosen: _Score = None
+    score_rejected: _Score = None
     group: str | None = Field(default=None, max_length=500)
     tools: Annotated[str | None, BeforeValidator(_as_text)] = None
 
 
-def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, object] | str]:
+class _Member(NamedTuple):
+    reward: float
+    turns: list[Turn]
+
+
+def write_preference(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
     """A pair for each group: the answers with the highest and the lowest reward.
 
-    All stories stay in memory until the last, because a group's members may come in any order.
+    All conversations stay in memory until the last, because a group's members may come in any order.
     """
-    groups: dict[str, list[Story]] = {}
-    for story in stories:
-        if story.group is None:
+    groups: dict[str, list[_Member]] = {}
+    for tape in tapes:
+        turns = turns_of(tape)
+        if tape.begin.group is None:
             yield "in no group"
-        elif story.reward is None or not story.turns:
+        elif tape.reward is None or not turns:
             yield "unscored"
         else:
-            groups.setdefault(story.group, []).append(story)
+            groups.setdefault(tape.begin.group, []).append(_Member(tape.reward, turns))
     for name, members in groups.items():
         pair = _pair(members)
         why = "neither the best nor the worst of its group" if pair else "its group has one reward, or several prompts"
@@ -253,8 +178,8 @@ def write_preference(stories: Iterable[Story]) -> Iterator[Mapping[str, object] 
             yield {"group": name, **pair}
 
 
-def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
-    ranked = sorted(members, key=lambda story: story.reward or 0.0)
+def _pair(members: Sequence[_Member]) -> dict[str, Any] | None:
+    ranked = sorted(members, key=lambda member: member.reward)
     best, worst = ranked[-1], ranked[0]
     prompt = best.turns[0].messages
     if best.reward == worst.reward or worst.turns[0].messages != prompt:
@@ -270,17 +195,18 @@ def _pair(members: Sequence[Story]) -> dict[str, Any] | None:
     }
 
 
-def read_preference(record: Mapping[str, object], stem: str) -> list[Story]:
-    """Two stories in one group. Without scores, the reward `preferred` is 1 for the chosen and 0 for the rejected."""
+def read_preference(record: Mapping[str, object], stem: str) -> list[Conversation]:
+    """Two attempts of one group. Without scores, the reward `preferred` is 1 for the chosen and 0 for the rejected."""
     _without_images(record)
     row = PreferenceRow.model_validate(dict(record))
     prompt = _back(row.prompt, "user")
     made = []
     for k, (said, score) in enumerate(((row.chosen, row.score_chosen), (row.rejected, row.score_rejected))):
-        turns, _ = _spoken(prompt, _back(said, "assistant"), row.tools)
-        earned = Score(name="preferred", value=1.0 - k) if score is None else Score(name="reward", value=score)
+        answers, _ = _spoken(prompt, _back(said, "assistant"))
+        reward = ("preferred", 1.0 - k) if score is None else ("reward", score)
         group = row.group or f"{stem}/{json.dumps(prompt)}"[:500]
-        made.append(Story(id="", turns=tuple(turns), task=_task(prompt), group=group, attempt=k, scores=(earned,)))
+        tools, task = _tools(row.tools), _task(prompt)
+        made.append(Conversation(answers=answers, tools=tools, task=task, group=group, attempt=k, reward=reward))
     return made
 
 
@@ -307,7 +233,7 @@ def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Ma
 
 def _without_images(row: Mapping[str, object]) -> None:
     if row.get("images"):
-        raise ValueError("it has pictures (`images`), which only tasks hold: read the file by `--tasks`")
+        raise ValueError("it has pictures (`images`), which only tasks hold: read the file as tasks")
 
 
 def _flat(messages: Iterable[Message]) -> list[Message]:
@@ -318,7 +244,7 @@ def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[
     """Validated messages, with tool calls parsed from JSON. role: the role of a plain text."""
     if isinstance(messages, str):
         messages = [{"role": role, "content": messages}]
-    return conversation(
+    return checked_messages(
         [
             {**m, "tool_calls": json.loads(m["tool_calls"])} if isinstance(m.get("tool_calls"), str) else m
             for m in messages

@@ -76,6 +76,7 @@ class Reporter:
             log.warning("%s was not written; the run is not affected (%s: %s)", self.path, type(error).__name__, error)
 
     def _write(self, overview: Overview) -> None:
+        self.run.store.check_lead()  # the page is the later lead's
         tokenizer = self.tokenizer
         decode = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
         write_report(self.path, self.run.path, overview, decode)
@@ -116,8 +117,7 @@ class Reporter:
             )
         elif cut is not None:
             notes.append(
-                f"The run was ended after {done} of {self.updates} updates, at {when}, by {cut}. The same "
-                "command with --resume continues it."
+                f"The run was ended after {done} of {self.updates} updates, at {when}, by {cut}. Resume it to continue."
             )
         if over and done:
             books = self.run.store.books()

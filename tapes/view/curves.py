@@ -134,9 +134,10 @@ _MEASURED = (
     ("Clipped", "clip clip/*", "Share of the live tokens, those with an advantage; own: share of all own tokens."),
     (
         "Mismatch",
-        "mismatch",
-        "Largest difference between a token's log-prob when it was sampled and when the update met it.",
+        "mismatch mismatch/mean",
+        "Difference of sampler and trainer in a token's log-prob, by the same weights: largest and mean.",
     ),
+    ("Moved", "moved/mean moved/max", "The same of all tokens: also what updates changed since they were sampled."),
     ("Effective sample size", "ess", "Share of the live tokens, those with an advantage; 1 on policy."),
     ("KL", "kl/*", "From the policy that sampled (old), or to the policy that the name says."),
     ("Age", "lag lag/max", "Updates since the sampled tokens, mean and largest."),

@@ -15,10 +15,11 @@ from pydantic import Field
 
 from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
+from ..common.stats import fixed, mean
 from ..errors import TapereelError
 from ..records import End as EndRecord
 from ..records import Status, parse_record
-from ..store.books import Books, Lost
+from ..store.books import Books, Lost, spent
 from ..store.disk import read_file
 from ..store.run_directory import CONFIG, METRICS, RESULTS, Results, read_metrics, recorded_settings
 from ..store.store import Store
@@ -164,7 +165,7 @@ def _facts(
     facts = []
     rewards = [line["reward"] for line in lines if line.get("reward") is not None]
     if rewards:
-        ends = (sum(some) / len(some) for some in (rewards[:5], rewards[-5:]))
+        ends = (mean(some) for some in (rewards[:5], rewards[-5:]))
         facts.append(
             Fact(label="reward of the updates", value=arrow(*ends), note="means of the first and the last five")
         )
@@ -179,7 +180,9 @@ def _facts(
         facts.append(Fact(label="updates", value=f"{len(lines)} of {updates}"))
     if books is not None:
         trained = f"; {books.tokens['trained']:,} trained on" if updates is not None else ""
-        facts.append(Fact(label="tokens", value=f"{books.sampled:,}", note=f"sampled{trained}"))
+        made = books.sampled + books.reported.get("completion", 0)
+        note = spent(books.counts) if books.reported else "sampled"
+        facts.append(Fact(label="tokens", value=f"{made:,}", note=f"{note}{trained}"))
         facts.append(Fact(label="episodes on tape", value=f"{books.begun:,}"))
     if seconds:
         facts.append(Fact(label="seconds", value=f"{sum(seconds.values()):,.0f}"))
@@ -268,7 +271,7 @@ def _versions(store: Store) -> dict[str, str]:
 
 def arrow(before: float | None, after: float | None) -> str:
     """`before → after`, with three digits."""
-    return " → ".join("not measured" if value is None else f"{value:.3f}" for value in (before, after))
+    return " → ".join("not measured" if value is None else fixed(value) for value in (before, after))
 
 
 def command(verb: str, *arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""RunView answers every question of the viewer about a run, with plain values. The server and the bundle call it.
+"""RunView answers every question of the viewer about a run, with plain values. The server and the report call it.
 
 A RunView is for one caller at a time; the server queues its requests. Content is read page by page, so the cost of a
 large run or a long tape is that of the part shown. RunView writes nothing but the index, which is a cache.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NotRequired, Protocol, TypedDict
 
 from ..audit.verdict_files import Checks
+from ..common.stats import mean_of
 from ..common.text import safe
 from ..errors import NoSuchTape, NotATape, TapereelError
 from ..records import Call, parse_record
@@ -188,7 +189,7 @@ class RunView:
                     "phase": phase,
                     "tapes": len(update.tapes),
                     "scored": len(scored),
-                    "reward": sum(scored) / len(scored) if scored else None,
+                    "reward": mean_of(scored),
                 }
             )
         return {"points": points}

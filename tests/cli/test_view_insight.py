@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view import RunView
 
+from ..front.pages import data_of
 from .lab import answer_of
 
 
@@ -54,13 +54,12 @@ def test_the_tokens_have_the_text_of_the_runs_tokenizer(trained: Path):
     assert "".join(call["pieces"]).startswith(call["text"])
 
 
-def test_a_bundle_made_on_the_command_line_holds_what_training_tells(trained: Path, tmp_path: Path, capsys):
+def test_a_page_made_on_the_command_line_holds_what_training_tells(trained: Path, tmp_path: Path, capsys):
     name = _taken(trained)
-    assert main(["view", str(trained), "--out", str(tmp_path / "out"), "--tape", name]) == Exit.HOLDS
-    text = (tmp_path / "out" / "data" / "tapes-0.js").read_text(encoding="ascii")
-    parts = json.loads(text.removeprefix("T.take(").removesuffix(");\n"))
-    assert json.loads(parts[f"{name}/explain"])["verdict"].startswith("trained on by update")
-    (call,) = json.loads(parts[f"{name}/calls-0"]).values()
+    assert main(["view", str(trained), "--out", str(tmp_path / "page.html"), "--tape", name]) == Exit.HOLDS
+    data = data_of(tmp_path / "page.html")
+    assert data[f"{name}/explain"]["verdict"].startswith("trained on by update")
+    (call,) = data[f"{name}/calls-0"].values()
     assert call["pieces"] is not None
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
@@ -57,9 +56,10 @@ def main(out: Path) -> None:
 
     def reward(prompts, completions, **_):
         asked.extend(prompts)
-        return [float(len(completion[0]["content"])) for completion in completions]
+        return [float(len(completion)) for completion in completions]
 
-    prompts = Dataset.from_json(str(out / "trl.jsonl"), cache_dir=str(out / "cache")).select_columns(["prompt"])
+    prompts = tr.open(out / "run").dataset(tokenizer=folder).select_columns(["prompt_text"])
+    prompts = prompts.rename_column("prompt_text", "prompt")
     args = GRPOConfig(
         output_dir=str(out / "grpo"), per_device_train_batch_size=4, num_generations=2, max_completion_length=4, **PLAIN
     )

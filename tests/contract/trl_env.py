@@ -1,10 +1,9 @@
-"""Make the environment in which TRL's own trainer runs with our recorder, the real classes of other formats read what
-we export, wandb, trackio and mlflow draw a run of ours, and TorchRL's losses stand beside ours.
+"""Make the environment in which TRL's own trainers train on our rows, wandb, trackio and mlflow draw a run of ours, and
+TorchRL's losses stand beside ours.
 
     python tests/contract/trl_env.py             (into .contract/trl; does nothing where it is there already)
 
-About 2.2 GB. It is apart because TRL, verifiers and mlflow pin versions of their own. OpenEnv comes without what it
-depends on: only its classes for traces are used.
+About 2.2 GB. It is apart because TRL and mlflow pin versions of their own.
 """
 
 from __future__ import annotations
@@ -22,11 +21,8 @@ DONE = FOLDER / "complete"
 STEPS = [
     ["install", "--quiet", "torch==2.13.0"],
     ["install", "--quiet", "trl==1.16.0", "transformers==5.20.2", "jmespath", "pydantic", "pyyaml", "rich"],
-    ["install", "--quiet", "verifiers==0.1.14"],
-    ["install", "--quiet", "--no-deps", "openenv==0.10.0"],
     ["install", "--quiet", "torchrl==0.14.1", "tensordict==0.14.3", "torch==2.13.0"],
-    # matplotlib is what `train` needs beside them.
-    ["install", "--quiet", "wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2", "matplotlib==3.11.2"],
+    ["install", "--quiet", "wandb==0.31.0", "trackio==0.43.0", "mlflow==3.17.2"],
     ["install", "--quiet", "--no-deps", "--editable", str(ROOT)],
 ]
 ENVIRONMENT = {

@@ -25,8 +25,6 @@ STEPS = [
     ["uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec"],
     # Vision models need torchvision: `main` makes PyPI's build, which expects CUDA, importable.
     ["install", "--quiet", "--no-deps", "--force-reinstall", "torchvision==0.28.0"],
-    # What `train` needs beside what vLLM brings.
-    ["install", "--quiet", "matplotlib"],
     # For vLLM inside a process of ours, and for our code inside its workers; all that it needs is there.
     ["install", "--quiet", "--no-deps", "--no-build-isolation", "--editable", str(ROOT)],
 ]

@@ -1,12 +1,12 @@
-// The sources of data: a server on this machine, the files of a bundle, or the data block of a report. All give the same
-// answers. The newest pages stay in memory, so memory does not grow while the user scrolls.
+// The sources of data: a server on this machine, or the data block of a report. Both give the same answers. The newest
+// pages of a server stay in memory, so memory does not grow while the user scrolls.
 "use strict";
 
 const KEPT_PAGES = 48;
 
 T.policy = window.trustedTypes
   ? window.trustedTypes.createPolicy("tapereel", { createScriptURL: (address) => {
-    if (address === "worker.js" || /^data\/[a-z0-9-]+(\/[a-z0-9-]+)?\.js$/.test(address) || address.startsWith("blob:")) return address;
+    if (address === "worker.js" || address.startsWith("blob:")) return address;
     throw new TypeError(`not a script of this page: ${address}`);
   } })
   : { createScriptURL: (address) => address };
@@ -67,43 +67,23 @@ class ServerSource {
   worker() { return new Worker(T.policy.createScriptURL("worker.js")); }
 }
 
-// A data file of a bundle passes values as JSON text by key: `T.take({"key": "…"})`.
-class BundleSource {
-  constructor() { this.live = false; this.cache = new Cache(KEPT_PAGES); this.taken = new Map(); this.where = new Map(); }
-  take(values) { for (const [key, text] of Object.entries(values)) this.taken.set(key, text); }
-  load(file) {
-    return this.cache.get(file, () => new Promise((done, failed) => {
-      this.taken.clear();
-      const script = document.createElement("script");
-      script.src = T.policy.createScriptURL(`data/${file}.js`);
-      script.onload = () => { script.remove(); done(new Map(this.taken)); };
-      script.onerror = () => { script.remove(); failed(new Error(`this bundle has no file data/${file}.js`)); };
-      document.head.append(script);
-    }));
-  }
-  async read(file, key) {
-    const run = (this.waiting || Promise.resolve()).then(() => this.load(file), () => this.load(file));
-    this.waiting = run.catch(() => null);
-    const text = (await run).get(key);
-    if (text === undefined) throw new Error("this bundle does not have that");
+// The data block of a report maps a key to JSON text.
+class ReportSource {
+  constructor() { this.live = false; this.data = JSON.parse(document.getElementById("data").textContent); }
+  async read(key) {
+    const text = this.data[key];
+    if (text === undefined) throw new Error("that is not in this report; `tapereel view` on the run shows it");
     return JSON.parse(text);
   }
-  async file(tape, part) {
-    const shard = await this.shardOf(tape);
-    return shard.endsWith("/") ? `${shard}${part}` : shard;
+  async part(tape, part) {
+    if (this.data[`${tape}/head`] === undefined) throw new Error(`no tape ${tape} is in this report`);
+    return this.read(`${tape}/${part}`);
   }
-  async shardOf(tape) {
-    if (!this.shards) this.shards = this.read("shards", "shards").then((found) => new Map(Object.entries(found)));
-    const found = (await this.shards).get(tape);
-    if (found === undefined) throw new Error(`no tape ${tape} is in this bundle`);
-    return found;
-  }
-  async part(tape, part) { return this.read(await this.file(tape, part), `${tape}/${part}`); }
-  run() { return this.read("run", "run"); }
-  table(shard) { return this.read(`table-${shard}`, "table"); }
-  curve() { return this.read("curve", "curve"); }
-  report() { return this.read("report", "report"); }
-  behind(k) { return this.read(`behind-${Math.floor(k / 50)}`, `behind/${k}`); }
+  run() { return this.read("run"); }
+  table(shard) { return this.read(`table-${shard}`); }
+  curve() { return this.read("curve"); }
+  report() { return this.read("report"); }
+  behind(k) { return this.read(`behind/${k}`); }
   head(tape) { return this.part(tape, "head"); }
   items(tape, page) { return this.part(tape, `items-${page}`); }
   turns(tape, page) { return this.part(tape, `turns-${page}`); }
@@ -116,13 +96,13 @@ class BundleSource {
     return { texts, short: read.items.filter((item) => item.cut).length, pages: Math.ceil(head.items / size) };
   }
   async call(tape, call, from) {
-    if (from !== undefined) throw new Error("a bundle holds the newest messages of a request only");
+    if (from !== undefined) throw new Error("a report holds the newest messages of a request only");
     const head = await this.head(tape);
     const page = head.call_pages.findIndex((calls) => calls.includes(call));
     if (page < 0) throw new Error(`tape ${tape} has no call ${call}`);
     return (await this.part(tape, `calls-${page}`))[call];
   }
-  text() { throw new Error("a bundle holds the beginning of a long text only; `tapereel view` on the run shows it whole"); }
+  text() { throw new Error("a report holds the beginning of a long text only; `tapereel view` on the run shows it whole"); }
   async find(tape, { step, call }) {
     const [head, { page: size }] = await Promise.all([this.head(tape), T.overview]);
     for (let page = 0; page * size < head.items; page += 1) {
@@ -132,25 +112,13 @@ class BundleSource {
     }
     throw new Error(`tape ${tape} has no ${step === undefined ? `call ${call}` : `step ${step}`}`);
   }
-  async verify() { throw new Error("a bundle can't be verified: verify the run"); }
+  async verify() { throw new Error("a report can't be verified: verify the run"); }
   forget() {}
   async worker() {
-    const code = await this.read("worker", "worker");
+    const code = await this.read("worker");
     const address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
     return new Worker(T.policy.createScriptURL(address));
   }
 }
 
-// A report is a bundle in one file: its data block maps file and key to JSON text.
-class ReportSource extends BundleSource {
-  constructor() { super(); this.data = JSON.parse(document.getElementById("data").textContent); }
-  async read(file, key) {
-    const text = (this.data[file] || {})[key];
-    if (text === undefined) throw new Error("that is not in this report; `tapereel view` on the run shows it");
-    return JSON.parse(text);
-  }
-}
-
-const made = (kind) => document.documentElement.hasAttribute(`data-${kind}`);
-T.source = made("report") ? new ReportSource() : made("bundle") ? new BundleSource() : new ServerSource();
-T.take = (values) => T.source.take(values);
+T.source = document.documentElement.hasAttribute("data-report") ? new ReportSource() : new ServerSource();

@@ -177,7 +177,7 @@ def test_a_scripted_engine_can_not_be_trained() -> None:
     report = check_engine(ScriptedEngine(lambda request: "a"), trainable=True)
     assert "lacks stats, version, changing, sync_weights of `TrainableEngine`" in str(report)
     with pytest.raises(IncompleteEngine, match="ScriptedEngine lacks stats, version, changing, sync_weights"):
-        check_engines([ScriptedEngine("a")], settings_of())
+        check_engines([ScriptedEngine(["a"])], settings_of())
     assert missing_members(Minimal(), SleepingEngine) == ["sleep", "wake"]
     with pytest.raises(ValueError, match=r"`loop\.sleep` needs a server engine .* minimal can't sleep"):
         check_engines([Minimal()], settings_of(sleep=True, max_lag=0))

@@ -112,6 +112,13 @@ class ShadyScore(Dice):
         return Outcome(reward=math.nan)
 
 
+class ChangedScore(Dice):
+    async def step(self, action: Press) -> Outcome:
+        outcome = Outcome(reward=0.5, terminated=True)
+        object.__setattr__(outcome, "reward", 1e200)
+        return outcome
+
+
 class SyncStep(Dice):
     def step(self, action: Press) -> Outcome:
         return Outcome(reward=1.0, terminated=True)
@@ -241,7 +248,8 @@ class MangledCancellation(Dice):
 BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
     RaisesInStep: ("raises", "RaisesInStep.step raised RuntimeError: the server is gone", "in step"),
     RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
-    ShadyScore: ("raises", "'reward' is nan; leave it out where there is no score", "in step"),
+    ShadyScore: ("raises", "'reward' is nan", "in step"),
+    ChangedScore: ("types", "'reward' is 1e+200", None),
     SyncStep: ("types", "SyncStep.step is not async: write `async def step`", None),
     WrongReset: ("types", "WrongReset.reset returned 7; it must return an Observation or a str", None),
     WrongStep: ("types", "WrongStep.step returned (Roll(value=1), 1.0, True, {}); it must return an Outcome", None),

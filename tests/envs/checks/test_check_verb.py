@@ -97,7 +97,7 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
         (["--tasks", "3"], "give a JSON list"),
         (["--tasks", "nothing"], "is not the name of an object"),
         (["--tasks", "[]"], "at least one task"),
-        (["--tasks", "[3"], r"--tasks is '\[3', which is not JSON: Expecting ',' delimiter"),
+        (["--tasks", "[3"], r"the tasks '\[3' are not JSON: Expecting ',' delimiter"),
         (["--tasks", "math:pi"], "name a list of tasks, or a function that returns one"),
     ],
 )

@@ -22,6 +22,7 @@ from tapereel.envs.remote.env_protocol import (
     read_welcome,
 )
 from tapereel.tapes import Action, Answer, Text
+from tapereel.tapes.common.stats import REWARD_LIMIT
 
 from .worlds import Deeds, Give, Guess, GuessNumber, Hint, Secret, Telling, making
 
@@ -105,8 +106,8 @@ def test_a_generator_goes_on_on_the_other_side(seed: int, before: list[str]):
     st.text(),
     st.floats(allow_nan=False),
     st.none()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.dictionaries(st.text(), st.floats(allow_nan=False, allow_infinity=False)),
+    | st.floats(-REWARD_LIMIT, REWARD_LIMIT)
+    | st.dictionaries(st.text(), st.floats(-REWARD_LIMIT, REWARD_LIMIT)),
 )
 def test_an_outcome_comes_back_as_it_was(text: str, noise: float, reward: Any):
     outcome = Outcome(Hint(text=text, noise=noise), reward, metrics={"m": 0.1})

@@ -24,7 +24,7 @@ from .worlds import SIMULATOR
 def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     token = "a-token-of-some-length"
     monkeypatch.setenv("SERVED_TOKEN", token)
-    options = ["--processes", "2", "--key", "SERVED_TOKEN", "--openenv", "--tasks", "[5]", "--call-seconds", "30"]
+    options = ["--processes", "2", "--key", "SERVED_TOKEN", "--tasks", "[5]", "--call-seconds", "30"]
     with Served(SIMULATOR, tmp_path / "log", *options) as server:
         assert server.told == {"url": server.url, "environment": "Simulator", "places": 2, "token_file": None}
 
@@ -56,16 +56,15 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
     ("words", "told"),
     [
         (["--key", "NOT_SET_ANYWHERE"], "'NOT_SET_ANYWHERE' with the token is not set"),
-        (["--tasks", "[1]"], "add --openenv"),
-        (["--openenv", "--tasks", "[]"], "at least one task"),
-        (["--openenv", "--tasks", "nowhere"], "is not the name of an object"),
+        (["--tasks", "[]"], "at least one task"),
+        (["--tasks", "nowhere"], "is not the name of an object"),
         (["--processes", "0"], "--processes: it is 0, and must be 1 or more"),
         (["--sessions", "0"], "--sessions: it is 0, and must be 1 or more"),
         (["--call-seconds", "-1"], "--call-seconds: it is -1, and must be above 0"),
         (["--message-bytes", "3"], "--message-bytes: it is 3, and must be 1,024 or more"),
         (["--port", "99999"], "--port: it is 99999, and a port is a number from 0 (any free one) to 65535"),
         (["--port", "-1"], "--port: it is -1"),
-        (["--openenv", "--tasks", "[3"], "which is not JSON"),
+        (["--tasks", "[3"], "are not JSON"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):

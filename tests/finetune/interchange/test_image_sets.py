@@ -19,7 +19,7 @@ from tapereel.cli import main
 from tapereel.envs import Environment, Outcome, Taskset
 from tapereel.envs.taskset import standard_row
 from tapereel.finetune.interchange.formats import read, write
-from tapereel.finetune.interchange.trace_files import BadImport
+from tapereel.finetune.interchange.record_files import BadImport
 from tapereel.tapes import Answer, Picture
 from tapereel.tapes.store.store import Store
 

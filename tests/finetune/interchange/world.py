@@ -1,21 +1,16 @@
-"""Tapes to exchange: sampled by a micro model over two turns, with calls of tools, with a label, and of text alone."""
+"""Tapes to export: sampled by a micro model over two turns, and of text with a call of a tool."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tapereel.agents import ChatAgent, Completion, Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.envs.adapters.trl import TRLEnvironment, trl_row
-from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, Sampling, Tape, Task, ToolCalls
-from tapereel.tapes.records import Label
 from tapereel.tapes.store.store import Store
 
 from ..loop.lab import RENDERER, Letters, Speaker, model
@@ -51,10 +46,9 @@ class Roller(ScriptedEngine):
 
 async def _record(store: Store) -> None:
     engine = EmbeddedEngine(model(), RENDERER, version="base:0")
-    labelled = None
     for group in range(GROUPS):
         for attempt in range(SIZE):
-            tape = await rollout(
+            await rollout(
                 Speaker(),
                 Letters,
                 Task(private="ab", bare=True, id="x"),
@@ -65,9 +59,6 @@ async def _record(store: Store) -> None:
                 sampling=Sampling(max_tokens=3),
                 journal=store.writer,
             )
-            labelled = labelled or tape
-    assert labelled is not None
-    store.append_layer(Label(tape=labelled.id, call=labelled.calls[0].call, ranges=((0, 1),)))
     agent = ChatAgent(actions=[ToolCalls], plain=Answer)
     row = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Six sides."}]}
     await rollout(
@@ -86,12 +77,6 @@ def record(path: Path) -> Path:
 def tapes_of(path: Path) -> list[Tape]:
     with Store.open(path) as store:
         return list(store.tapes(closed=True))
-
-
-def tokens_of(tape: Tape) -> Iterator[tuple[Any, ...]]:
-    """What training would read: ids, own positions and log-probs of each row."""
-    for row in rows(tape):
-        yield row.input_ids.tolist(), row.own.tolist(), np.round(row.old.astype(float), 6).tolist()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

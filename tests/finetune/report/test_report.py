@@ -91,9 +91,9 @@ def test_a_report_holds_the_tapes_that_it_proposes_and_says_which_it_lacks(tmp_p
     assert {one.tape for one in found.tapes} <= {tape.id for tape in played}
     write_report(tmp_path / "r.html", tmp_path / "run", found.model_copy(update={"tapes": found.tapes[:1]}), chr)
     data = data_of(tmp_path / "r.html")
-    assert data["table-0"]["table"]["id"] == [found.tapes[0].tape]
-    assert data["run"]["run"]["integrity"]["holes"] == ["2 of the run's tapes are not in this file"]
-    assert data["tapes-0"][f"{found.tapes[0].tape}/explain"]["missing"] == NOT_EXPLAINED
+    assert data["table-0"]["id"] == [found.tapes[0].tape]
+    assert data["run"]["integrity"]["holes"] == ["2 of the run's tapes are not in this file"]
+    assert data[f"{found.tapes[0].tape}/explain"]["missing"] == NOT_EXPLAINED
 
 
 def test_a_run_without_training_has_an_overview(tmp_path: Path) -> None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import http.server
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_bundle
+from tapereel.tapes.view.bundle import write_view
 
 from .lab import hostile_run, long_run, training_run, wide_run
 from .serving import served
@@ -151,37 +148,15 @@ def test_a_run_of_10_000_tapes_is_a_few_requests_and_few_elements(page, tmp_path
         assert page.locator("*").count() < 1_500
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundle")
-    with RunView(training_run(folder / "run")) as view:
-        write_bundle(view, folder / "out")
-    return folder / "out"
-
-
-@pytest.fixture(params=["file", "http"])
-def address(request: pytest.FixtureRequest, bundle: Path):
-    if request.param == "file":
-        yield f"{(bundle / 'index.html').as_uri()}"
-        return
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=bundle)) as files:
-        thread = threading.Thread(target=files.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{files.server_address[1]}/index.html"
-        files.shutdown()
-        thread.join()
-
-
-def test_a_bundle_shows_the_same_without_a_server(page, address: str):
-    page.goto(address)
+def test_a_page_shows_the_same_without_a_server(page, tmp_path: Path):
+    file = tmp_path / "page.html"
+    with RunView(training_run(tmp_path / "run")) as view:
+        write_view(view, file, tapes=[row.id for row in view.store.index.tapes()])
+    address = file.as_uri()
+    page.goto(f"{address}#/")
     page.wait_for_function("() => T.app.table.found.length === 13")
     banner = page.locator("#banner")
-    assert "Verified" in banner.inner_text()
+    assert "Not verified" in banner.inner_text()
     assert banner.get_by_role("button").count() == 0
     page.goto(f"{address}#/tape/g0a1/call/g0a1.3")
     page.get_by_role("tab", name="Request").wait_for()
@@ -199,4 +174,4 @@ def test_a_bundle_shows_the_same_without_a_server(page, address: str):
     page.goto(f"{address}#/?text=TooManyParseErrors")
     page.wait_for_function("() => T.app.table.found.length === 1")
     page.goto(f"{address}#/tape/nobody")
-    page.locator(".state", has_text="no tape nobody is in this bundle").wait_for()
+    page.locator(".state", has_text="no tape nobody is in this report").wait_for()

@@ -24,9 +24,10 @@ from tapereel.tapes.audit.verdict_files import FOLDER, Checks, keep_verdicts
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_bundle
+from tapereel.tapes.view.bundle import write_view
 
 from ...cli.lab import NEXT, SCENE, answer_of, settings
+from ...front.pages import data_of
 from .lab import HOSTILE, training_run
 
 
@@ -177,13 +178,13 @@ def test_texts_that_no_encoding_has_are_kept_all_the_same(run: Path):
     assert "half a character ? and" in check["says"]
 
 
-def test_a_bundle_has_them_too(run: Path, tmp_path: Path):
+def test_a_page_has_them_too(run: Path, tmp_path: Path):
     said_of(run, other("g0a0"))
     with RunView(run) as view:
-        write_bundle(view, tmp_path / "out")
-    texts = {path.name: path.read_text() for path in (tmp_path / "out" / "data").rglob("*.js")}
-    assert "replay diverged" in texts["table-0.js"]
-    assert any("the agent says 43" in text for name, text in texts.items() if name.startswith("tapes-"))
+        write_view(view, tmp_path / "page.html", tapes=["g0a0"])
+    data = data_of(tmp_path / "page.html")
+    assert "replay diverged" in str(data["table-0"])
+    assert "the agent says 43" in str(data["g0a0/head"])
 
 
 def test_the_audit_asks_for_the_newest_verdict_by_the_run_s_own_weights(run: Path):

@@ -1,0 +1,223 @@
+"""Tapes of conversations that weren't recorded here: rows of an import, and texts of a corpus.
+
+Such a tape has a call for each answer of the model, and steps made of the messages. Its agent and environment aren't
+known, so it can be imitated and not replayed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+from pydantic import BaseModel, ConfigDict, JsonValue, TypeAdapter
+from pydantic_core import from_json, to_json
+
+from ...agents.episode.recorder import Recorder
+from ...tapes import Answer, Message, Sampling, Status, Task, ToolCall, ToolCalls
+from ...tapes.arrays import ints
+from ...tapes.journal import Journal
+from ...tapes.messages import ENV, heard, text_of
+from ...tapes.records import Begin, Call, End, Identity, Reward, Tools
+from ...tapes.steps import Prompt, Step, ToolResult, ToolResults
+from ...tapes.store.store import Store
+from ...tapes.tape import new_tape_id, step_record
+
+MODEL = "policy"
+"""Name of the agent."""
+IMPORTED = "imported"
+"""Name of the environment."""
+
+
+class Function(BaseModel):
+    """Name and arguments of a function call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str
+    arguments: JsonValue = None
+
+
+class FunctionCall(BaseModel):
+    """One function call in a message."""
+
+    model_config = ConfigDict(extra="allow")
+    function: Function
+
+
+class ChatMessage(BaseModel):
+    """The fields of a chat message that a tape requires. Other keys are allowed."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, JsonValue]] | None = None
+    tool_calls: list[FunctionCall] | None = None
+
+
+_messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
+
+
+def checked_messages(messages: object) -> list[Message]:
+    """Validated chat messages, without their None values except `content`. ValidationError names the wrong message."""
+    _messages.validate_python(messages)
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in cast(Sequence[Message], messages)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """One answer of the model."""
+
+    messages: tuple[Message, ...] = ()
+    """The messages since the answer before."""
+    reply: Message
+    prompt: Sequence[int] | None = None
+    """All prompt ids; None without token ids."""
+    completion: Sequence[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """One episode."""
+
+    id: str = ""
+    """Id of the tape that it was exported from; empty without one."""
+    answers: tuple[Said, ...]
+    by: str = MODEL
+    """Path of the agent whose answers these are."""
+    tools: tuple[dict[str, JsonValue], ...] = ()
+    task: Task = field(default_factory=Task)
+    group: str | None = None
+    attempt: int = 0
+    split: str = "train"
+    status: Status = Status.FINISHED
+    reward: tuple[str, float] | None = None
+    """(component, value); None for an unscored episode."""
+
+    @property
+    def content(self) -> str:
+        """SHA-256 (hex) of all fields. Imports use it to find duplicates."""
+        return hashlib.sha256(to_json(self, inf_nan_mode="constants", fallback=list)).hexdigest()
+
+
+def imported(store: Store) -> Counter[tuple[str, str]]:
+    """(content, status) -> number of the run's tapes that were written from such a conversation.
+
+    A tape that a crashed process left unfinished is closed with another status. It doesn't match its conversation, so
+    the next import writes that one again.
+    """
+    found: Counter[tuple[str, str]] = Counter()
+    for summary in store.summaries(agent=MODEL, closed=True):
+        if summary.env == IMPORTED:
+            (body,) = store.bodies(store.index.places(summary.id, limit=1))
+            content = from_json(body)["agent"].get("config", {}).get("content")
+            found[content, str(summary.status)] += content is not None
+    return found
+
+
+def write_tape(one: Conversation, journal: Journal | None, source: str) -> str:
+    """Write a conversation as a closed tape; return the tape's id.
+
+    journal: None checks whether it can become a tape, and writes nothing. source: name of the format it came in.
+    """
+    begin = Begin(
+        tape=new_tape_id(),
+        task=one.task,
+        task_hash=one.task.hash,
+        agent=Identity(name=MODEL, config={"imported": source, "origin": one.id, "content": one.content}),
+        env=Identity(name=IMPORTED, effect="irreversible"),
+        env_seed=0,
+        seed=0,
+        group=one.group,
+        attempt=one.attempt,
+        split=one.split,
+        at=time.time(),
+    )
+    recorder = Recorder(begin, journal)
+    before: str | None = None
+    heard_so_far = 0
+    for said in one.answers:
+        for step in _seen(said.messages, one.tools):
+            recorder.write(step_record(recorder.tape, step, by=ENV))
+        call = Call(
+            tape=recorder.tape,
+            call=recorder.new_call_id(),
+            by=one.by,
+            base=before,
+            keep=0,
+            keep_messages=heard_so_far,
+            messages=said.messages,
+            prompt=None if said.prompt is None else ints(said.prompt),
+            completion=None if said.completion is None else ints(said.completion),
+            text=str(said.reply.get("content") or ""),
+            tool_calls=tuple(said.reply["tool_calls"]) if said.reply.get("tool_calls") else None,
+            finish="stop",
+            sampling=Sampling(),
+            tools=_tools(one.tools, known=before is not None),
+            engine=source,
+            at=time.time(),
+        )
+        recorder.write(call)
+        whole = ((call.call, 0, len(said.completion or ())),)
+        recorder.write(step_record(recorder.tape, _action(said.reply), by=one.by, calls=whole))
+        before, heard_so_far = call.call, heard_so_far + len(said.messages) + 1
+    if one.reward is not None:
+        name, value = one.reward
+        recorder.write(Reward(tape=recorder.tape, name=name, value=value))
+    recorder.write(End(tape=recorder.tape, status=one.status, at=time.time()))
+    return recorder.tape
+
+
+def _tools(tools: tuple[dict[str, JsonValue], ...], *, known: bool) -> Tools | None:
+    if not tools:
+        return None
+    digest = hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).hexdigest()[:16]
+    return Tools(hash=digest, schemas=None if known else tools)
+
+
+def _seen(messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...]) -> Iterator[Step]:
+    """The observations before a call: tool results if all messages are, else one prompt with the messages."""
+    if not messages:
+        return
+    if all(message["role"] == "tool" for message in messages):
+        results = ToolResults(
+            results=tuple(
+                ToolResult(id=str(m.get("tool_call_id") or ""), name=str(m.get("name") or ""), content=text_of(m))
+                for m in messages
+            )
+        )
+        if heard(results) == [dict(m) for m in messages]:
+            yield results
+            return
+    last = next((text_of(m) for m in reversed(messages) if m["role"] == "user"), text_of(messages[-1]))
+    yield Prompt(text=last, messages=tuple(dict(m) for m in messages), tools=tools)
+
+
+def _action(reply: Message) -> Answer | ToolCalls:
+    calls = reply.get("tool_calls")
+    if not calls:
+        return Answer(text=text_of(reply))
+    return ToolCalls(
+        calls=tuple(
+            ToolCall(
+                id=str(call.get("id") or ""),
+                name=str(call["function"]["name"]),
+                arguments=_arguments(call["function"].get("arguments")),
+            )
+            for call in calls
+        )
+    )
+
+
+def _arguments(given: JsonValue) -> dict[str, JsonValue]:
+    """The parsed arguments of a tool call; text that isn't a JSON object is kept under `arguments`."""
+    try:
+        found = from_json(given) if isinstance(given, str) else given
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"arguments": given}

@@ -1,0 +1,138 @@
+"""Reads rows from JSONL and Parquet files, and writes records to new ones. Reading a file runs no code."""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic_core import from_json, to_json
+
+from ...tapes.errors import MissingExtra, TapereelError, UsageError
+
+PARQUET_ROWS = 100
+"""Rows of Parquet that are decoded at once."""
+
+
+class BadImport(UsageError):
+    """An invalid file; the message names the place and the cause."""
+
+
+class NothingToExport(TapereelError, ValueError):
+    """No tape has a record in the format, so no file was written; the message says why."""
+
+
+def records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
+    """(place for error messages, record) of a .jsonl or .parquet file. BadImport for an invalid file, UsageError for a
+    missing one."""
+    if not path.is_file():
+        raise UsageError(f"there is no file {path}")
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise UsageError(f"{path}: rows are read from .jsonl or .parquet files")
+    for place, record in _parquet(path) if path.suffix == ".parquet" else _lines(path):
+        if not isinstance(record, dict):
+            raise BadImport(f"{place} is a {type(record).__name__}, and a record is an object")
+        yield place, record
+
+
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if not line.strip():
+                continue
+            try:
+                yield f"{path}, line {number}", from_json(line)
+            except ValueError as error:
+                raise BadImport(f"{path}, line {number} is no JSON: {error}") from None
+
+
+def _parquet(path: Path) -> Iterator[tuple[str, object]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise MissingExtra("pyarrow", "train", f"reading {path.name}") from error
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", _without_none(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise BadImport(f"{path} can't be read as Parquet: {error}") from error
+
+
+def _without_none(value: object) -> object:
+    """The value without None fields: Parquet adds a field to every object of a column if one object has it."""
+    if isinstance(value, dict):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_none(item) for item in value]
+    return value
+
+
+def check_new(path: Path, endings: Sequence[str], format: str) -> None:
+    """UsageError if `path` exists, or has an ending that the format doesn't accept. The ending '' is a folder."""
+    if path.exists():
+        raise UsageError(f"{path} exists already; name another file, or remove it first")
+    if path.suffix not in endings:
+        named = " or ".join(ending or "a folder" for ending in endings)
+        raise UsageError(f"{path}: the format {format} is written to {named}")
+
+
+@contextmanager
+def completed(path: Path) -> Iterator[Path]:
+    """`NAME.partial`, a place to write to, which is renamed to `path` at the end of the block.
+
+    No partial file has the final name, even after a crash.
+    """
+    partial = path.with_name(path.name + ".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield partial
+    partial.rename(path)
+
+
+def write_records(made: Iterable[Mapping[str, object]], path: Path) -> int:
+    """Write records to a new .jsonl or .parquet file; return their number. Without a record, write no file."""
+    records = iter(made)
+    first = next(records, None)
+    if first is None:
+        return 0
+    with completed(path) as partial:
+        if path.suffix == ".parquet":
+            return _write_parquet([first, *records], partial)
+        n = 0
+        with partial.open("wb") as file:
+            for record in itertools.chain([first], records):
+                file.write(to_json(record, inf_nan_mode="null") + b"\n")
+                n += 1
+    return n
+
+
+def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
+    try:
+        from datasets import Dataset, Image, List, disable_progress_bars
+    except ImportError as error:
+        raise MissingExtra("datasets", "train", "writing Parquet") from error
+    disable_progress_bars()
+    try:
+        found = Dataset.from_list([dict(record) for record in made])
+        (found.cast_column("images", List(Image())) if "images" in made[0] else found).to_parquet(str(path))
+    except ValueError as error:  # ArrowInvalid, as for contents that are text in one message and parts in another
+        raise UsageError(
+            f"{path.name}: a column of Parquet has one type, and messages with pictures have parts where others have "
+            f"text ({error}): write it with images=True"
+        ) from error
+    return len(made)
+
+
+def nothing(path: Path, tapes: int, left_out: Mapping[str, int]) -> NothingToExport:
+    """The error for the case that none of the tapes has a record. left_out: reason -> number of tapes."""
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items() if n)
+    why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else "no closed tape fits"
+    return NothingToExport(f"nothing to export, and {path} was not written: {why}")
