@@ -7,6 +7,9 @@ from typing import Protocol
 
 from .pictures import MediaReference
 
+MAX_BODY = 64 * 1024 * 1024 - 1024
+"""Bytes of the largest record body; larger things are media."""
+
 
 class Durability(StrEnum):
     """Which events wait until their records are on the disk."""

@@ -29,7 +29,7 @@ from .arrays import Floats, Ints
 from .pictures import RECORDED, MediaNames, Visual, media_of, swapped, visuals_of
 from .places import Places
 from .status import CauseType, Status
-from .steps import Role, Step, Unknown, read_step, unwritable
+from .steps import Role, Step, Unknown, measure, read_step, unwritable
 from .value import Value
 
 SCHEMA = "tapereel/1"
@@ -68,7 +68,7 @@ class Task(Value):
     """Answers and seeds. Never shown to an agent."""
     bare: bool = False
     """True when the task is a plain value: `private` is that value, and `reset` receives it unchanged."""
-    pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_)
+    pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_, fail_fast=True)
     """The pictures and videos that it was made with, each once. In their places the two parts hold their names."""
 
     @model_validator(mode="before")
@@ -155,7 +155,7 @@ class Identity(Value):
 
     name: str
     cls: str = ""
-    """`module:qualname` when the tape was recorded; `common.renamed.current_path` gives the present path."""
+    """`module:qualname` when the tape was recorded."""
     config: dict[str, JsonValue] = Field(default={})
     effect: Literal["pure", "idempotent", "irreversible"] | None = None
     """Environments only: the effect of an action that is carried out again."""
@@ -252,6 +252,7 @@ class StepRecord(Record):
     def body(self) -> bytes:
         """As `Record.body`; a step of unknown kind is written as it was read. Unwritable where JSON can't hold it."""
         if self.kind == self.content.kind or not isinstance(self.content, Unknown):
+            measure(self.content)
             try:
                 return to_json(self, inf_nan_mode="strings")
             except (PydanticSerializationError, UnicodeEncodeError) as error:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 from pydantic_core import PydanticSerializationError, to_json
 
 from .errors import Unwritable
+from .journal import MAX_BODY
 from .pictures import RECORDED, Picture, Video, Visual, visuals_of
 from .value import Value
 
@@ -317,6 +318,30 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
     if role_of(step) != role:
         raise ValueError(f"the tape says that {kind!r} is a {role}, but {cls.__qualname__} is a {role_of(step)}")
     return step
+
+
+def measure(step: Step) -> None:
+    """Unwritable if the step's text has more bytes than a record may have. To write it as JSON first takes seconds."""
+    for value in step.__dict__.values():
+        if type(value) is not str or len(value) > 10_000:
+            break
+    else:
+        return  # most steps, for speed
+    left, values = MAX_BODY, [*step.__dict__.values()]
+    while values and left >= 0:
+        value = values.pop()
+        if isinstance(value, str):
+            left -= len(value)
+        elif isinstance(value, dict | list | tuple | set | frozenset):
+            left -= len(value)
+            values += value
+            values += value.values() if isinstance(value, dict) else ()
+        elif isinstance(value, BaseModel) and not isinstance(value, Visual):
+            values += value.__dict__.values()
+    if left < 0:
+        raise Unwritable(
+            f"a step of kind {step.kind!r} has more than {MAX_BODY:,} bytes, the most that a record may have"
+        )
 
 
 def unwritable(step: Step, error: Exception) -> Unwritable:

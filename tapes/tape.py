@@ -137,9 +137,7 @@ class TapeLog:
         for call, start, end in record.calls:
             n = len(self.call(call).completion or ())
             if not 0 <= start <= end <= max(n, 0):
-                raise NotATape(
-                    f"a step of tape {self.begin.tape} names tokens [{start}, {end}) of call {call}, which has {n}"
-                )
+                raise NotATape(f"a step of tape {self.begin.tape} names tokens [{start}, {end}) of {n} in call {call}")
         if record.by != ENV:
             self._speak()
         acted = record.by != ENV and record.role == "action"
@@ -226,6 +224,8 @@ class Tape(Sequence[Step]):
         scope: str = "",
         agent_view: bool = False,
     ) -> None:
+        if not isinstance(log, TapeLog):
+            raise NotATape(f"log is a {type(log).__qualname__}; a Tape is made by `rollout`, `Tape.of` and a run")
         self._log = log
         self._n = len(log.entries) if n is None else n
         self._k = len(log.bodies) if records is None else records
@@ -245,6 +245,8 @@ class Tape(Sequence[Step]):
         """The tape whose records have these bodies, in order. NotATape (a ValueError) where they don't make one.
 
         file: gives the bytes of a media file by its name (`picture`)."""
+        if not isinstance(bodies, Iterable) or not isinstance(layers, Iterable):
+            raise NotATape(f"bodies and layers are lists, not {type(bodies).__name__} and {type(layers).__name__}")
         log: TapeLog | None = None
         for k, body in enumerate(bodies):
             try:
@@ -259,7 +261,10 @@ class Tape(Sequence[Step]):
                 log.append(record, body)
         if log is None:
             raise NotATape("no records: a tape has at least its `begin`")
-        log.layers.extend(layers)
+        for layer in layers:
+            if not isinstance(layer, Record):
+                raise NotATape(f"layers hold records, not a {type(layer).__name__}")
+            log.layers.append(layer)
         log.file = file or log.file
         shown = (one for entry in log.entries for one in pictures_of(entry.step))
         for picture in (*pictures_of(log.begin.task.pictures), *shown):
@@ -343,9 +348,7 @@ class Tape(Sequence[Step]):
 
     def _visible(self, what: str) -> TapeLog:
         if not self._open:
-            raise HiddenFromAgent(
-                f"`{what}` is hidden from agents: their view of a tape has its steps and the public part of the task"
-            )
+            raise HiddenFromAgent(f"`{what}` is hidden from agents: they see the steps and the public part of the task")
         return self._log
 
     def _end(self, what: str) -> End | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 from ...tapes.common.text import counted
-from ...tapes.errors import UsageError
 from ...tapes.store.verifier import Report, verify
 from ..console import Exit, answer
 
@@ -37,11 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Verify, and print the report."""
-    try:
-        report = verify(args.run, pins=args.pin, exact=args.exact)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    answer(args, {"verdict": report.verdict, **report.model_dump()}, *_report_lines(report))
+    report = verify(args.run, pins=args.pin, exact=args.exact)
+    answer(args, report, *_report_lines(report))
     return report.exit_code
 
 

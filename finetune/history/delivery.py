@@ -186,7 +186,7 @@ class Delivery:
             f"the weights {new.name} did not arrive at {answer.sampler}: its log-probs of {len(answer.ids)} tokens "
             f"in a row of tape {self._tape} differ from the trainer's by up to {gaps[-1]:.3g} nats (allowed: "
             f"{bound:.3g}); {what}; the last that surely arrived: {sure}. Mend the weight sync and continue with "
-            "--resume, or raise loop.sampler_tolerance for a sampler that computes in another precision"
+            "`resume=True`, or raise loop.sampler_tolerance for a sampler that computes in another precision"
         )
 
 

@@ -38,6 +38,7 @@ from ..trainer.checkpoint import (
     copied_weights,
     prune,
     read_checkpoint,
+    remove_partial,
     save_checkpoint,
     weights_digest,
 )
@@ -150,6 +151,7 @@ class History:
 
         batch = plan.batch(self.lineage, noting)
         trainer = self.enter(plan.phase)
+        trainer.version = self.version
         given = self.taught_rows(plan, batch)
         compared = {name: str(other) for name, other in trainer.others.items()}  # as they are before the update
         steps = list(
@@ -174,8 +176,8 @@ class History:
         uses[0].info.update(compared)
         if self.delivery.found:
             uses[0].info["delivery"] = self.delivery.found
-        if stats.mismatch is not None:
-            uses[0].info["mismatch"] = known(stats.mismatch)
+        highs = stats.sums.highs
+        uses[0].info.update({name: known(highs[name]) for name in ("mismatch", "moved") if name in highs})
         self.taught.update(taught_by(uses))
         return stats, uses
 
@@ -187,7 +189,8 @@ class History:
             return batch.rows
         recorded = isinstance(plan, UpdateInfo)
         try:
-            given, path = teacher.said(batch.rows, self.store.path / "teacher", ask=not recorded)
+            folder = self.store.path / "teacher"
+            given, path = teacher.said(batch.rows, folder, ask=not recorded, check=self.store.check_lead)
         except FileNotFoundError as error:
             raise BrokenHistory(f"update {self.updates} lacks what its teacher said: {error}") from error
         if not recorded:
@@ -248,6 +251,7 @@ class History:
             tokenizer=self.tokenizer,
             pictures=self.renderer.pictures if self.renderer is not None else None,
             taught=self.taught,
+            check=self.store.check_lead,
         )
         self.store.record_files(*sorted(made.path.rglob("*")))
         best = max(self.scores, key=self.scores.__getitem__, default=None)
@@ -276,6 +280,8 @@ class History:
         this one. checkpoint_every: updates between the checkpoints that are written, those that the process before had
         no time for; None: none are. BrokenHistory where a record and its update differ.
         """
+        if checkpoint_every is not None:
+            remove_partial(self.directory)
         uses = [use for use in self.store.ledger(self.lineage).uses if until is None or use.update < until]
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}

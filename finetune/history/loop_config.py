@@ -48,12 +48,18 @@ class WarmStartConfig(Config):
     optimiser: OptimiserConfig = OptimiserConfig()
 
 
+class CriticOptimiserConfig(OptimiserConfig):
+    """AdamW of a critic: a head learns from scratch."""
+
+    lr: float = Field(default=1e-3, gt=0)
+
+
 class CriticConfig(Config):
     """The critic of a recipe that takes values, as `ppo` does."""
 
     body: Literal["own", "policy"] = "own"
     """`own`: a copy of the policy's body, trained with the head; `policy`: a head alone, on the policy's states."""
-    optimiser: OptimiserConfig = OptimiserConfig(lr=1e-3)
+    optimiser: CriticOptimiserConfig = CriticOptimiserConfig()
     clip: float | None = Field(default=0.2, gt=0)
     """The loss stops where a value has moved this far from its value before the update, in units of reward; None: no
     bound."""
@@ -215,7 +221,7 @@ class LoopConfig(RecipeConfig):
     """The model that a KL to the teacher draws the policy to: a folder, or a name of the hub; or an engine that scores
     tokens, as {model: DIR, urls: [http://...]} of vLLM servers, or of kind `module:name`."""
     critic: CriticConfig | None = None
-    """None: a critic with the defaults if the recipe takes values, otherwise no critic."""
+    """None: a critic with the general defaults if the recipe takes values, otherwise no critic."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     publish: Literal["reprefill", "drain"] = "reprefill"
@@ -237,15 +243,17 @@ class LoopConfig(RecipeConfig):
     """A control experiment: the rewards of each update are shuffled `within` each group or `across` all of its groups.
     `within` leaves each group its number of successes; `across` leaves none of what the rewards say."""
 
-    @field_validator("shuffle_rewards", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _not_a_switch(cls, value: object) -> object:
-        if isinstance(value, bool):
-            raise ValueError(
-                f"shuffle_rewards is {str(value).lower()}, but it isn't a switch any more: write `within` in place of "
-                "true, and null in place of false"
-            )
-        return value
+    def _with_its_critic(cls, data: Any) -> Any:
+        """The critic of a recipe that takes values is a setting from the start, so that a profile can fill it."""
+        if not isinstance(data, dict) or "critic" in data:
+            return data
+        changes = data.get("changes")
+        credit = changes.get("credit") if isinstance(changes, dict) else None
+        kind = credit.get("kind") if isinstance(credit, dict) else getattr(credit, "kind", None)
+        takes = kind == "gae" if kind else "critic" in SECOND.get(str(data.get("recipe")), ())
+        return data | {"critic": {}} if takes else data
 
     @field_validator("sampling")
     @classmethod
@@ -287,6 +295,12 @@ class LoopConfig(RecipeConfig):
                 "agents is empty, so that no agent would be trained: name at least one path, or remove it to train all"
             )
         return self
+
+    def longest_episode(self, context: int | None) -> int | None:
+        """The most own tokens of an episode that is one conversation of at most `context` tokens; None: no limit."""
+        limits, bounds = self.limits, [self.limits.tokens, self.limits.context, context]
+        bounds += [n * self.sampling.max_tokens for n in (limits.calls, limits.turns) if n is not None]
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     @property
     def episodes_per_group(self) -> int:

@@ -180,7 +180,10 @@ class UpdateInfo(Plan):
     """The same of the teacher."""
     on: ComputedOn | None = None
     mismatch: float | None = None
-    """Largest |log-prob in training - at sampling| of a token."""
+    """Largest |log-prob in training - at sampling| of a token that the weights before the update sampled; of any token
+    in a record without `moved`."""
+    moved: float | None = None
+    """The same of any token."""
     delivery: dict[str, JsonValue] | None = None
     """How the weights that the update began with arrived at the samplers (`delivery.py`)."""
 

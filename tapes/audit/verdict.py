@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 from pydantic import Field, JsonValue, computed_field
 from pydantic_core import to_jsonable_python
 
-from ..value import Value
+from ..value import STANDINGS, Standing, Value
 
 if TYPE_CHECKING:
     from ..tape import Tape
@@ -161,6 +161,12 @@ class Verdicts(Value):
         if counts["diverged"]:
             return 1
         return 2 if counts["unverifiable"] or not self.verdicts else 0
+
+    @computed_field
+    @property
+    def verdict(self) -> Standing:
+        """The exit code in words: `broken` if a tape diverged, `undecided` if one can't be verified."""
+        return STANDINGS[self.exit_code]
 
 
 class Covered(TypedDict, total=False):

@@ -17,7 +17,7 @@ This module reads no files: feed it records.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pydantic import Field
 
@@ -77,7 +77,10 @@ class Books(Value):
     authored_trained: int
     """The authored tokens that an update trained on."""
     textual: int
-    """Calls of engines that return text without token ids: their tokens can't be counted."""
+    """Calls of engines that return text without token ids."""
+    reported: dict[str, int] = Field(default={})
+    """`prompt` and `completion`: tokens of answers that came without versions and log-probs, by the engine's own count;
+    `unknown`: text answers without a count."""
     applied: int
     """Token-updates: each trained token counts once for each update that trained on it."""
     begun: int
@@ -92,6 +95,22 @@ class Books(Value):
     def closes(self) -> bool:
         """Whether every token and every episode is accounted for: no findings, and both sums agree."""
         return not self.findings and sum(self.tokens.values()) == self.sampled and self.begun == self.ended + self.open
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Every count of tokens by name, as `--json` prints them."""
+        authored = {name: getattr(self, name) for name in ("authored", "authored_trained", "applied")}
+        return {"sampled": self.sampled, **self.tokens, **authored, **self.reported}
+
+
+def spent(counts: Mapping[str, int]) -> str:
+    """The tokens that models read and wrote, in words. counts: `Books.counts`."""
+    parts = {
+        "prompt": "{completion:,} completion and {prompt:,} prompt tokens by the engine's own count",
+        "unknown": "{unknown:,} text answers without a token count",
+    }
+    said = [text.format(**counts) for name, text in parts.items() if name in counts]
+    return ", ".join([f"{counts['sampled']:,} tokens sampled", *said] if counts["sampled"] or not said else said)
 
 
 class _Tape(TapeFold):
@@ -129,6 +148,7 @@ class BooksFold:
         self._tapes: dict[str, _Tape] = {}
         self._lineages = Lineages()
         self._textual = 0
+        self._reported = Counter[str]()
         self._sampled = 0
         self._begun = self._ended = 0
         self._odd: list[str] = []
@@ -175,6 +195,12 @@ class BooksFold:
         if call.call in tape.completions or call.call in tape.authored:
             self._odd.append(f"call {call.call} stands twice on tape {tape.begun.id}")
         n = column_length(call.completion)
+        if not call.sampled and call.finish != "error":
+            used = {part: call.usage.get(f"{part}_tokens") for part in ("prompt", "completion")}
+            if None not in used.values():
+                self._reported.update(used)
+            elif call.completion is None:
+                self._reported["unknown"] += 1
         if call.completion is None:
             self._textual += 1
         elif call.sampled:
@@ -210,6 +236,7 @@ class BooksFold:
             authored=sum(sum(tape.authored.values()) for tape in self._tapes.values()),
             authored_trained=self._authored_trained(marks),
             textual=self._textual,
+            reported=dict(self._reported),
             applied=applied,
             begun=self._begun,
             ended=self._ended,

@@ -10,16 +10,19 @@ The class promises no more than POSIX does:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
 import os
+import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from ..common.config_yaml import LARGEST
 from ..errors import TapereelError
 
 
@@ -52,14 +55,16 @@ class Disk:
         """A handle on a new file, to append to; FileExistsError when the name is taken."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
-    def edit(self, path: Path) -> int:
-        """A handle on a file, to lock, sync, truncate or overwrite it; the file is created when it is missing."""
-        return open_regular(path, os.O_RDWR | os.O_CREAT)
+    def edit(self, path: Path, *, new: bool = True) -> int:
+        """A handle on a file, to lock, sync, truncate or overwrite it. A missing file is created; without `new`, it is
+        a FileNotFoundError."""
+        return open_regular(path, os.O_RDWR | (os.O_CREAT if new else 0))
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
         """Take the file's exclusive lock, held until `close`. False when another handle holds it.
 
-        The system releases the lock when the process dies: a segment without a lock has no living writer.
+        The system releases the lock when the process dies: a segment without a lock has no living writer. On a file
+        system without locks the answer is True, as on one on which they have no effect.
         """
         import fcntl  # here, so that reading a run works where there is no flock
 
@@ -67,6 +72,11 @@ class Disk:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return True
+        _locked.add(handle)
         return True
 
     def write(self, handle: int, data: bytes) -> int:
@@ -98,6 +108,7 @@ class Disk:
 
     def close(self, handle: int) -> None:
         """Give up the handle and its lock."""
+        _locked.discard(handle)
         os.close(handle)
 
     def rename(self, old: Path, new: Path) -> None:
@@ -122,7 +133,24 @@ class Disk:
 
 
 REAL = Disk()
+METRICS = "metrics.jsonl"
+MOST_BYTES = {"config.yaml": LARGEST, "results.json": 1 << 28, "pins.json": 1 << 28, METRICS: 1 << 30}
+"""Name of a file that is read whole -> its maximum size in bytes."""
 _parts = itertools.count()
+_LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+_locked: set[int] = set()
+"""Locked handles of this process. A fork copies them, and a copy would keep the lock after the parent's death."""
+
+
+def _let_go() -> None:
+    for handle in _locked:
+        os.close(handle)
+    _locked.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
 
 
 def write_all(disk: Disk, handle: int, data: bytes) -> None:
@@ -156,18 +184,43 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_file(path: Path, disk: Disk = REAL) -> bytes:
-    """The bytes of a run's file. FileNotFoundError; NotAFile where something else has its name."""
+    """The bytes of a run's file. FileNotFoundError; NotAFile if something else has its name, or if it is too large."""
     with disk.open(path) as file:
+        _check_size(path, disk)
         return file.read()
 
 
+def _check_size(path: Path, disk: Disk) -> None:
+    """A file of 300 GB may take no space, and an archive of a run can hold one."""
+    size, most = disk.size(path), MOST_BYTES.get(path.name, sys.maxsize)
+    if size > most:
+        raise NotAFile(f"{path} has {size:,} bytes, and a run's has at most {most:,}: restore it from a copy")
+
+
 def file_digest(path: Path, disk: Disk = REAL) -> str:
-    """SHA-256 (hex) of a file, read in pieces. FileNotFoundError; NotAFile where it is no regular file."""
+    """SHA-256 (hex) of a file, read in pieces. FileNotFoundError; NotAFile if it isn't a regular file or too large."""
+    if path.name == METRICS:
+        return hashlib.sha256(b"".join(counted_lines(read_file(path, disk)))).hexdigest()
     digest = hashlib.sha256()
     with disk.open(path) as file:
+        _check_size(path, disk)
         while piece := file.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def counted_lines(data: bytes) -> list[bytes]:
+    """The lines of a metrics file, without those that a lead wrote after a line of a later lead.
+
+    Readers and `file_digest` use the same lines, so an edit that changes no digest is never read.
+    """
+    kept, newest = list[bytes](), 0
+    for line in data.splitlines(keepends=True):
+        lead = int(match[1]) if (match := _LEAD.match(line)) else newest
+        if lead >= newest:
+            kept.append(line)
+            newest = lead
+    return kept
 
 
 def changed(path: Path, digest: str) -> str | None:
@@ -189,13 +242,14 @@ def damage(folder: Path, digests: Mapping[Path, str]) -> list[str]:
     return [*found, *(f"{path} was added: no record has its digest" for path in more)]
 
 
-def put_file(disk: Disk, path: Path, data: bytes) -> None:
+def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object] = lambda: None) -> None:
     """Create or replace a file so that after a crash it holds either all of `data` or its previous content.
 
     The bytes are synced before the rename: a rename alone may reach the disk before the bytes do, and a power cut then
     leaves the name on an empty file. The folder is synced last, so that the new name itself survives when this returns.
     A crash before the rename leaves a `.part` file, which recovery removes. Of two processes that write one path at
-    once, one wins whole.
+    once, one wins whole. `check` may raise to keep the old file; it is called when the `.part` file is complete, so a
+    process that removes that file after the check has passed prevents the rename.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:
@@ -208,5 +262,12 @@ def put_file(disk: Disk, path: Path, data: bytes) -> None:
         disk.sync(handle)
     finally:
         disk.close(handle)
-    disk.rename(part, path)
+    try:
+        check()
+        disk.rename(part, path)
+    except Exception:
+        with contextlib.suppress(OSError):
+            disk.remove(part)
+        check()  # names the reason if another process has removed the `.part` file
+        raise
     disk.sync_dir(path.parent)

@@ -332,13 +332,15 @@ class Index:
         )
         return [row[0] for row in rows]
 
-    def places(self, tape: str, *, limit: int = -1, offset: int = 0) -> list[Place]:
-        """The records of this tape, in order; for the empty id, the records without a tape."""
+    def places(self, tape: str, *, t: str | None = None, limit: int = -1, offset: int = 0) -> list[Place]:
+        """The records of this tape, in order; for the empty id, the records without a tape. t: only of this type."""
         return [
             Place(*row)
             for row in self._ask(
-                "select segment, n, t, offset, length from records where tape = ? order by segment, n limit ? offset ?",
+                "select segment, n, t, offset, length from records where tape = ? and t = coalesce(?, t) "
+                "order by segment, n limit ? offset ?",
                 tape,
+                t,
                 limit,
                 offset,
             )

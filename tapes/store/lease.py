@@ -1,11 +1,20 @@
 """One lead per run: a lease with a number, its epoch, that a process takes before it reads what the run has done.
 
-`leads/EPOCH.json` in the run directory names the lead of each epoch: host, process, start. Creating the file claims the
-epoch; a file system creates a name for one process only. The lead holds the file's `flock` and writes its last sign of
-life into it. A later epoch ends the earlier ones: before a lead writes, it asks whether the next epoch was claimed.
+The invariant: **a lead's write counts only if no process held a higher epoch when it was made.**
 
-A lead counts as dead when its `flock` is free. That proves nothing where `flock` has no effect (some cluster file
-systems) or holds on one machine only. There, and for a lead on another machine, a new lead waits for a sign of life.
+* *Claim.* The new epoch is above those of the files in `leads/` and of the `lead` records. Creating `leads/EPOCH.json`
+  decides between processes that claim at once, since a file system creates a name for one of them only. The winner
+  renames its file to `leads/EPOCH-NONCE.json`; who finds such a file of its own epoch came second.
+* *Record.* `Store.take_lead` refuses an epoch that isn't above every recorded one, and makes the `lead` record durable.
+  So an epoch has one lead even if `leads/` was removed between two claims.
+* *Check.* Before a batch of lines, one listing of `leads/` must show this lease's file and no higher epoch. Before an
+  update, weights, metrics, results or digests, no other `lead` record may have this epoch or a higher one either.
+* *Fence.* A lead may be stopped between its check and its write. Its records carry its epoch, so readers leave them
+  out. Its files don't land: it makes the `.part` file, or opens the file to append to, before it checks, and its
+  successor, after its claim, removes `.part` files and replaces the files that are appended to (`open_run`).
+
+A lead counts as dead if neither its file nor its segment is locked. If `flock` has no effect, or the lead is on another
+machine, a new lead waits for a sign of life in the file. The invariant holds even if that answer is wrong.
 """
 
 from __future__ import annotations
@@ -15,15 +24,22 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from pydantic import Field
+
 from ..common.text import logger
 from ..errors import StoreFailed, UsageError
+from ..records import Lead
 from ..value import Value
 from .disk import REAL, Disk, read_file, write_all
+from .index import Index
+from .writer import is_live
 
 log = logger("lease")
 
@@ -32,6 +48,7 @@ BEAT = 5.0
 """Seconds between two signs of life."""
 GRACE = 3
 """Beats without a sign of life after which a lead counts as dead where `flock` says nothing."""
+_NAME = re.compile(r"(\d{6,})(-[0-9a-f]{6})?\.json")
 
 
 class RunHeld(UsageError):
@@ -39,7 +56,7 @@ class RunHeld(UsageError):
 
 
 class LeaseLost(StoreFailed):
-    """A later lead took the run over, so this process must write nothing more."""
+    """A later lead took the run over, or the lease's file is gone. This process must write nothing more."""
 
 
 class Holder(Value):
@@ -47,69 +64,126 @@ class Holder(Value):
 
     epoch: int
     host: str
-    pid: int
-    began: float
+    pid: int = Field(ge=0, lt=1 << 31)
+    """0: unknown, because its file can't be read."""
+    began: float = Field(ge=0, le=253_402_300_799)
     """Seconds since 1970, as `seen`."""
-    seen: float
+    seen: float = Field(ge=0, le=253_402_300_799)
     """The last sign of life."""
     ended: bool = False
     """True when the lead gave the run up itself."""
 
     def __str__(self) -> str:
+        if not self.pid:
+            return "an unknown process (its file can't be read)"
         began, seen = (f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" for at in (self.began, self.seen))
         return f"process {self.pid} on {self.host} (started {began}, last sign of life {seen})"
 
 
 def read_leads(run: Path) -> dict[int, Holder]:
-    """Every lead of the run so far, by epoch. Empty for runs without leases. A file cut short by a crash counts as a
-    lead without a sign of life."""
-    found: dict[int, Holder] = {}
-    if not (run / FOLDER).is_dir():
-        return found
-    for name in os.listdir(run / FOLDER):
-        if match := re.fullmatch(r"(\d{6,})\.json", name):
-            found[int(match[1])] = _read(run / FOLDER / name, int(match[1]))
-    return dict(sorted(found.items()))
+    """Every lead of the run so far that has a file, by epoch. A file cut short by a crash counts as a lead without a
+    sign of life."""
+    try:
+        return {epoch: _read(path, epoch) for epoch, path in _files(run).items()}
+    except FileNotFoundError:
+        return read_leads(run)  # a lead has just renamed its file, or it was removed
+
+
+def _names(run: Path) -> list[str]:
+    try:
+        return os.listdir(run / FOLDER)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _files(run: Path, names: Sequence[str] = ()) -> dict[int, Path]:
+    # Of two files of one epoch the one with a nonce counts: the other is a claim that came second.
+    names = sorted(names or _names(run), reverse=True)
+    return dict(sorted({int(m[1]): run / FOLDER / m[0] for name in names if (m := _NAME.fullmatch(name))}.items()))
 
 
 def _read(path: Path, epoch: int) -> Holder:
     for _ in range(3):
         try:
-            return Holder.model_validate_json(read_file(path))
+            return Holder.model_validate_json(read_file(path)).model_copy(update={"epoch": epoch})
         except ValueError:
             time.sleep(0.01)  # the lead is just writing it
+    return _unknown(epoch)
+
+
+def _unknown(epoch: int) -> Holder:
     return Holder(epoch=epoch, host="an unknown host", pid=0, began=0.0, seen=0.0)
+
+
+def recorded_leads(index: Index) -> list[tuple[Holder, str]]:
+    """(the lead, the segment that it wrote last) of each `lead` record that the index has, by epoch."""
+    following = {segment.name: segment.next for segment in index.segments()}
+    places = index.places("", t="lead")
+    found = list[tuple[Holder, str]]()
+    for place, body in zip(places, index.bodies(places), strict=True):
+        lead, segment = Lead.model_validate_json(body), place.segment
+        while (after := following.get(segment)) is not None and after > segment:
+            segment = after
+        found.append((Holder(epoch=lead.epoch, host=lead.host, pid=lead.pid, began=lead.at, seen=lead.at), segment))
+    return sorted(found, key=lambda one: one[0].epoch)
+
+
+def _last(run: Path, disk: Disk) -> tuple[int, Holder, Path | None, Path | None]:
+    """(the highest epoch, who has it, the lead's file, its segment); epoch 0 if the run had no lead."""
+    recorded = dict[int, tuple[Holder, str]]()
+    if (run / "tapes").is_dir():
+        with closing(Index(run / "tapes", disk=disk, path=run / "tapes" / "index.sqlite")) as index:
+            index.refresh()
+            recorded = {one[0].epoch: one for one in recorded_leads(index)}
+    leads = read_leads(run)
+    newest = max((*leads, *recorded), default=0)
+    holder, segment = leads.get(newest, _unknown(newest)), None
+    if newest in recorded:
+        by_record, name = recorded[newest]
+        holder, segment = holder if holder.pid else by_record, run / "tapes" / f"{name}.jsonl"
+    return newest, holder, _files(run).get(newest), segment
 
 
 class Lease:
     """The right to write what a run does next. Use it as a context manager; it beats in a thread of its own."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
-        """Claim the next epoch of the run. RunHeld where another lead is alive, unless `take_over` ends its epoch."""
+        """Claim the next epoch of the run. RunHeld if another lead is alive, unless `take_over` ends its epoch."""
         run = Path(run)
         self._folder, self._beat, self._disk = run / FOLDER, beat, disk
         disk.make_folder(self._folder)
         self.locks = _flock_works(self._folder, disk)
-        """Whether `flock` has an effect on this file system. Where not, only signs of life tell who is alive."""
+        """Whether `flock` has an effect on this file system. If not, only signs of life tell who is alive."""
         # The epoch after the one that was found to be over, never after one that was claimed since.
-        newest = max(read_leads(run), default=0) if take_over else check_free(run, beat=beat, disk=disk)
+        newest = _last(run, disk)[0] if take_over else check_free(run, beat=beat, disk=disk)
         now = time.time()
         self.holder = Holder(epoch=newest + 1, host=socket.gethostname(), pid=os.getpid(), began=now, seen=now)
-        path = self._path(self.epoch)
+        claim = self._folder / f"{self.epoch:06d}.json"
         try:
-            self._handle = disk.create(path)
+            self._handle = disk.create(claim)
         except FileExistsError:
-            raise RunHeld(
-                f"{run} was taken by another process at the same moment: {read_leads(Path(run))[newest + 1]}"
-            ) from None
-        # Locked before it has content: a process that finds it empty waits for a sign of life, and one that finds it
-        # free and filled takes its lead for dead. Another process may hold the lock for a moment, to test it.
-        disk.lock(self._handle, wait=True)
-        self._write()
-        disk.sync_dir(self._folder)
+            raise _taken(run) from None
+        try:
+            found = _files(run)
+            if found.get(self.epoch) != claim or max(found) > self.epoch:
+                disk.remove(claim)  # a process that came first has renamed its claim
+                raise _taken(run)
+            # Locked before it has content: a process that finds it empty waits for a sign of life, and one that finds
+            # it free and filled takes its lead for dead. Another process may hold the lock for a moment, to test it.
+            disk.lock(self._handle, wait=True)
+            self._write()
+            self._path = self._folder / f"{self.epoch:06d}-{disk.nonce()}.json"
+            disk.rename(claim, self._path)
+            disk.sync_dir(self._folder)
+        except BaseException as error:
+            disk.close(self._handle)
+            if isinstance(error, FileNotFoundError):
+                raise LeaseLost(f"{claim} was removed while this process took the lease; repeat the command") from error
+            raise
         if not self.locks:
             log.warning("file locks have no effect in %s: signs of life every %g s keep a second lead out", run, beat)
         self._failure: OSError | None = None
+        self._checked: list[str] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tapereel-lease", daemon=True)
         self._thread.start()
@@ -120,23 +194,32 @@ class Lease:
         return self.holder.epoch
 
     def check(self) -> None:
-        """LeaseLost where a later epoch was claimed. Called before lines are written to the segment.
+        """LeaseLost if a later epoch was claimed or this lease's file is gone. Called before lines are written.
 
-        StoreFailed where the sign of life can't be written: another process would take this one for dead.
+        StoreFailed if the sign of life can't be written: another process would take this one for dead.
         """
         if self._failure is not None:
-            raise StoreFailed(f"{self._path(self.epoch)} can't be written: {self._failure}") from self._failure
-        if not self._path(self.epoch + 1).exists():
+            raise StoreFailed(f"{self._path} can't be written: {self._failure}") from self._failure
+        names = _names(self._folder.parent)
+        if names == self._checked:
             return
-        later = list(read_leads(self._folder.parent).values())[-1]
-        raise LeaseLost(
-            f"{self._folder.parent} was taken over by {later}, as lead {later.epoch}. This process was lead "
-            f"{self.epoch} and writes nothing more; its records so far stay"
+        found = _files(self._folder.parent, names)
+        if found.get(self.epoch) != self._path or max(found) > self.epoch:
+            later = [holder for holder in read_leads(self._folder.parent).values() if holder.epoch > self.epoch]
+            raise self.lost(*later[-1:])
+        self._checked = names  # there is a check before each batch of lines, and the names rarely change
+
+    def lost(self, later: Holder | None = None) -> LeaseLost:
+        """The error for a lease that `later` took over, or whose file is gone."""
+        how = f"was taken over by {later}, as lead {later.epoch}" if later else f"has lost the file {self._path.name}"
+        return LeaseLost(
+            f"{self._folder.parent} {how}. This process was lead {self.epoch} and writes nothing more; its records so "
+            "far stay, and `resume=True` continues from them"
         )
 
     def close(self) -> None:
-        """Give the lease up, and say so in its file."""
-        if not self._stop.is_set():
+        """Give the lease up, and say so in its file. Does nothing in a forked child."""
+        if not self._stop.is_set() and self.holder.pid == os.getpid():
             self._stop.set()
             self._thread.join()
             self.holder = self.holder.model_copy(update={"ended": True, "seen": time.time()})
@@ -144,7 +227,7 @@ class Lease:
                 self._write()
             except OSError as error:
                 # As after a crash: the free lock tells the next lead. No warning: the store reports the same disk.
-                log.info("%s doesn't say that the lead ended: %s", self._path(self.epoch), error)
+                log.info("%s doesn't say that the lead ended: %s", self._path, error)
             finally:
                 self._disk.close(self._handle)
 
@@ -153,9 +236,6 @@ class Lease:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _path(self, epoch: int) -> Path:
-        return self._folder / f"{epoch:06d}.json"
 
     def _write(self) -> None:
         """Overwrite the file in place: a replaced file would lose the lock. A reader may find it empty for a moment."""
@@ -175,46 +255,65 @@ class Lease:
 
 
 def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
-    """The last epoch, which is over; 0 where the run had no lead. Takes nothing.
+    """The last epoch, which is over; 0 if the run had no lead. Takes nothing.
 
-    RunHeld where a living process leads the run. It may take a few beats to tell.
+    RunHeld if a living process leads the run. It may take a few beats to tell.
     """
     run = Path(run)
-    leads = read_leads(run)
-    newest = max(leads, default=0)
-    if newest and not leads[newest].ended and _alive(run / FOLDER, leads[newest], beat, disk):
+    epoch, holder, file, segment = _last(run, disk)
+    alive = file is not None and not holder.ended and _alive(file, holder, beat, disk)
+    if alive or (segment is not None and is_live(run / "tapes", segment.stem, disk)):
         raise RunHeld(
-            f"{run} is led by {read_leads(run)[newest]}. Two leads would train on the same tapes twice: wait for it to "
-            "end or stop it, or end its lease with --take-over"
+            f"{run} is led by {holder}. Two leads would train on the same tapes twice: "
+            f"{_advice(holder, file or segment)}, or end its lease: --take-over, or in Python "
+            "`tapereel.tapes.store.lease.end_lease(run)`"
         )
-    return newest
+    return epoch
+
+
+def _advice(holder: Holder, locked: Path | None) -> str:
+    try:
+        if holder.pid and holder.host == socket.gethostname():
+            os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return f"that process has ended, but another one, probably its child, holds its lock; `lsof {locked}` names it"
+    except PermissionError:
+        pass  # it lives, and another user started it
+    return "wait for it to end or stop it"
+
+
+def _taken(run: Path) -> RunHeld:
+    holders = [*read_leads(run).values()] or ["its file is gone"]
+    return RunHeld(f"{run} was taken by another process at the same moment: {holders[-1]}")
 
 
 def end_lease(run: str | Path) -> None:
     """End the lease of the process that leads the run: it stops before its next record. For `--take-over`."""
-    if read_leads(Path(run)):
+    if _last(Path(run), REAL)[0]:
         Lease(run, take_over=True).close()
 
 
-def _alive(folder: Path, holder: Holder, beat: float, disk: Disk) -> bool:
-    path = folder / f"{holder.epoch:06d}.json"
-    if not _lockable(path, disk):
-        return True
-    if holder.host == socket.gethostname() and _flock_works(folder, disk):
-        return False
-    # No clock of another machine is compared: the file must change while this process looks at it. A lead that had just
-    # created its file, and was not yet named in it, shows by its lock.
-    before, stop = read_file(path), time.monotonic() + GRACE * beat
-    while time.monotonic() < stop:
-        time.sleep(beat / 10)
-        if read_file(path) != before or not _lockable(path, disk):
+def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
+    try:
+        if not _lockable(path, disk):
             return True
+        if holder.host == socket.gethostname() and _flock_works(path.parent, disk):
+            return False
+        # No clock of another machine is compared: the file must change while this process looks at it. A lead that had
+        # just created its file, and was not yet named in it, shows by its lock.
+        before, stop = read_file(path), time.monotonic() + GRACE * beat
+        while time.monotonic() < stop:
+            time.sleep(beat / 10)
+            if read_file(path) != before or not _lockable(path, disk):
+                return True
+    except FileNotFoundError:
+        return True  # the lead has just renamed its claim
     return False
 
 
 def _lockable(path: Path, disk: Disk) -> bool:
     """Whether a new handle can lock the file: then no other process holds it, or `flock` has no effect here."""
-    handle = disk.edit(path)
+    handle = disk.edit(path, new=False)
     try:
         return disk.lock(handle)
     finally:
@@ -232,4 +331,4 @@ def _flock_works(folder: Path, disk: Disk) -> bool:
         disk.remove(path)
 
 
-__all__ = ["Holder", "Lease", "LeaseLost", "RunHeld", "check_free", "end_lease", "read_leads"]
+__all__ = ["Holder", "Lease", "LeaseLost", "RunHeld", "check_free", "end_lease", "read_leads", "recorded_leads"]

@@ -16,7 +16,7 @@ from typing import BinaryIO, Literal
 
 from pydantic_core import from_json
 
-from ..errors import Corrupt
+from ..errors import Corrupt, UsageError
 from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 
@@ -25,13 +25,13 @@ PINS = "pins.json"
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
-    """The heads in a file like `pins.json`, by segment. ValueError where the file holds no pins."""
+    """The heads in a file like `pins.json`, by segment. UsageError if the file holds no pins."""
     try:
         heads = from_json(read_file(path, disk))
     except ValueError as error:
-        raise ValueError(f"{path} does not hold pins: {error}") from error
+        raise UsageError(f"{path} does not hold pins: {error}") from error
     if not isinstance(heads, dict) or not all(isinstance(head, str) for head in heads.values()):
-        raise ValueError(f"{path} does not hold pins: it is not a JSON object of segment names and hashes")
+        raise UsageError(f"{path} does not hold pins: it is not a JSON object of segment names and hashes")
     return heads
 
 

@@ -11,29 +11,30 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import reduce
 from itertools import takewhile
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from ..common.config import ConfigError, dump_config, load_config
+from ..common.config import AT_RESUME, ConfigError, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml, settings_of
-from ..common.renamed import translate_config
 from ..errors import Corrupt, NotATape, RunExists, UsageError
 from ..value import Value
 from .books import Books
-from .disk import REAL, open_regular, put_file, read_file
+from .disk import METRICS, REAL, counted_lines, open_regular, put_file, read_file
 from .lease import Lease
 from .reader import PINS, read_pin_file
 from .store import Store
 
 _Line = TypeAdapter(dict[str, JsonValue])
-CONFIG, RESULTS, METRICS, RECIPES = "config.yaml", "results.json", "metrics.jsonl", "recipes.json"
+Check = Callable[[], object]
+CONFIG, RESULTS, RECIPES = "config.yaml", "results.json", "recipes.json"
 
 
 class HeldOut(Value):
@@ -128,10 +129,10 @@ class Results(BaseModel):
         except ValueError as error:
             raise NotATape(f"{Path(path) / RESULTS} holds no results: {str(error).splitlines()[0]}") from error
 
-    def write(self, path: Path) -> None:
-        """Write the results of the run at `path`, durable when this returns."""
+    def write(self, path: Path, check: Check = lambda: None) -> None:
+        """Write the results of the run at `path`, durable when this returns. check: as in `put_file`."""
         text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
-        put_file(REAL, path / RESULTS, text.encode())
+        put_file(REAL, path / RESULTS, text.encode(), check=check)
 
 
 Change = Callable[["RunDir", Any, Any], str]
@@ -152,11 +153,14 @@ class RunDir:
         self.listeners: list[Callable[[Mapping[str, object]], None]] = []
         """Called with each line of metrics after it was written to the file."""
 
+    @property
+    def fruitless(self) -> bool:
+        """Whether no episode has a result yet: each ended by a fault of the environment, the model or Tapereel."""
+        return not any(summary.trainable for summary in self.store.summaries(closed=True))
+
     def save(self) -> None:
-        """Write the results, durable when this returns. LeaseLost where a later lead writes them."""
-        if self.store.lease is not None:
-            self.store.lease.check()
-        self.results.write(self.path)
+        """Write the results, durable when this returns. LeaseLost if a later lead writes them."""
+        self.results.write(self.path, self.store.check_lead)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -173,10 +177,16 @@ class RunDir:
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, object]) -> None:
-        """Append one line to metrics.jsonl, and call the listeners."""
-        append_metrics(self.path / METRICS, line)
+        """Append one line to metrics.jsonl, behind the epoch of this lead, and call the listeners. LeaseLost if a later
+        lead writes them."""
+        lead = {} if self.store.lease is None else {"lead": self.store.lease.epoch}
+        append_metrics(self.path / METRICS, {**lead, **line}, check=self.store.check_lead)
         for listener in self.listeners:
             listener(line)
+
+    def drop_metrics(self, where: Callable[[dict[str, JsonValue]], bool]) -> None:
+        """Remove the lines of metrics.jsonl for which `where(line)` is true."""
+        _keep_counted(self.path / METRICS, self.store.check_lead, lambda line: not where(_Line.validate_json(line)))
 
 
 @contextmanager
@@ -187,49 +197,59 @@ def open_run(
     resume: bool = False,
     free: Collection[str] = (),
     changes: Mapping[str, Change] | None = None,
+    engines: Collection[str] = (),
     begin: Callable[[], Results] = Results,
 ) -> Iterator[RunDir]:
     """Begin the run at `path`, or resume it.
 
-    `begin()` returns the results of a new run. The settings in `free` (dotted keys) may differ in a resumed run; the
-    file keeps the old values. The settings in `changes` may differ where their function allows it; the file records
-    the change. RunExists where a run is there and `resume` is false, or where the tapes there are not of such a run;
-    ConfigError where the run has another configuration; RunHeld where another process leads the run.
+    `begin()` returns the results of a new run. In a resumed run, the settings in `free` (dotted keys) and every
+    `FreeAtResume` setting may differ; the file keeps the old values. The settings in `changes` may differ if their
+    function allows it, and those in the groups `engines` until an episode has a result; the file records the change.
+
+    RunExists if a run is there and `resume` is false, or if the tapes there are not of such a run; ConfigError if the
+    run has another configuration; RunHeld if another process leads the run.
     Leaving the context seals the store.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
-        raise UsageError(f"--out {path} is a file; a run is a folder, so choose another --out")
+        raise UsageError(f"{path} is a file; a run is a folder, so choose another path (`out=...`)")
     found = (path / CONFIG).exists()
     if found and not resume:
-        raise RunExists(f"{path} holds a run already; go on with it by --resume, or choose another --out")
+        raise RunExists(f"{path} holds a run already; continue it with `resume=True`, or choose another (`out=...`)")
     if not found and (path / "tapes").exists():
-        raise RunExists(f"{path} holds tapes that another program recorded (it has no {CONFIG}); choose another --out")
+        raise RunExists(f"{path} holds tapes of another program (it has no {CONFIG}); choose another path (`out=...`)")
     changes = changes or {}
     if found:
-        _check_config(path, config, (*free, *changes))
+        _check_config(path, config, (*free, *changes, *engines))
     results = Results() if found else begin()
     with Lease(path) as lease:
         if (path / CONFIG).exists() != found:
-            raise RunExists(f"{path} was begun by another process at the same moment; choose another --out")
+            raise RunExists(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
+        for name in (CONFIG, RESULTS, METRICS, RECIPES, "teacher/*"):
+            for part in path.glob(f"{name}.*-*.part"):
+                part.unlink(missing_ok=True)  # so an earlier lead that is stopped before the rename can't make it
         if found:
             # Read under the lease: the lead before may have written until then.
             results = Results.read(path)
-            _drop_torn_line(path / METRICS)
+            _keep_counted(path / METRICS, lease.check)
         else:
             # The results come first: a crash in between leaves no configuration, so the run is begun again. In the
             # other order it would leave a run that looks begun and has no results to resume from.
-            results.write(path)
-            put_file(REAL, path / CONFIG, dump_config(config).encode())
+            results.write(path, lease.check)
+            put_file(REAL, path / CONFIG, dump_config(config).encode(), check=lease.check)
         with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
             store.take_lead(lease)
             run = RunDir(path, results, store, resumed=found)
             if found:
                 if edited := store.edited():
                     raise Corrupt(f"{edited[0]}. Restore the file from a copy: a resumed run would go on from the edit")
-                _change(run, config, changes)
+                if not run.fruitless:
+                    _check_config(path, config, (*free, *changes))
             files = [path / name for name in (CONFIG, RESULTS, METRICS, RECIPES)]
             store.record_files(*files, open=True)
+            if found:
+                store.writer.sync()  # before the files change: a crash must not leave the digests of the last close
+                _change(run, config, free, {**changes, **dict.fromkeys(engines, _corrected)})
             try:
                 yield run
             finally:
@@ -247,13 +267,12 @@ def recorded_settings(path: str | Path) -> Group:
 
 
 def recorded_config(path: str | Path) -> Group:
-    """The configuration of the run at `path` as groups in groups, with the present names. OSError or YamlProblem where
-    it can't be read."""
+    """The configuration of the run at `path` as groups in groups. OSError or YamlProblem where it can't be read."""
     try:
         text = read_file(Path(path) / CONFIG).decode()
     except UnicodeDecodeError as error:
         raise YamlProblem(f"it is not UTF-8 text: {error}") from None
-    return translate_config(nested((keys, value) for keys, value, _ in read_yaml(text)))
+    return nested((keys, value) for keys, value, _ in read_yaml(text))
 
 
 def pin_line(path: str | Path) -> str:
@@ -263,20 +282,25 @@ def pin_line(path: str | Path) -> str:
     return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
 
 
-def append_metrics(path: Path, line: Mapping[str, object]) -> None:
-    """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader
-    accepts."""
+def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lambda: None) -> None:
+    """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader accepts.
+
+    `check` is called when the file is open: a later lead that replaces the file before the write gets no such line.
+    """
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    data = json.dumps(clean).encode() + b"\n"
     with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
-        file.write(json.dumps(clean).encode() + b"\n")
+        check()
+        file.write(data)
         file.flush()
         REAL.sync(file.fileno())
 
 
 def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
-    """The whole lines of a metrics.jsonl; empty where the file is missing. NotATape where a line is no JSON object."""
+    """The whole lines of a metrics.jsonl, as they were given to `RunDir.metrics`; empty if the file is missing. Lines
+    of a lead that another one had replaced are left out. NotATape if a line isn't a JSON object."""
     try:
-        lines = read_file(path).splitlines(keepends=True)
+        lines = counted_lines(read_file(path))
     except FileNotFoundError:
         return []
     found = list[dict[str, JsonValue]]()
@@ -286,39 +310,45 @@ def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
             found.append(_Line.validate_json(line))
         except ValueError:
             raise NotATape(f"{path}: line {k + 1} is no JSON object: restore the file from a copy") from None
+        found[-1].pop("lead", None)
     return found
 
 
-def drop_metrics(path: Path, where: Callable[[dict[str, JsonValue]], bool]) -> None:
-    """Remove the lines of a metrics.jsonl for which `where(line)` is true."""
-    lines = read_metrics(path)
-    kept = [line for line in lines if not where(line)]
-    if len(kept) < len(lines):
-        put_file(REAL, path, "".join(json.dumps(line) + "\n" for line in kept).encode())
+def _differences(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> (value in the file, present value) of each setting that differs and isn't free."""
+    both = (load_config(type(config), path / CONFIG), config)
+    then, now = (dict(settings_of(one.model_dump(mode="json", context=AT_RESUME))) for one in both)
+    keys = {".".join(key): key for key in {**then, **now} if then.get(key) != now.get(key)}
+    return {name: (then.get(key), now.get(key)) for name, key in keys.items() if not _is_in(name, free)}
+
+
+def _is_in(key: str, groups: Iterable[str]) -> bool:
+    return f"{key}.".startswith(tuple(f"{one}." for one in groups))
 
 
 def _check_config(path: Path, config: BaseModel, free: Collection[str]) -> None:
-    recorded = load_config(type(config), path / CONFIG)
-    then, now = (dict(settings_of(c.model_dump(mode="json"))) for c in (recorded, config))
-    keys = [".".join(key) for key in {**then, **now} if then.get(key) != now.get(key)]
-    differ = [key for key in keys if not f"{key}.".startswith(tuple(f"{one}." for one in free))]
+    differ = _differences(path, config, free)
     if differ:
         raise ConfigError(
             f"{path} was begun with another configuration ({path / CONFIG}): {', '.join(differ)} differ; resume it "
-            "with that file as --config, or choose another --out"
+            "with the settings in that file, or choose another path (`out=...`)"
         )
 
 
-def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> None:
-    recorded = load_config(type(config), run.path / CONFIG)
-    values, notes = recorded.model_dump(mode="json"), list[str]()
-    for key, change in changes.items():
-        *above, last = key.split(".")
-        then, now = (reduce(getattr, key.split("."), one) for one in (recorded, config))
-        if then != now:
-            when = change(run, then, now)
-            reduce(lambda group, name: group[name], above, values)[last] = now
-            notes.append(f"# {key} was {then} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
+def _corrected(run: RunDir, then: object, now: object) -> str:
+    return "before any episode had a result"
+
+
+def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapping[str, Change]) -> None:
+    differ = _differences(run.path, config, free)
+    values, notes = load_config(type(config), run.path / CONFIG).model_dump(mode="json"), list[str]()
+    for group, change in changes.items():
+        *above, last = group.split(".")
+        for key, (then, now) in differ.items():
+            if _is_in(key, [group]):
+                when = change(run, then, now)
+                notes.append(f"# {key} was {then!r} until {datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}, {when}.\n")
+                reduce(getitem, above, values)[last] = reduce(getitem, above, config.model_dump(mode="json"))[last]
     if not notes:
         return
     # The results come first, as when a run begins. A crash in between repeats the change on the next resume; results
@@ -327,10 +357,12 @@ def _change(run: RunDir, config: BaseModel, changes: Mapping[str, Change]) -> No
     text = read_file(run.path / CONFIG).decode()
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
     text = head + "".join(notes) + dump_config(type(config).model_validate(values))
-    put_file(REAL, run.path / CONFIG, text.encode())
+    put_file(REAL, run.path / CONFIG, text.encode(), check=run.store.check_lead)
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Cut off a last line without its newline, which a crash left: the next line would be appended to it."""
+def _keep_counted(path: Path, check: Check, where: Callable[[bytes], bool] = lambda line: True) -> None:
+    """Replace the file by a copy of the lines that count, so that an earlier lead that has it open can't append to it.
+    A last line without its newline, which a crash left, is cut off: the next line would be appended to it."""
     if path.exists():
-        os.truncate(path, read_file(path).rfind(b"\n") + 1)
+        lines = [line for line in counted_lines(read_file(path)) if line.endswith(b"\n")]
+        put_file(REAL, path, b"".join(filter(where, lines)), check=check)

@@ -20,10 +20,11 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from ..errors import NotATape
+from ..journal import MAX_BODY
 
 ZERO = b"0" * 64
 """`p` of a first line that pins nothing."""
-MAX_LINE = 64 * 1024 * 1024
+MAX_LINE = MAX_BODY + 1024
 """Bytes. Bounds what a reader holds in memory; larger content belongs in a media file."""
 
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")

@@ -15,16 +15,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self, TypedDict, Unpack, cast
 
+from pydantic import SkipValidation
 from pydantic_core import to_json
 
+from ..common.arguments import check_arguments
 from ..errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
-from ..journal import Durability
 from ..records import IN_TAPE, AnyRecord, Begin, Files, Lead, Publish, Record, Status, Use, Void, parse_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, changed, damage, file_digest, put_file
 from .index import Index, Place
-from .lease import Lease
+from .lease import Lease, LeaseLost, recorded_leads
 from .ledger import Ledger, Lineages
 from .media import Media
 from .reader import PINS, Break, SegmentReader, segment_sizes
@@ -81,7 +82,8 @@ class Store:
     """One run, open for reading or writing. Use it as a context manager: leaving seals the segment. It can't be
     reopened."""
 
-    def __init__(self, path: Path, *, disk: Disk, index: Path | None) -> None:
+    @check_arguments
+    def __init__(self, path: Path, *, disk: SkipValidation[Disk], index: Path | None) -> None:
         """Use `create` or `open`."""
         self.path, self.disk = path, disk
         self.folder = path / "tapes"
@@ -95,8 +97,14 @@ class Store:
         """What opening for writing found and did about the segments of dead writers."""
 
     @classmethod
+    @check_arguments
     def create(
-        cls, path: str | Path, *, disk: Disk = REAL, cache: bool = True, **options: Unpack[WriterOptions]
+        cls,
+        path: str | Path,
+        *,
+        disk: SkipValidation[Disk] = REAL,
+        cache: bool = True,
+        **options: Unpack[WriterOptions],
     ) -> Self:
         """Start a run, and make its directory where it is missing. RunExists when the directory holds tapes already.
 
@@ -112,12 +120,13 @@ class Store:
         return cls.open(path, write=True, disk=disk, cache=cache, **options)
 
     @classmethod
+    @check_arguments
     def open(
         cls,
         path: str | Path,
         write: bool = False,
         *,
-        disk: Disk = REAL,
+        disk: SkipValidation[Disk] = REAL,
         cache: bool = True,
         **options: Unpack[WriterOptions],
     ) -> Self:
@@ -134,8 +143,6 @@ class Store:
             ) from None
         store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache else None)
         if write:
-            if "durability" in options:
-                options["durability"] = Durability(options["durability"])
             store._writer, store.recovered = start_writer(store.folder, store.index, disk=disk, **options)
         elif options:
             raise TypeError(f"{sorted(options)} are options of a writer; give write=True as well")
@@ -145,7 +152,8 @@ class Store:
         return self
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if self._writer is not None and self._writer.failure is not None and error is not None:
+        failed = self._writer is not None and self._writer.failure is not None
+        if error is not None and (failed or isinstance(error, LeaseLost)):
             self.abandon()  # `close` would raise the writer's failure over the error that is on its way up
         else:
             self.close()
@@ -194,10 +202,10 @@ class Store:
     def append_layer(self, record: Record) -> None:
         """Queue a record that is later than its tape's end, or that has no tape (`use`, `void`, `publish`).
 
-        Under a lease the record of an update or of weights carries the lease's epoch. LeaseLost where it was ended.
+        Under a lease the record of an update or of weights carries the lease's epoch. LeaseLost if that has ended.
         """
         if self.lease is not None and isinstance(record, Use | Void | Publish):
-            self.lease.check()
+            self.check_lead()
             record = record.model_copy(update={"lead": self.lease.epoch})
         self.writer.append(record.body())
 
@@ -205,8 +213,10 @@ class Store:
         """Queue the digests of these files of the run, for `verify` and `--resume`. Files that are missing, or outside
         the run, are left out.
 
-        open: the files change, or appear, before the run is closed, so they have no digest until then.
+        open: the files change, or appear, before the run is closed, so they have no digest until then. LeaseLost if
+        another lead may have written them.
         """
+        self.check_lead()
         found = {
             path.relative_to(self.path).as_posix(): None if open else file_digest(path)
             for path in paths
@@ -237,10 +247,36 @@ class Store:
         return [text for name, digest in mine.items() if (text := changed(self.path / name, digest)) is not None]
 
     def take_lead(self, lease: Lease) -> None:
-        """Write under this lease from now on. Its record is durable when this returns."""
+        """Write under this lease from now on. Its record is durable when this returns. LeaseLost if the store has a
+        record of this epoch or a later one."""
         self.lease, self.writer.guard, holder = lease, lease.check, lease.holder
+        self._check_recorded(lease, own=0)
         self.writer.append(Lead(epoch=holder.epoch, host=holder.host, pid=holder.pid, at=holder.began).body())
         self.writer.sync()
+        # Without file locks, another process may have recorded the same epoch meanwhile: then neither of them leads.
+        self._check_recorded(lease, own=1)
+
+    def check_lead(self) -> None:
+        """LeaseLost if this process led the run and no longer does. Called before any file of the run is written."""
+        if self.lease is not None:
+            self.lease.check()
+            self._check_recorded(self.lease, own=1)
+
+    def _check_recorded(self, lease: Lease, *, own: int) -> None:
+        self.refresh()
+        later = [lead for lead, _ in recorded_leads(self.index) if lead.epoch >= lease.epoch]
+        if len(later) > own:
+            raise lease.lost(later[-1])
+
+    def check_counted(self) -> None:
+        """LeaseLost if an update that this process recorded doesn't count, because a later lead made it too."""
+        self.writer.sync()  # a record that isn't written yet is not read either
+        mine = [one for one in self.lineages().refused if self.lease is not None and one.lead == self.lease.epoch]
+        if mine:
+            raise LeaseLost(
+                f"{len(mine)} records of lead {mine[0].lead} don't count, since a later lead took {self.path} over; "
+                f"the first is of update {mine[0].update} of lineage {mine[0].lineage}"
+            )
 
     def record_weights(self, *publishes: Publish) -> None:
         """Queue the record of each version of weights that the store has no record of yet.
@@ -278,6 +314,7 @@ class Store:
                 raise broken.error()
         return breaks
 
+    @check_arguments
     def summaries(self, **where: Unpack[Where]) -> list[Summary]:
         """Summaries of the tapes that fit, in the order in which they began, from the index alone.
 
@@ -285,7 +322,8 @@ class Store:
         like a missing key, sets no condition.
         """
         self.refresh()
-        chosen = {_CLAUSES[key]: value for key, value in where.items() if value is not None}
+        # SQLite takes no int of more than 64 bits, so rewards are floats.
+        chosen = {_CLAUSES[k]: float(cast(float, v)) if "reward" in k else v for k, v in where.items() if v is not None}
         return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
@@ -293,6 +331,7 @@ class Store:
         for summary in self.summaries(**where):
             yield self.tape(summary.id, refresh=False)
 
+    @check_arguments
     def tape(self, tape: str, *, refresh: bool = True) -> Tape:
         """The tape with this id, or the only one whose id starts with it, with its layers. NoSuchTape otherwise."""
         if refresh:

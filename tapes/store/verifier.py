@@ -10,26 +10,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import sha256
+from math import isqrt, prod
 from pathlib import Path
 from typing import cast
 
-from pydantic import JsonValue
+from pydantic import JsonValue, computed_field
 from pydantic_core import from_json
 
-from ..errors import NoRun
+from ..errors import NoRun, UsageError
 from ..messages import image_parts, video_in, visual_parts
 from ..pictures import Video, videos_in
 from ..places import Place
 from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Message, Parent, StepRecord, fold, parse_record
-from ..value import Value
+from ..value import STANDINGS, Standing, Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
 from .lease import FOLDER, Holder, read_leads
 from .media import Media
 from .reader import PINS, SegmentReader, read_pin_file, segment_sizes
 from .segment import Line, peek, segment_names
-from .writer import CLOSED, FolderLock
+from .writer import CLOSED, is_live
 
 _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 
@@ -88,9 +90,11 @@ class Report(Value):
     books: Books
     not_checked: tuple[str, ...]
 
+    @computed_field
     @property
-    def verdict(self) -> str:
-        return ("holds", "broken", "undecided")[self.exit_code]
+    def verdict(self) -> Standing:
+        """The exit code in words."""
+        return STANDINGS[self.exit_code]
 
 
 class _Fold:
@@ -136,11 +140,20 @@ class _Fold:
 
 
 class _Pictures:
-    """Compares the places in each prompt with the pictures of its messages, and those with what the tape shows."""
+    """Compares the places in each prompt with the pictures of its messages, and those with what the tape shows.
+
+    Without a model, the tokens of a place are only known from the file's size: a processor makes the same grid and ids
+    for each picture of one size, and a picture's ids end as they begin.
+    """
 
     def __init__(self) -> None:
         self._shown: dict[str, set[str]] = {}
         """Tape -> what its steps and requests show (`_named`); no entry for a fork whose parent was not read before."""
+        self._sizes: dict[tuple[str, int, int], str] = {}
+        """(file, width, height) as a record says it -> its tape."""
+        self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
+        """(call, processor and path, place, hash of its ids, whether all are equal, whether it ends where they do)."""
+        self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
         """Call with pictures -> (index of the message, part) of each picture and video, and its places in the prompt.
         """
@@ -151,13 +164,16 @@ class _Pictures:
             above = self._shown.get(record.parent.tape) if record.parent is not None else ()
             if above is not None:
                 self._shown[record.tape] = set(above)
-            return []
+            self._processors[record.tape] = record.versions.get("processor", "")
+        # The class of a step may not be imported, so its JSON is read.
+        asks = isinstance(record, Call)
+        content = visual_parts(record.messages) if asks else from_json(record.body()) if record.media else []
+        self._sizes |= dict.fromkeys(_sizes(content), record.tape)
         shown = self._shown.get(record.tape)
-        if shown is not None:
+        if shown is not None and not isinstance(record, Begin):
             shown.update(record.media)
-            if isinstance(record, StepRecord) and record.media:  # the class of the step may not be imported
-                shown.update(_named(video) for video in videos_in(from_json(record.body())["content"]))
-        if shown is None or isinstance(record, StepRecord):
+            shown.update(_named(video) for video in videos_in(content) if isinstance(record, StepRecord))
+        if shown is None or not isinstance(record, Call):
             return []
         asked, places = self._calls.get(record.base or "", ([], []))
         asked = [one for one in asked if one[0] < record.keep_messages]
@@ -167,6 +183,13 @@ class _Pictures:
         if (not asked and not places) or record.prompt is None:
             return []
         self._calls[record.call] = asked, places
+        by = f"{self._processors.get(record.tape)} {record.by}"
+        for place in record.places:
+            start, end = place.offset - record.keep, place.end - record.keep
+            ids = record.prompt[start:end]
+            run, around = len(set(ids)) == 1, [*record.prompt[:start][-1:], *record.prompt[end : end + 1]]
+            ends = place.kind == "video" or (ids[0] == ids[-1] and not (run and ids[0] in around))
+            self._placed.append((record.call, by, place, sha256(ids).digest(), run, ends))
         # A renderer reads every video by one place, or every one as frames.
         parts: list[Message] = [part for _, part in asked]
         if not any(place.kind == "video" for place in places):
@@ -178,6 +201,37 @@ class _Pictures:
         return [
             f"call {record.call} has the pictures {names} in its prompt, {read} in its messages, {sorted(shown)} shown"
         ]
+
+    def check(self, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+        """Sentences on what doesn't agree with the files. sizes: width and height in the header of each."""
+        for (name, *said), tape in self._sizes.items():
+            if tuple(said) != (size := sizes.get(name, tuple(said))):
+                yield f"tape {tape} says that the picture {name} has {said[0]}x{said[1]} pixels; its file has {size}"
+        first: dict[tuple[object, ...], object] = {}
+        for call, by, place, ids, run, ends in self._placed:
+            width, height = size = sizes.get(place.media[0], (0, 0))
+            grid, known = place.grid, (by, place.kind, place.times, size) if any(size) else (place,)
+            fits = ends and first.setdefault(known, (grid, ids)) == (grid, ids)
+            if run:  # a processor merges the patches of a square into one token
+                fits &= isqrt(max(prod(grid), 0) // place.length) ** 2 * place.length == prod(grid)
+            tall, wide = (0, 0, *grid)[-2:]
+            if not fits or (tall - wide) * (height - width) < 0:
+                yield (
+                    f"call {call} has the {place.kind} {place.media[0]} at {place.length} tokens from {place.offset} "
+                    f"with the grid {grid}, which doesn't fit its tokens or the size {size} of the file"
+                )
+
+
+def _sizes(content: object) -> Iterator[tuple[str, int, int]]:
+    """(file, width, height) of each picture in JSON."""
+    match content:
+        case {"media": str(name), "width": int(width), "height": int(height)}:
+            yield name.removeprefix("media:"), width, height
+        case dict() | list():
+            for part in content.values() if isinstance(content, dict) else content:
+                yield from _sizes(part)
+        case _:
+            pass
 
 
 def _named(shown: Place | Video) -> str:
@@ -200,7 +254,7 @@ class _Pins:
         self.met: dict[tuple[str, str], int] = {}
         """Pin -> the lines up to it, its own included."""
         self.problems: list[str] = []
-        for pin in pins:
+        for pin in map(str, pins):
             self._add(disk, pin)
 
     def add_file(self, disk: Disk, path: Path) -> None:
@@ -219,7 +273,7 @@ class _Pins:
         try:
             self.add_file(disk, Path(pin))
         except OSError:
-            raise ValueError(
+            raise UsageError(
                 f"invalid pin {pin!r}: give segment:hash, a hash of 64 hex digits, or the path of a file like {PINS}"
             ) from None
 
@@ -327,7 +381,7 @@ def _segment(
     chain, seal = reader.chain, reader.chain.sealed or {}
     # A writer holds its lock until the head of its seal stands in `pins.json`.
     settled = chain.sealed is not None and seal.get("reason") != CLOSED
-    live = False if settled or problem is not None else _is_live(folder, name, disk)
+    live = False if settled or problem is not None else is_live(folder, name, disk)
     if broken is not None and broken.verdict == "corrupt":
         found.broken.append(problem := str(broken))
     elif broken is not None and not live:
@@ -344,22 +398,6 @@ def _segment(
         live=live,
         problem=problem,
     )
-
-
-def _is_live(folder: Path, name: str, disk: Disk) -> bool | None:
-    """Whether a writer holds the segment's lock; None where locks can't be tested.
-
-    The test takes the lock for a moment. The folder's lock keeps a starting writer from seeing that as a live writer.
-    """
-    try:
-        with FolderLock(disk, folder):
-            handle = disk.edit(folder / f"{name}.jsonl")
-            try:
-                return not disk.lock(handle)
-            finally:
-                disk.close(handle)
-    except OSError:
-        return None  # a read-only copy, for example
 
 
 def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
@@ -388,15 +426,19 @@ def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -
 
 def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
     """Check every media file that a record names; returns how many files no record names."""
-    media = Media(folder / "media", disk=disk)
+    media, sizes = Media(folder / "media", disk=disk), dict[str, tuple[int, int]]()
     for name in sorted(found.media):
         try:
+            with disk.open(media.folder / name) as file:
+                if (head := file.read(24)).startswith(b"\x89PNG"):
+                    sizes[name] = int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
             if file_digest(media.folder / name, disk) != name[:64]:
                 found.broken.append(f"media file {name} does not hold what its name says")
         except FileNotFoundError:
             found.broken.append(f"media file {name} is gone, but a record names it")
         except OSError as error:
             found.broken.append(f"media file {name} can't be read: {error}")
+    found.broken += found.pictures.check(sizes)
     return len(set(media.names()) - found.media)
 
 
@@ -447,11 +489,11 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
         last = by_name[name]
         while last.next in by_name and last.next > last.name:  # forged names may go round in a circle
             last = by_name[last.next]
-        if epoch not in leads:
-            sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
-        elif epoch < max(found.leads) and last.name in pinned:
+        if epoch < max(found.leads) and last.name in pinned:
             # A later lead ended this one, which may then write no seal. That lead's first line pins what there was.
             continue
+        if epoch not in leads:
+            sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
         elif (leads[epoch].ended or not leads[epoch].pid) and not last.sealed and (last.name, last.head) not in settled:
             how = "ended" if leads[epoch].ended else "has an unreadable file"
             sentences.append(f"lead {epoch} {how}, but its segment {last.name} has no seal")

@@ -22,19 +22,17 @@ import atexit
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import cache
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 from ..errors import StoreFailed
-from ..journal import Durability
+from ..journal import MAX_BODY, Durability
 from ..records import SCHEMA, Commit, Open, Seal
 from .disk import REAL, Disk, write_all
 from .media import Media
-from .segment import MAX_LINE, ZERO, encode_line, next_name, segment_names
+from .segment import ZERO, encode_line, next_name, segment_names
 
 Done = Callable[[StoreFailed | None], None]
 
@@ -77,10 +75,26 @@ class FolderLock:
         self._disk.close(self._handle)
 
 
+def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
+    """Whether a writer holds the segment's lock; None if the lock can't be tested.
+
+    The test takes the lock for a moment. The folder's lock keeps a starting writer from seeing that as a live writer.
+    """
+    try:
+        with FolderLock(disk, folder):
+            handle = disk.edit(folder / f"{name}.jsonl", new=False)
+            try:
+                return not disk.lock(handle)
+            finally:
+                disk.close(handle)
+    except OSError:
+        return None  # a read-only copy, for example
+
+
 class WriterOptions(TypedDict, total=False):
     """The options of a writer; `SegmentWriter` says what they mean."""
 
-    durability: Durability
+    durability: Durability | Literal["step", "tape", "os"]
     rotate_bytes: int
     idle: float
     max_age: float
@@ -99,7 +113,7 @@ class SegmentWriter:
         *,
         pins: dict[str, str] | None = None,
         disk: Disk = REAL,
-        durability: Durability = Durability.TAPE,
+        durability: Durability | Literal["step", "tape", "os"] = Durability.TAPE,
         rotate_bytes: int = 256 * 1024 * 1024,
         idle: float = 0.25,
         max_age: float = 1.0,
@@ -111,7 +125,7 @@ class SegmentWriter:
         `idle`: seconds without a record after which the frontier is stated. `max_age`: seconds that a record may stay
         unsynced when no caller waits for it. Without `thread`, only `commit`, `sync` and `close` write.
         """
-        self.folder, self.disk, self.durability = folder, disk, durability
+        self.folder, self.disk, self.durability = folder, disk, Durability(durability)
         self._handle, self._rotate_bytes, self._idle, self._max_age = handle, rotate_bytes, idle, max_age
         self._clock, self._pid = clock, os.getpid()
         self.media = Media(folder / "media", disk=disk)
@@ -123,7 +137,7 @@ class SegmentWriter:
         self._sleeping = False
         self.failure: Exception | None = None
         """The error that poisoned this writer; None while it works."""
-        self._closing = self._closed = False
+        self._closing = False
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
         # Lines, counted over all segments of this writer. Invariant: appended >= written >= durable. `written` survives
@@ -139,17 +153,15 @@ class SegmentWriter:
         if self._thread is not None:
             self._thread.start()
             atexit.register(self._at_exit)
-        _watch_forks()
-        _writers.add(self)
 
     # Appending
 
     def append(self, body: bytes) -> None:
         """Queue one record body (compact JSON). Never waits for the disk; StoreFailed once poisoned or closed."""
-        if len(body) > MAX_LINE - 1024 or b"\n" in body or body[:1] != b"{" or body[-1:] != b"}":
+        if len(body) > MAX_BODY or b"\n" in body or body[:1] != b"{" or body[-1:] != b"}":
             raise ValueError(
                 f"not a record body: {body[:60]!r}… ({len(body)} bytes); a body is one JSON object "
-                f"without line breaks, at most {MAX_LINE - 1024} bytes (larger things are media)"
+                f"without line breaks, at most {MAX_BODY} bytes (larger things are media)"
             )
         with self._lock:
             self._check()
@@ -190,6 +202,8 @@ class SegmentWriter:
         """A new exception for each caller: one that is raised twice collects the tracebacks of both."""
         cause = self.failure
         assert cause is not None
+        if isinstance(cause, StoreFailed):  # a lost lease, which no repair of the disk brings back
+            return type(cause)(*cause.args)
         message = (
             f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
             "but this process writes nothing more. Repair the disk, then open the run again, which recovers it"
@@ -347,6 +361,7 @@ class SegmentWriter:
         3. The seal is synced before the old lock is given up and before the new segment gets its first line, whose
            `open` pins the seal's hash. A pin on a seal that a power cut takes would read as tampering.
         """
+        self.guard()  # a lead that lost its lease leaves no empty segment behind
         with FolderLock(self.disk, self.folder):
             name, handle = new_segment(self.disk, self.folder)
         with self._lock:
@@ -416,9 +431,9 @@ class SegmentWriter:
     def _stop(self) -> bool:
         """End the writer's thread. False where the writer has ended before, or is the copy of a forked child."""
         with self._lock:
-            if self._closed or self._pid != os.getpid():
+            if self._closing or self._pid != os.getpid():
                 return False
-            self._closing = self._closed = True
+            self._closing = True
             self._wake.notify()
         if self._thread is not None:
             self._thread.join()
@@ -428,28 +443,6 @@ class SegmentWriter:
     def _at_exit(self) -> None:
         if self.failure is None:
             self.close("exit")
-
-    def _forked(self) -> None:
-        """Called in a forked child, where this writer belongs to the parent: close the copied handle, write nothing."""
-        if not self._closed:
-            self._closed = self._closing = True
-            self.disk.close(self._handle)
-
-
-_writers: weakref.WeakSet[SegmentWriter] = weakref.WeakSet()
-"""The writers of this process. A fork copies their file handles, and a copied handle keeps the `flock` after the parent
-died, so that recovery would take the segment for a live one. Hence `_let_go` in each child."""
-
-
-@cache
-def _watch_forks() -> None:
-    os.register_at_fork(after_in_child=_let_go)
-
-
-def _let_go() -> None:
-    for writer in list(_writers):
-        writer._forked()
-    _writers.clear()
 
 
 def _resolve(future: Future[None] | asyncio.Future[None], error: StoreFailed | None) -> None:

@@ -1,4 +1,4 @@
-"""A run in which two processes trained at once, before leases: readers open it and name what is recorded twice."""
+"""A run in which two processes trained at once, as before leases: readers open it and name what is recorded twice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RECORDED = Path(__file__).resolve().parents[1] / "recorded"
 @pytest.fixture
 def doubled(tmp_path: Path) -> Path:
     run = tmp_path / "run"
-    shutil.copytree(RECORDED / "trained", run)
+    shutil.copytree(RECORDED / "run", run)
     shutil.copytree(RECORDED / "model", tmp_path / "model")
     shutil.copy(RECORDED / "tasks.json", tmp_path)
     with Store.open(run, write=True) as store:
@@ -36,7 +36,7 @@ def test_verify_lists_the_updates(doubled: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_its_tapes_can_be_read(doubled: Path, tmp_path: Path) -> None:
-    assert main(["view", str(doubled), "--out", str(tmp_path / "page")]) == 0
+    assert main(["view", str(doubled), "--out", str(tmp_path / "page.html")]) == 0
     assert main(["eval", str(doubled)]) == 0
     assert main(["replay", str(doubled)]) == 0
 

@@ -86,7 +86,7 @@ FILES = [
     "results.json",
     "metrics.jsonl",
     "recipes.json",
-    "leads/000001.json",
+    "leads/000001",
     "leads",
     "tapes",
     "checkpoints",
@@ -99,7 +99,7 @@ FILES = [
     str(CHECKPOINT),
 ]
 CONTENT = ("empty", "zeros", "noise", "object", "list", "text")
-HARMLESS = {("gone", "checkpoints"), ("gone", str(CHECKPOINT)), *((kind, "leads/000001.json") for kind in CONTENT)}
+HARMLESS = {("gone", "checkpoints"), ("gone", str(CHECKPOINT)), *((kind, "leads/000001") for kind in CONTENT)}
 """(kind, file): old checkpoints are deleted; a crash may leave the file of a lead without content."""
 UNCOVERED = ("index.sqlite", "lock")
 """Files that say nothing: another one in their place changes no number and no record."""
@@ -130,7 +130,7 @@ def test_what_is_no_file_is_named_and_nothing_hangs(
     for kind in [*KINDS, *KINDS][k % len(KINDS) :][:TRIES]:
         run = tmp_path / kind
         shutil.copytree(trained, run)
-        path = next(run.glob(f"{name}*.jsonl"), run / name) if name == "tapes/000001" else run / name
+        path = next(run.glob(f"{name}-*.json*"), run / name)
         shutil.rmtree(path) if path.is_dir() else path.unlink()
         KINDS[kind](path)
         for verb, *words in (
@@ -140,7 +140,7 @@ def test_what_is_no_file_is_named_and_nothing_hangs(
             ("show", "--taught", str(run / CHECKPOINT)),
             ("eval",),
             ("audit",),
-            ("view", "--out", str(tmp_path / f"{kind}-view")),
+            ("view", "--out", str(tmp_path / f"{kind}-view.html")),
             ("export", str(tmp_path / f"{kind}.jsonl")),
             ("explain",),
             ("diff", str(run)),
@@ -181,7 +181,7 @@ def test_media_that_are_no_files_are_named(tmp_path: Path, kind: str, capsys: py
     assert path.name in capsys.readouterr().out
     with pytest.raises(OSError, match="not a regular file"):
         Media(path.parent).get(reference)
-    assert main(["view", str(tmp_path / "run"), "--out", str(tmp_path / "view")]) in (0, 1)
+    assert main(["view", str(tmp_path / "run"), "--out", str(tmp_path / "view.html")]) in (0, 1)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "loop", "endless", "folder", "socket", "dangling"])

@@ -1,5 +1,6 @@
 """Two `tapereel train` on one run directory: no update twice, no version with two weights, every token accounted for.
 
+Also with `leads/` gone, and with a lead that is stopped at the very moment of a write.
 `ATTACK_TRIES=20 python -m pytest -m kill tests/attack/test_two_leads.py` makes the tries of docs/security.md.
 """
 
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,11 +22,15 @@ from tapereel.tapes.store.lease import read_leads
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
+from ..tapes.store.test_lease import ACTS
+
 pytestmark = pytest.mark.kill
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
 SLOW = Path(__file__).with_name("slow_digits.py")
 TRIES = range(int(os.environ.get("ATTACK_TRIES", "1")))
+MORE = range(max(len(TRIES), 2))
+"""Tries that take their cases in turn."""
 UPDATES = 40
 NO_LOCKS = "import fcntl; fcntl.flock = lambda *_: None\n"
 """A file system without locks, for the command that follows."""
@@ -41,11 +47,29 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def train(model: str, out: Path, *more: str, locks: bool = True) -> subprocess.Popen[str]:
+STOPPED = """
+import os, signal, sys
+from tapereel.tapes.store.store import Store
+check, left = Store.check_lead, {n}
+def stopping(store):
+    global left
+    check(store)
+    frame = sys._getframe(1)
+    left -= frame.f_code.co_name == {writer!r} or frame.f_back.f_code.co_name == {writer!r}
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+Store.check_lead = stopping
+"""
+"""Stops the process after the n-th check that `writer` makes, before it writes."""
+
+
+def train(
+    model: str, out: Path, *more: str, locks: bool = True, updates: int = UPDATES, before: str = ""
+) -> subprocess.Popen[str]:
     words = ["train", "--agent", f"{EXAMPLE}:player", "--env", f"{SLOW}:Slow", "--tasks", f"{EXAMPLE}:tasks"]
     words += ["--model", model, "--out", str(out)]
     for setting in (
-        f"loop.updates={UPDATES}",
+        f"loop.updates={updates}",
         "loop.groups=2",
         "loop.group_size=4",
         "loop.checkpoint_every=5",
@@ -55,7 +79,7 @@ def train(model: str, out: Path, *more: str, locks: bool = True) -> subprocess.P
         'loop.changes.regulariser=[{"kind": "entropy", "coefficient": 0.05}]',
     ):
         words += ["--set", setting]
-    code = MAIN if locks else NO_LOCKS + MAIN
+    code = before + (MAIN if locks else NO_LOCKS + MAIN)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
         [sys.executable, "-c", code, *words, *more],
@@ -96,7 +120,7 @@ def wait_for_update(run: Path, update: int) -> None:
         time.sleep(0.05)
 
 
-def check(run: Path) -> None:
+def check(run: Path, updates: int = UPDATES) -> None:
     """All that two leads may not break."""
     report = verify(run)
     assert report.exit_code == 0, report
@@ -105,7 +129,11 @@ def check(run: Path) -> None:
         lineages = store.lineages()
         assert lineages.doubles == {}
         (lineage,) = lineages.living
-        assert [use.update for use in store.ledger(lineage).uses] == list(range(UPDATES))
+        uses = store.ledger(lineage).uses
+        assert [use.update for use in uses] == list(range(updates))
+        tapes = [tape for use in uses for tape in {item[0] for item in use.items}]
+        assert len(tapes) == len(set(tapes)), "a tape was trained on twice"
+        assert store.books().closes
         for version, counted in store.published.items():
             records = [stored.record for stored in store.run_records("publish") if stored.record.version == version]
             assert {one.digest for one in records if one.lead == counted.lead} == {counted.digest}
@@ -154,3 +182,93 @@ def test_a_lead_that_slept_through_its_lease_stops(tmp_path: Path, model: str, a
         said = second.communicate(timeout=240)[1]
         assert second.returncode == 0, said
     check(run)
+
+
+FEW = 12
+"""Updates, where it doesn't matter how many."""
+WRITERS = {"append_metrics": FEW, "put_file": 3, "save_checkpoint": 3, "record_files": 4, "append_layer": 2 * FEW}
+"""Function that writes for the lead -> how often it does so at least."""
+
+
+def settled(process: subprocess.Popen[str]) -> int:
+    """The exit code. It said why in a sentence, if it isn't 0."""
+    said = process.communicate(timeout=240)[1]
+    assert "Traceback" not in said, said
+    return process.returncode
+
+
+def finish(model: str, run: Path) -> None:
+    """A plain resume, which ends the run well."""
+    with train(model, run, "--resume", updates=FEW) as last:
+        go(last)
+        assert settled(last) == 0
+    check(run, FEW)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attempt", MORE)
+def test_a_lead_that_is_stopped_at_a_write_spoils_nothing(tmp_path: Path, model: str, attempt: int) -> None:
+    """Its successor ends the run and closes it; then the first one continues, and says that it lost its lease."""
+    writer, run = [*WRITERS][attempt % len(WRITERS)], tmp_path / "run"
+    n = random.Random(attempt).randrange(1, WRITERS[writer])
+    with train(model, run, updates=FEW, before=STOPPED.format(n=n, writer=writer)) as first:
+        go(first)
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        assert first.poll() is None, first.communicate()[1]
+        with train(model, run, "--resume", "--take-over", updates=FEW) as second:
+            go(second)
+            assert settled(second) == 0
+        check(run, FEW)
+        kept = {path: path.read_bytes() for path in files(run)}
+        first.send_signal(signal.SIGCONT)
+        assert settled(first) == 1
+    assert {path: path.read_bytes() for path in files(run)} == kept
+    check(run, FEW)
+    finish(model, run)
+
+
+def files(run: Path) -> list[Path]:
+    """Every file of the run that a reader reads, without those of the store and of the leads."""
+    return [
+        path
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and path.relative_to(run).parts[0] not in ("tapes", "leads") and ".update" not in str(path)
+    ]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attempt", MORE)
+def test_a_run_without_its_leads_is_refused_or_sound(tmp_path: Path, model: str, attempt: int) -> None:
+    act, alive = ACTS[attempt // 2 % len(ACTS)], attempt % 2 == 0
+    rng = random.Random(attempt)
+    run = tmp_path / "run"
+    with train(model, run, updates=FEW) as first, train(model, run, "--resume", updates=FEW) as second:
+        go(first)
+        wait_for_update(run, rng.randrange(1, FEW // 2))
+        time.sleep(rng.random() / 2)
+        if not alive:
+            first.kill()
+            first.wait()
+        act(max((run / "leads").glob("*.json")))
+        go(second)
+        codes = settled(first), settled(second)
+    assert codes in ([(-9, 0)] if not alive else [(1, 64), (1, 0), (0, 64)])
+    finish(model, run)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("attempt", TRIES)
+def test_of_two_resumes_at_once_one_leads(tmp_path: Path, model: str, attempt: int) -> None:
+    rng = random.Random(attempt)
+    run = tmp_path / "run"
+    with train(model, run, updates=FEW) as first:
+        go(first)
+        wait_for_update(run, rng.randrange(1, FEW // 2))
+        first.kill()
+    shutil.rmtree(run / "leads")
+    with train(model, run, "--resume", updates=FEW) as one, train(model, run, "--resume", updates=FEW) as other:
+        go(one)
+        go(other)
+        assert sorted((settled(one), settled(other))) == [0, 64]
+    assert max(read_leads(run)) == 2
+    finish(model, run)

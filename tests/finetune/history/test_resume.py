@@ -22,15 +22,17 @@ from tapereel.finetune.run import demonstrations
 from tapereel.finetune.run.demonstrations import DemoConfig, DemoSummary
 from tapereel.finetune.run.demonstrations import demo as run_demo
 from tapereel.finetune.trainer import checkpoint
-from tapereel.finetune.trainer.checkpoint import checkpoints, prune, save_checkpoint
+from tapereel.finetune.trainer.checkpoint import checkpoints, prune, remove_partial, save_checkpoint
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.errors import UsageError
+from tapereel.tapes.store.lease import Lease, LeaseLost, end_lease
 from tapereel.tapes.store.run_directory import METRICS, RunDir, append_metrics, read_metrics
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.writer import SegmentWriter
 
+from ...tapes.store.synced import Synced
 from ..loop.lab import model
-from ..loop.micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes
+from ..loop.micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes, history_of
 
 
 class Death(BaseException):
@@ -207,7 +209,7 @@ def test_a_line_of_metrics_that_death_cut_off_is_written_once(tmp_path: Path, mo
     again = lines[WARM + 4]
     assert again["train_seconds"] is None
     assert set(lines[WARM + 5]) - set(again) <= {"groups", "groups_aside", "filled"} | {
-        key for key in lines[WARM + 5] if key.startswith(("closed/", "delivery/", "lost/", "perf/"))
+        key for key in lines[WARM + 5] if key.startswith(("closed/", "delivery/", "lost/", "mismatch/", "perf/"))
     }
     assert again["grad_norm"] > 0
 
@@ -223,7 +225,28 @@ def test_controls_go_on_where_they_were(tmp_path: Path, monkeypatch: pytest.Monk
     for run in (path, path / "controls" / "sft", path / "controls" / "shuffled"):
         store = Store.open(run, cache=False)
         assert store.books().closes, store.books().findings
+        # The controls are part of the run: a demo that lost its lease writes none of them.
+        assert {stored.record.lead is None for stored in store.run_records("use")} == {False}
         store.close()
+
+
+def test_a_checkpoint_is_durable_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = Synced(monkeypatch, tmp_path)
+    rename, renamed = os.rename, list[Path]()
+
+    def watched(old: Path, new: Path) -> None:
+        if new.name.startswith("update-"):
+            files = [path for path in old.rglob("*") if path.is_file()]
+            assert {path for path in files if synced.content(path) != path.read_bytes()} == set()
+            renamed.extend(path.relative_to(old) for path in files)
+        rename(old, new)
+
+    monkeypatch.setattr(checkpoint.os, "rename", watched)
+    for update in (1, 2):
+        made = save_checkpoint(tmp_path / "run" / "checkpoints", model(), {"steps": 1}, {}, update=update, taught={})
+        for path in renamed:
+            assert synced.left(made.path / path) == (made.path / path).read_bytes(), "and its name when it is saved"
+    assert {"state.json", "taught.jsonl", "policy.pt", "trainer.pt", "hf/config.json"} <= set(map(str, renamed))
 
 
 @pytest.mark.parametrize(
@@ -261,3 +284,38 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.
     save(3)
     assert [c.update for c in checkpoints(tmp_path)] == [2, 3]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["update-000002", "update-000003"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_successor_keeps_the_checkpoints_of_an_earlier_lead_out(tmp_path: Path, there: bool) -> None:
+    """The earlier lead is stopped between its last check and the rename, while its successor begins."""
+    if there:
+        save_checkpoint(tmp_path, model(1), {"steps": 1}, {"lineage": "l"}, update=7)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(FileNotFoundError):
+        save_checkpoint(
+            tmp_path, model(2), {"steps": 2}, {"lineage": "l"}, update=7, check=lambda: remove_partial(tmp_path)
+        )
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_lead_that_lost_its_lease_writes_no_checkpoint(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    with Lease(run) as lease, Store.create(run) as store:
+        history = history_of(store, tmp_path / "fresh", "main")
+        store.take_lead(lease)
+        history.checkpoint()
+        end_lease(run)
+        with pytest.raises(LeaseLost):
+            history.checkpoint(pinned=True)
+        assert [found.state.get("pinned") for found in checkpoints(history.directory)] == [False]
+        store.abandon()
+    left = history.directory / ".update-000009.1.partial"
+    left.mkdir()
+    with Lease(run) as lease, Store.open(run, write=True) as store:
+        store.take_lead(lease)
+        history.store = store
+        history.restore()
+        assert left.exists(), "a reader changes nothing"
+        history.restore(checkpoint_every=1)
+        assert not left.exists()

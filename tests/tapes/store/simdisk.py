@@ -77,8 +77,10 @@ class SimDisk:
         self._log("create", str(path), inode)
         return self._handle(inode)
 
-    def edit(self, path: Path) -> int:
+    def edit(self, path: Path, *, new: bool = True) -> int:
         if str(path) not in self.names_now:
+            if not new:
+                raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
             return self.create(path)
         return self._handle(self.names_now[str(path)])
 

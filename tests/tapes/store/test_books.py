@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from tapereel.tapes.errors import NotATape
 from tapereel.tapes.records import Use, Void
-from tapereel.tapes.store.books import PLACES, Books, BooksFold
+from tapereel.tapes.store.books import PLACES, Books, BooksFold, spent
 from tapereel.tapes.store.ledger import Lineages
 
 from .lab import Lab
@@ -118,6 +119,24 @@ def test_tokens_that_a_layer_added_are_written_text() -> None:
     books = account(lab.begin("a"), text, lab.end("a"), layer)
     assert books.closes
     assert (books.authored, books.textual, books.sampled) == (3, 1, 0)
+
+
+def test_tokens_that_a_hosted_model_counted_itself_are_told_and_unknown_ones_are_not_zero() -> None:
+    r = lab.records
+    used = r.Usage(prompt_tokens=10, completion_tokens=5)
+    calls = [
+        {"text": "a", "usage": used},
+        {"text": "b", "usage": used},
+        {"text": "c"},
+        {"finish": "error"},
+    ]
+    told = [r.Call(tape="a", call=f"a.{k}", by="agent", at=1.0, **more).body() for k, more in enumerate(calls)]
+    books = account(lab.begin("a"), *told, lab.end("a"))
+    assert books.reported == {"prompt": 20, "completion": 10, "unknown": 1}
+    assert re.findall(r"\d+", spent(books.counts)) == ["10", "20", "1"]
+    sampled = account(*tape("a", 4))
+    assert (sampled.reported, re.findall(r"\d+", spent(sampled.counts))) == ({}, ["4"])
+    assert re.findall(r"\d+", spent(account(lab.begin("a"), lab.end("a")).counts)) == ["0"]
 
 
 def test_voided_updates_did_not_happen() -> None:

@@ -12,10 +12,12 @@ import pytest
 
 from tapereel.tapes.errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
 from tapereel.tapes.records import Parent, Reward, Status, Void
+from tapereel.tapes.store.disk import REAL, put_file
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
 from .lab import Lab
+from .synced import Synced
 
 lab = Lab()
 
@@ -376,3 +378,46 @@ def test_the_index_of_a_store_that_was_not_closed_closes_its_database(tmp_path: 
     gc.collect()
     with pytest.raises(sqlite3.ProgrammingError, match="closed"):
         database.execute("select 1")
+
+
+@pytest.mark.parametrize("rotate_bytes", [1 << 28, 1000])
+@pytest.mark.parametrize("way", ["durable", "sync"])
+def test_acknowledged_records_would_survive_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, rotate_bytes: int
+) -> None:
+    synced = Synced(monkeypatch, tmp_path)
+    run = tmp_path / "deep" / "run"
+    with Store.create(run, rotate_bytes=rotate_bytes) as store:
+        for k in range(5):
+            bodies = list(lab.episode(f"t{k}"))
+            write(store, *bodies)
+            asyncio.run(store.writer.durable()) if way == "durable" else store.writer.sync()
+            left = [synced.left(path) for path in segments(run)]
+            assert None not in left, "a segment's name would be lost"
+            held = b"".join(data or b"" for data in left)
+            assert [body for body in bodies if body not in held] == []
+        store.writer.media.put(b"a picture")
+        (name,) = store.writer.media.names()
+        assert synced.left(store.writer.media.folder / name) == b"a picture"
+    assert synced.files > 5
+    assert synced.folders > 0
+    for path in [*segments(run), run / "pins.json"]:
+        assert synced.left(path) == path.read_bytes(), "the end of a run is durable when it is closed"
+
+
+def test_a_file_is_replaced_by_one_whose_bytes_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = Synced(monkeypatch, tmp_path)
+    path = tmp_path / "a" / "b" / "results.json"
+    REAL.make_folder(path.parent)
+    assert synced.named(path.parent)
+    replace, replaced = os.replace, list[tuple[bytes, bool]]()
+
+    def watched(old: Path, new: Path) -> None:
+        replaced.append((synced.content(old), new.exists()))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", watched)
+    for data in (b"first", b"the second"):
+        put_file(REAL, path, data)
+        assert synced.left(path) == data
+    assert replaced == [(b"first", False), (b"the second", True)], "the bytes are synced before the name is given"
