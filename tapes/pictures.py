@@ -1,6 +1,6 @@
 """Pictures: values in a step that name a media file, and the one function that makes them of untrusted bytes.
 
-`Picture.of` decodes a file within limits, applies its orientation, and encodes the pixels again as PNG (8-bit RGB).
+`Picture.of` decodes a file within limits, turns it upright, and encodes the pixels again as PNG (8-bit RGB).
 What is stored, sent to models and shown is that PNG alone: no metadata, no colour profile and no second format of the
 source file survives. The file's name is the SHA-256 of its bytes, and pictures are equal when their files are.
 A `Video` is pictures with times. Files of video formats are never decoded.
@@ -15,28 +15,29 @@ import json
 import operator
 import os
 import re
-import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args
+from typing import IO, TYPE_CHECKING, Annotated, Any, Self, TypeVar, cast, get_args
 from zlib import crc32
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, PrivateAttr, ValidationInfo, model_validator
 from pydantic_core import CoreSchema, ValidationError, core_schema
 
-from .errors import BadPicture, MissingExtra
+from .errors import BadPicture, MissingExtra, short_repr
 from .value import Value
 
 if TYPE_CHECKING:
     from numpy import uint8
     from numpy.typing import NDArray
     from PIL.Image import Image as PILImage
+    from PIL.ImageFile import ImageFile
 
     Source = bytes | str | os.PathLike[str] | PILImage | NDArray[uint8]
 
@@ -45,17 +46,17 @@ MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
 RECORDED = {"recorded": True}
 """Validation context of content that stands on a tape."""
-FORMATS = ("PNG", "JPEG", "WEBP")
-"""File formats that `Picture.of` decodes. Pillow knows over 40; some start other programs."""
 DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
 """Bytes of a file, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
 """Checked on the size in the header, before any pixel is decoded: 10 kB of PNG can hold 230 MB of pixels."""
-MAX_RATIO = 200
-"""Longer side to shorter side; the image processors of vision models refuse more."""
-SECONDS = 20.0
-"""Time limit of decoding and encoding one picture."""
+MAX_FRAMES, MAX_RATIO = 1_000_000, 200
+"""Frames of a video. Longer side to shorter side; the image processors of vision models refuse more."""
+MAX_PARTS, MAX_SCANS = 10_000, 32
+"""Chunks of a PNG or segments of a JPEG, and scans of a JPEG. A scan decodes all pixels again; about 10 are usual."""
+SECONDS = 0.7
+"""CPU time for decoding one file; a photo with the most pixels takes some 0.2 s. The limits above bound the rest."""
 
 
 class MediaReference(str):
@@ -91,11 +92,10 @@ class Received(dict[str, bytes]):
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
         for name, data in files.items():
-            if name != _name(data):
-                raise BadPicture(f"a picture sent as {name[:80]!r} holds other bytes: their name is {_name(data)}")
+            if name != (found := f"{sha256(data).hexdigest()}.png"):
+                raise BadPicture(f"a picture sent as {name[:80]!r} holds other bytes: their name is {found}")
             with _decoding("a picture that another process sent"):
-                image = opened(data)
-                image.verify()  # the checksums of all chunks; decodes no pixel
+                _opened(data)[0].verify()  # the checksums of all chunks; decodes no pixel
 
 
 class Picture(Value):
@@ -118,33 +118,20 @@ class Picture(Value):
         array of bytes, (height, width) or (height, width, 1, 3 or 4).
 
         Transparent pixels are laid over white; 16 bits a channel become 8; CMYK, grey and palettes become RGB. Raises
-        BadPicture, which says why and what to do. Blocks for some milliseconds a megapixel: in an event loop use
+        BadPicture, which says why and what to do. Blocks for some 0.1 s a megapixel: in an event loop use
         `await Picture.read(...)`.
         """
-        made: Future[tuple[bytes, int, int]] = Future()
-
-        def work() -> None:
-            try:
-                made.set_result(_normalised(source))
-            except BaseException as error:
-                made.set_exception(error)
-
-        # A thread, since nothing else bounds the time that a decoder takes.
-        threading.Thread(target=work, name="tapereel-picture", daemon=True).start()
-        try:
-            data, width, height = made.result(SECONDS)
-        except TimeoutError:
-            if made.done():
-                raise
-            raise BadPicture(f"{_named(source)} was not decoded within {SECONDS:g} s: save it again as PNG") from None
-        picture = cls(media=MediaReference(f"media:{_name(data)}"), width=width, height=height, alt=alt)
+        data, width, height = _normalised(source)
+        picture = cls(
+            media=MediaReference(f"media:{sha256(data).hexdigest()}.png"), width=width, height=height, alt=alt
+        )
         picture._data = data
         return picture
 
     @classmethod
     async def read(cls, source: Source, *, alt: str | None = None) -> Picture:
         """As `of`, without blocking the event loop."""
-        return await asyncio.to_thread(cls.of, source, alt=alt)
+        return await asyncio.get_running_loop().run_in_executor(_pool(), partial(cls.of, source, alt=alt))
 
     @model_validator(mode="after")
     def _with_bytes(self, info: ValidationInfo) -> Self:
@@ -184,11 +171,11 @@ class Picture(Value):
 class Video(Value):
     """Pictures with times, in a step: `Video.of(...)` makes it. Each frame is a file, as a picture's is."""
 
-    frames: tuple[Picture, ...]
+    frames: tuple[Picture, ...] = Field(fail_fast=True)
     """At least one; all of one size."""
     fps: float
     """Frames of the source in a second."""
-    indices: tuple[int, ...]
+    indices: tuple[int, ...] = Field(max_length=MAX_FRAMES)
     """The number of each frame in the source, from 0, rising."""
 
     @classmethod
@@ -198,31 +185,30 @@ class Video(Value):
         """The video of these frames: pictures, or sources as `Picture.of` takes them; also an array of bytes (frames,
         height, width, 3). fps: frames of the source in a second. indices: the number of each frame in the source; None:
         0, 1, 2, ... Raises BadPicture. Blocks: in an event loop use `await Video.read(...)`."""
-        shape = getattr(frames, "shape", None)
-        if isinstance(frames, str | bytes | os.PathLike):
-            raise BadPicture(f"{_named(frames)} is one file, and video files are not decoded: pass the frames")
-        if shape is not None and len(shape) != 4:
-            raise BadPicture(f"an array of frames has the shape {shape}, not (frames, height, width, 3): transpose it")
-        pictures: list[Picture] = []
-        for i, frame in enumerate(frames):
-            try:
-                pictures.append(frame if isinstance(frame, Picture) else Picture.of(frame))
-            except BadPicture as error:
-                raise BadPicture(f"frame {i} of a video: {error}") from error
-        numbers = range(len(pictures)) if indices is None else map(operator.index, indices)
+        pictures = [_frame(i, frame) for i, frame in enumerate(_frames(frames))]
         try:
-            return cls(frames=tuple(pictures), fps=fps, indices=tuple(numbers))
+            given = range(len(pictures)) if indices is None else map(operator.index, indices)
+            numbers = tuple(islice(given, len(pictures) + 1))
+        except TypeError as error:
+            raise BadPicture(f"a video has the indices {short_repr(indices)}: give whole numbers") from error
+        try:
+            return cls(frames=tuple(pictures), fps=fps, indices=numbers)
         except ValidationError as error:
             problem = error.errors()[0]
             said = [*map(str, problem["loc"]), problem["msg"].removeprefix("Value error, ")]
-            raise BadPicture(": ".join(said)) from error
+            raise BadPicture(
+                f"{': '.join(said)}{f', not {short_repr(fps)}' if problem['loc'] == ('fps',) else ''}"
+            ) from error
 
     @classmethod
     async def read(
         cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
     ) -> Video:
         """As `of`, without blocking the event loop."""
-        return await asyncio.to_thread(cls.of, frames, fps=fps, indices=indices)
+        # One at a time, so that a long video leaves room for the pictures of others.
+        later = asyncio.get_running_loop().run_in_executor
+        pictures = [await later(_pool(), _frame, i, frame) for i, frame in enumerate(_frames(frames))]
+        return cls.of(pictures, fps=fps, indices=indices)
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -235,17 +221,21 @@ class Video(Value):
             raise ValueError(f"a video has fps={self.fps}: give the frames of its source in a second, as fps=30")
         if len(self.indices) != len(self.frames):
             raise ValueError(
-                f"a video has {len(self.frames)} frames and {len(self.indices)} indices: give the number of each frame"
+                f"a video has {len(self.frames)} frames and {len(self.indices)} indices: give one for each"
             )
         if any(b <= a for a, b in pairwise((-1, *self.indices))):
-            raise ValueError(f"a video has the indices {self.indices!s:.100}: they must rise, from 0 or above")
-        return self
+            raise ValueError(f"a video has the indices {short_repr(self.indices)}: they must rise, from 0 or above")
+        with suppress(OverflowError):
+            if self.times[-1] < float("inf"):
+                return self
+        raise ValueError(f"a video's index {short_repr(self.indices[-1])} at fps={self.fps} is at too large a time")
 
     @property
     def name(self) -> str:
         """What stands for it in a task: the hash of the names of its frames, fps and indices. No file has this name."""
-        content = json.dumps([[frame.name for frame in self.frames], self.fps, self.indices])
-        return f"{sha256(content.encode()).hexdigest()}.video"
+        return (
+            f"{sha256(json.dumps([[f.name for f in self.frames], self.fps, self.indices]).encode()).hexdigest()}.video"
+        )
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -263,9 +253,6 @@ Visual = Picture | Video
 """What a model sees in a step."""
 
 
-# Which files a step refers to
-
-
 def media_of(value: object) -> tuple[str, ...]:
     """Names of the media files that a step refers to, in the order of its fields."""
     # Asked of every step, and nearly none refers to a file: the class alone decides for most.
@@ -279,7 +266,10 @@ def pictures_of(value: object) -> tuple[Picture, ...]:
 
 def visuals_of(value: object) -> tuple[Visual, ...]:
     """The pictures and videos in a step, in the order of its fields."""
-    return tuple(one for one in _walked(value) if isinstance(one, Visual)) if _may_refer(type(value)) else ()
+    try:
+        return tuple(one for one in _walked(value) if isinstance(one, Visual)) if _may_refer(type(value)) else ()
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be recorded") from None
 
 
 def videos_in(content: object) -> Iterator[Video]:
@@ -343,28 +333,75 @@ def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
     return by(value) if isinstance(value, str | Visual) else value
 
 
-# Decoding
+# Making them
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    """Decodes for event loops. In the pool of a loop, pictures would delay all else that waits there."""
+    return ThreadPoolExecutor(2, thread_name_prefix="tapereel-picture")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of the threads
+
+
+def _frames(frames: Any) -> Iterable[Any]:
+    """The frames of a video, as sources. BadPicture for a file and for an array of another shape."""
+    shape = getattr(frames, "shape", None)
+    if isinstance(frames, str | bytes | os.PathLike):
+        raise BadPicture(f"{_named(frames)} is one file, and video files are not decoded: pass the frames")
+    if shape is not None and len(shape) != 4:
+        raise BadPicture(f"an array of frames has the shape {shape}, not (frames, height, width, 3): transpose it")
+    if not isinstance(frames, Iterable):
+        raise BadPicture(f"the frames of a video are {short_repr(frames)}: pass a list of pictures, or an array")
+    return frames
+
+
+def _frame(i: int, frame: Picture | Source) -> Picture:
+    try:
+        return frame if isinstance(frame, Picture) else Picture.of(frame)
+    except BadPicture as error:
+        raise BadPicture(f"frame {i} of a video: {error}") from error
 
 
 def _normalised(source: object) -> tuple[bytes, int, int]:
     """(the bytes of the PNG, width, height)."""
     with _decoding(_named(source)):
-        image = opened(_bytes_of(source)) if isinstance(source, bytes | str | os.PathLike) else _image_of(source)
-        image.load()
-        rgb = _rgb(image)
-        written = io.BytesIO()
-        rgb.save(written, "PNG")
-    data = written.getvalue()
-    if len(data) > MAX_BYTES:
-        raise BadPicture(
-            f"{_named(source)} has {len(data):,} bytes as PNG, and the limit is {MAX_BYTES:,}: make it smaller"
-        )
-    return data, rgb.width, rgb.height
+        if isinstance(source, bytes | str | os.PathLike):
+            rgb = decoded(_bytes_of(source))
+        else:
+            image = _image_of(source)
+            rgb = _rgb(image, image.getexif().get(0x0112, 1))
+        if rgb.width * rgb.height * 3 > 1.5 * MAX_BYTES:  # each eighth row tells noise from a photo
+            rgb.resize((rgb.width, rgb.height // 8), 0).save(rows := io.BytesIO(), "PNG", compress_level=4)
+            _check_bytes(8 * rows.tell(), 1.5)
+        # At the default level 6, a photo of 12 megapixels takes up to 5.4 s of CPU time; at 4, 1.7 s and as many bytes.
+        rgb.save(written := io.BytesIO(), "PNG", compress_level=4)
+        _check_bytes(written.tell())
+    return written.getvalue(), rgb.width, rgb.height
+
+
+def _check_bytes(size: int, slack: float = 1) -> None:
+    if size > slack * MAX_BYTES:
+        raise BadPicture(f"has some {size:,} bytes as PNG, and the limit is {MAX_BYTES:,}: make it smaller")
+
+
+class _Timed(io.BytesIO):
+    """A file to read that bounds the CPU time of its thread. Decoders of PNG and JPEG read in pieces."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._end = time.thread_time() + SECONDS
+
+    def read(self, size: int | None = -1) -> bytes:
+        if time.thread_time() > self._end:
+            raise BadPicture(f"takes more than {SECONDS:g} s of CPU time to decode: save it again")
+        return super().read(size)
 
 
 @contextmanager
 def _decoding(what: str) -> Iterator[None]:
-    """Every exception of Pillow becomes a BadPicture: its decoders raise many types on damaged files."""
+    """Every exception of Pillow becomes a BadPicture: it raises many types."""
     try:
         yield
     except BadPicture as error:
@@ -372,15 +409,17 @@ def _decoding(what: str) -> Iterator[None]:
     except MissingExtra:
         raise
     except Exception as error:
-        raise BadPicture(f"{what} can't be decoded ({str(error) or error!r:.200}): save it again as PNG") from error
+        raise BadPicture(f"{what} can't be decoded ({str(error) or error!r:.200}): save it again") from error
 
 
 def _named(source: object) -> str:
     """How an error names the source."""
     if isinstance(source, bytes):
         return f"a picture of {len(source):,} bytes"
+    if isinstance(source, str) and DATA_URL.match(source):
+        return f"a picture in a data URL of {len(source):,} characters"
     if isinstance(source, str | os.PathLike):
-        return f"the picture {os.fspath(source)[:100]!r}"
+        return f"the file {os.fspath(source)[:100]!r}"
     return f"a picture given as {type(source).__qualname__}"
 
 
@@ -402,34 +441,93 @@ def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
         return file.read(MAX_BYTES + 1)
 
 
-def opened(data: bytes) -> PILImage:
-    """The image in a file, of which the header alone is read. BadPicture for one that its header rules out."""
-    Image = _pillow()
+def decoded(data: bytes) -> PILImage:
+    """The upright pixels of a file, as 8-bit RGB. BadPicture; other errors of Pillow for damaged files."""
+    image, orientation = _opened(data)
+    file = cast(IO[bytes], image.fp)
+    image.load()
+    file.read(0)  # looks at the time again: the decoder of WebP reads all of the file at once
+    return _rgb(image, orientation)
+
+
+def _opened(data: bytes) -> tuple[ImageFile, int]:
+    """(the image in a file, of which the header alone is read; its orientation). Raises as `decoded`."""
+    _pillow()
+    from PIL import JpegImagePlugin, PngImagePlugin, WebPImagePlugin
+
     if len(data) > MAX_BYTES:
         raise BadPicture(f"has more than {MAX_BYTES:,} bytes, the limit of a file: make it smaller")
-    try:
-        image = Image.open(io.BytesIO(_readable(data)), formats=FORMATS)
-    except Image.UnidentifiedImageError as error:
+    # Not `Image.open`, which prints warnings.
+    if data.startswith((_PNG, b"\xff\xd8\xff")):
+        pixels, exif = _stripped(data)
+        png = data.startswith(_PNG)
+        image = (PngImagePlugin.PngImageFile if png else JpegImagePlugin.JpegImageFile)(_Timed(pixels))
+    elif data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        image = WebPImagePlugin.WebPImageFile(_Timed(data))
+        exif = image.info.get("exif", b"")
+    else:
         found = f"it begins with {data[:12]!r}" if data else "it is empty"
-        raise BadPicture(f"is no PNG, JPEG or WebP file, or a damaged one ({found}): save it again as PNG") from error
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise BadPicture(f"has more than {MAX_PIXELS:,} pixels, the limit: make it smaller") from error
-    return _checked(image)
+        raise BadPicture(f"is no PNG, JPEG or WebP file ({found}): save it again as PNG")
+    in_xmp = re.search(rb'tiff:Orientation(?:="|>)([1-8])', data)
+    _checked(image)
+    return image, _orientation(exif) or (int(in_xmp[1]) if in_xmp else 1)
 
 
-def _readable(data: bytes) -> bytes:
-    """A PNG without the ancillary chunks (profiles, texts) whose checksum is wrong. Pillow refuses a file with one, and
-    browsers show it. No pixel is in such a chunk."""
-    if not data.startswith(b"\x89PNG\r\n\x1a\n"):
-        return data
-    kept, at = [data[:8]], 8
-    while at < len(data):
-        end = at + 12 + int.from_bytes(data[at : at + 4])
-        ancillary = data[at + 4 : at + 5].islower()
-        if not ancillary or crc32(data[at + 4 : end - 4]) == int.from_bytes(data[end - 4 : end]):
-            kept.append(data[at:end])
-        at = end
-    return b"".join(kept)
+_PNG = b"\x89PNG\r\n\x1a\n"
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
+"""The beginning of a JPEG's segment, also behind the pixels of a scan."""
+
+
+def _stripped(data: bytes) -> tuple[bytes, bytes]:
+    """(a PNG or JPEG without its metadata, its Exif data). Pillow joins the metadata of a JPEG in time that grows with
+    the square of its segments, and refuses a PNG for a profile that is large or damaged."""
+    png, kept, last, scans, exif = data.startswith(_PNG), list[bytes](), 0, 0, b""
+    at, palette = (8, data[25:26] == b"\3") if png else (2, False)
+    for _ in range(MAX_PARTS):
+        if png:
+            start, kind = at, data[at + 4 : at + 8]
+            at += 12 + int.from_bytes(data[at : at + 4])
+            content = data[start + 8 : at - 4]
+            # Browsers ignore a chunk with a wrong checksum. Pillow compares those of the pixels.
+            sound = crc32(kind + content) == int.from_bytes(data[at - 4 : at])
+            pixels = kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND") or (sound and kind == b"tRNS")
+            palette &= kind != b"PLTE"
+            if sound and kind == b"acTL" and 1 < int.from_bytes(content[:4]) < 1 << 31:
+                raise BadPicture(f"has {int.from_bytes(content[:4]):,} frames: pass each frame as a picture")
+            exif = content if sound and kind == b"eXIf" else exif
+        else:
+            found = _MARKER.search(data, at)
+            start, kind = (len(data), b"\xd9") if found is None else (found.start(), found[0][1:])
+            at = start + 2 + (0 if kind in b"\x01\xd8\xd9" else int.from_bytes(data[start + 2 : start + 4]))
+            content = data[start + 4 : at] if kind == b"\xe1" else b""
+            pixels = (not b"\xe1" <= kind <= b"\xef" and kind != b"\xfe") or kind == b"\xee"  # Adobe's, on colours
+            scans += kind == b"\xda"
+            if scans > MAX_SCANS or kind in b"\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf":
+                raise BadPicture(f"is a JPEG with over {MAX_SCANS} scans, or of a kind that is rare: save it again")
+            exif = content if not exif and content.startswith(b"Exif\0\0") else exif
+        kept.append(data[last : at if pixels else start])
+        last = at
+        if at >= len(data) or kind in (b"IEND", b"\xd9"):
+            break
+    else:
+        raise BadPicture(f"has more than {MAX_PARTS:,} chunks or segments: save it again")
+    if palette:
+        raise BadPicture("has no palette (PLTE), and its pixels are numbers in one: save it again")
+    return b"".join(kept), exif
+
+
+def _orientation(exif: bytes) -> int | None:
+    """The orientation in Exif data. Pillow would copy each of up to 65,535 values, which may all be the whole data."""
+    tiff = exif.removeprefix(b"Exif\0\0")
+    order: Any = "little" if tiff[:2] == b"II" else "big"
+
+    def number(at: int, size: int = 2) -> int:
+        return int.from_bytes(tiff[at : at + size], order)
+
+    first = number(4, 4) + 2
+    entries = range(first, first + 12 * number(first - 2), 12)
+    found = (number(at + 8, 4 if number(at + 2) == 4 else 2) for at in entries if number(at) == 0x0112)
+    return next(found, None)
 
 
 def _image_of(source: object) -> PILImage:
@@ -467,26 +565,26 @@ def _check_size(width: int, height: int) -> None:
         raise BadPicture(f"has {width}x{height} pixels, and no side may be over {MAX_RATIO} times the other: crop it")
 
 
-def _rgb(image: PILImage) -> PILImage:
+def _rgb(image: PILImage, orientation: int) -> PILImage:
     """The upright pixels as 8-bit RGB, in a new image, which has no metadata."""
     Image = _pillow()
-    turn = _TURNS.get(image.getexif().get(0x0112, 1))
+    turn = _TURNS.get(orientation)
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value * (1 / 256)).convert("L")  # `convert` alone would clip at 255
     elif image.mode in ("I", "F"):
         raise BadPicture(f"has 32 bits a pixel (mode {image.mode}), and nothing says which value is white: make it 8")
-    clear = image.convert("RGBA") if image.has_transparency_data else None
-    rgb = Image.new("RGB", image.size, "white")
-    rgb.paste(clear or image.convert("RGB"), mask=clear.getchannel("A") if clear is not None else None)
+    if image.has_transparency_data:
+        clear = image.convert("RGBA")
+        rgb = Image.new("RGB", image.size, "white")
+        rgb.paste(clear, mask=clear.getchannel("A"))
+    else:
+        rgb = image.convert("RGB")
+        rgb.info = {}
     return rgb.transpose(Image.Transpose(turn)) if turn is not None else rgb
 
 
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
 """EXIF orientation -> `PIL.Image.Transpose`: flips, rotations by 90 degrees, and both diagonals."""
-
-
-def _name(data: bytes) -> str:
-    return f"{sha256(data).hexdigest()}.png"
 
 
 def _size(data: bytes) -> tuple[int, int]:

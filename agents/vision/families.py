@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...tapes.errors import Corrupt, NotATape
+from ...tapes.pictures import decoded
 from ...tapes.places import Place
 from .video import NativeVideo, check_native, native_video
-from .vision import Expansion, Pixels, UnsupportedVision, VideoTokens, Vision, body_inputs, whole_model
+from .vision import BadPlace, Expansion, Pixels, UnsupportedVision, VideoTokens, Vision, body_inputs, whole_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -94,15 +96,18 @@ class Family(ABC):
         name, images = place.media[0], list[Any]()
         try:
             for name in place.media:
-                images.append(_image(file(name)))
+                images.append(decoded(file(name)))
             grid, tensors = self._native.processed(_frames(images)) if place.times else self._processed(images[0])
         except Exception as error:  # Pillow and transformers raise many types
-            raise ValueError(f"the picture {name} can't be processed: {type(error).__name__}: {error}") from error
+            said = f"the picture {name} can't be processed: {type(error).__name__}: {error}"
+            missing = isinstance(error, NotATape) and not isinstance(error, Corrupt)
+            raise BadPlace(said, name, missing=missing) from error
         mask = self.feature_mask(place._replace(grid=grid))
         if (grid, len(mask)) != (place.grid, place.length):
-            raise ValueError(
+            raise BadPlace(
                 f"the {place.kind} {name} has the grid {grid} and takes {len(mask)} tokens; its place has the grid "
-                f"{place.grid} and {place.length} tokens: the prompt was made with another processor or file"
+                f"{place.grid} and {place.length} tokens: the prompt was made with another processor or file",
+                name,
             )
         return Pixels(tensors, int(mask.sum()), self.patches(grid))
 
@@ -180,7 +185,7 @@ class QwenVision(Family):
                 "computes other positions than transformers, which always interleaves: add it, and start vLLM anew"
             )
         height, width = (side * self.processor.patch_size for side in place.grid[1:])
-        _image(png).resize((width, height), self.processor.resample).save(found := io.BytesIO(), "PNG")
+        decoded(png).resize((width, height), self.processor.resample).save(found := io.BytesIO(), "PNG")
         return found.getvalue()
 
     def patches(self, grid: tuple[int, ...]) -> int:
@@ -302,6 +307,11 @@ def family_of(
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}
     if config.get_text_config() is not config:  # a nested configuration of text: something else is beside it
         parts |= set(config.sub_configs)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedVision(
+            f"the model in {folder} is of the type {kind!r}, which has an encoder, and transformers would load its "
+            "decoder alone: name a model that only decodes"
+        )
     if parts and kind not in FAMILIES:
         raise UnsupportedVision(
             f"the model in {folder} is of the type {kind!r} and has parts beside the text: {', '.join(sorted(parts))}. "
@@ -341,7 +351,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
             kinds[0, place.offset : place.end] = torch.from_numpy(vision.feature_mask(place) * (1 + bool(place.times)))
         positions = vision.positions(places, len(ids))
         axes = None if positions is None else torch.from_numpy(positions)[:, None].to(whole.device)
-        images = [[_image(files[name]) for name in place.media] for place in places]
+        images = [[decoded(files[name]) for name in place.media] for place in places]
         own = dict(processor(images=[one for one, *more in images if not more], return_tensors="pt"))
         own |= {} if axes is None else {"mm_token_type_ids": kinds}
         if native is not None:
@@ -370,9 +380,3 @@ def _frames(images: Sequence[Image]) -> Tensor:
     import torch
 
     return torch.from_numpy(np.stack([np.array(image) for image in images])).permute(0, 3, 1, 2).contiguous()
-
-
-def _image(data: bytes) -> Image:
-    from PIL import Image
-
-    return Image.open(io.BytesIO(data), formats=["PNG"]).convert("RGB")

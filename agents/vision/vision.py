@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, runtime_checkable
 
-from ...tapes.errors import UsageError
+from ...tapes.errors import TapereelError, UsageError
 from ...tapes.places import Place
 
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ VideoTokens = Literal["frames", "native"]
 
 class UnsupportedVision(UsageError, ValueError):
     """A model reads more than text, and its family, its processors or its forward is not one that is known."""
+
+
+class BadPlace(TapereelError, ValueError):
+    """The pixels of a place can't be had, or don't fit its length or grid; the message names the file."""
+
+    def __init__(self, message: str, name: str, *, missing: bool = False) -> None:
+        super().__init__(message)
+        self.name, self.missing = name, missing
+        """The file, and whether it is gone. Otherwise it was changed, or its place was."""
 
 
 class Expansion(NamedTuple):
@@ -105,8 +114,8 @@ class Vision(PictureTokens, Protocol):
         ...
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """Decode and process the place's files; `file` gives the bytes of a file by its name. Blocks. ValueError names
-        the file where the pixels don't fit the place's length or grid."""
+        """Decode and process the place's files; `file` gives the bytes of a file by its name. Blocks. BadPlace if
+        a file is gone or damaged, or if its pixels don't fit the place's length or grid."""
         ...
 
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:

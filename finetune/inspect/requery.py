@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ...agents.engines.embedded.pretrained import Pretrained, load_pretrained, weights_digest
 from ...agents.setup.recorded_setup import recorded_rendering
-from ...agents.vision.vision import VideoTokens
+from ...agents.vision.vision import BadPlace, VideoTokens
 from ...tapes import Tape
 from ...tapes.audit.checking import chosen_tapes, torn_tails
 from ...tapes.audit.verdict import Divergence, Likely, Verdict, Verdicts, diverged, unverifiable, verified
@@ -186,7 +186,8 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
     """The verdict on each tape. Tapes of one call share forward passes."""
     made = [rows(tape) if any(call.completion is not None for call in tape.calls) else [] for tape in tapes]
     parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
-    missing: dict[int, list[str]] = defaultdict(list)
+    missing: dict[int, list[str | Divergence]] = defaultdict(list)
+    fitting = set[int]()
     for t, found in enumerate(made):
         for version, own in (part for row in found for part in _by_version(tapes[t], row)):
             policy = policies.of(version)
@@ -196,24 +197,47 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
                 parts.setdefault(policy.digest, (policy, []))[1].append((t, own))
     seen: list[list[Scored]] = [[] for _ in tapes]
     for policy, batch in parts.values():
-        batch = [(t, row) for t, row in batch if _sees(tapes[t], row, policies.loaded(policy), missing[t])]
-        logprob = policies.logprobs(policy, [row for _, row in batch])
-        ends = np.cumsum([len(row.own) for _, row in batch])
-        for (t, row), now in zip(batch, np.split(logprob, ends[:-1]), strict=True):
+        kept = list[tuple[int, Row]]()
+        for t, row in batch:
+            if (obstacle := _obstacle(tapes[t], row, policies.loaded(policy), fitting)) is None:
+                kept.append((t, row))
+            else:
+                missing[t].append(obstacle)
+        if not kept:
+            continue
+        logprob = policies.logprobs(policy, [row for _, row in kept])
+        ends = np.cumsum([len(row.own) for _, row in kept])
+        for (t, row), now in zip(kept, np.split(logprob, ends[:-1]), strict=True):
             seen[t].append(Scored(row, now, policy.name))
     return [_verdict(tape, seen[t], missing[t], tolerance) for t, tape in enumerate(tapes)]
 
 
-def _sees(tape: Tape, row: Row, found: Pretrained, missing: list[str]) -> bool:
-    """Whether the model reads the row's pictures as the engine did. Else `missing` gets the reason."""
+def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str | Divergence | None:
+    """Why the model can't read the row's pictures as the engine did; None if it can. fitting: `Place.key` of pictures
+    that were processed without an error, to which this adds."""
     recorded = tape.begin.versions.get("processor")
     if row.places and (found.vision is None or found.vision.hash != recorded):
         here = "none" if found.vision is None else found.vision.hash[:12]
-        missing.append(
-            f"processor: the tape's pictures went through {(recorded or 'none')[:12]}, and the model has {here}"
-        )
-        return False
-    return True
+        return f"processor: the tape's pictures went through {(recorded or 'none')[:12]}, and the model has {here}"
+    for place in row.places:
+        try:
+            if place.key not in fitting and found.vision is not None and row.file is not None:
+                found.vision.pixels(place, row.file)
+                fitting.add(place.key)
+        except BadPlace as bad:
+            if bad.missing:
+                return f"picture {bad.name} is gone"
+            call = next(one for one in tape.calls if place.key in {p.key for p in tape.call_places(one.call)})
+            return Divergence(
+                tape=tape.id,
+                call=call.call,
+                by=call.by,
+                field="places",
+                recorded=[place.length, *place.grid],
+                cause=Likely.RENDERING,
+                sentence=f"call {call.call}: {bad}",
+            )
+    return None
 
 
 def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
@@ -238,16 +262,19 @@ def _as_recorded(tape: Tape, row: Row) -> Row:
     return replace(row, old=old)
 
 
-def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str], tolerance: float) -> Verdict:
+def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str | Divergence], tolerance: float) -> Verdict:
     n = sum(len(one.row.own) for one in seen)
     known = sum(int(np.isfinite(np.asarray(call.logprobs or ())).sum()) for call in tape.calls)
     more: dict[str, Any] = {"checked": {"tokens": n}}
     if n:
         every = np.concatenate([one.gap for one in seen])
         more["measured"] = {"largest": float(every.max()), "mean": float(every.mean()), "tolerance": tolerance}
-    notes = list(dict.fromkeys(missing))
+    notes = list(dict.fromkeys(one for one in missing if isinstance(one, str)))
     if known > n and not missing:
         notes.append("log-probs of tokens that were drawn with top-p, top-k or penalties")
+    for bad in missing:
+        if isinstance(bad, Divergence):
+            return diverged("requery", bad, not_checked=tuple(notes), **more)
     for one in seen:
         if not (one.gap <= tolerance).all():  # written so that a NaN counts as a difference
             return diverged("requery", _divergence(tape, one), not_checked=tuple(notes), **more)

@@ -19,7 +19,9 @@ from tapereel.tapes.steps import ToolCall, ToolCalls
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 from tapereel.tapes.view import RunView
-from tapereel.tapes.view.bundle import write_bundle
+from tapereel.tapes.view.bundle import write_view
+
+from ..front.pages import data_of
 
 TEXT = "media:" + "0" * 64 + ".png"
 
@@ -63,15 +65,15 @@ def test_a_text_breaks_no_run_and_names_no_file(tmp_path: Path) -> None:
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
-def test_a_text_pulls_no_file_of_another_tape_into_a_bundle(tmp_path: Path) -> None:
+def test_a_text_pulls_no_file_of_another_tape_into_the_view(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run") as store:
         secret = store.media.put(b"a picture of another tape", ".png")
         tape = record(store, str(secret))
     with RunView(tmp_path / "run") as view:
-        write_bundle(view, tmp_path / "out", tapes=[tape])
+        write_view(view, tmp_path / "page.html", tapes=[tape])
         assert view.media(tape) == set()
         assert all("media" not in item for item in view.items(tape, 0)["items"])  # type: ignore[attr-defined]
-    assert not (tmp_path / "out" / "media").exists()
+    assert not any("media files" in hole for hole in data_of(tmp_path / "page.html")["run"]["integrity"]["holes"])
     assert (verify(tmp_path / "run").media, verify(tmp_path / "run").unnamed_media) == (0, 1)
 
 

@@ -378,13 +378,12 @@ def test_show_prints_a_picture_as_text(tmp_path: Path, capsys: pytest.CaptureFix
     assert str(picture) in capsys.readouterr().out
 
 
-def test_a_bundle_holds_the_pictures_of_its_tapes_alone(tmp_path: Path):
-    from tapereel.cli import main
+def test_the_viewer_shows_the_pictures_of_a_tape_alone(tmp_path: Path):
+    from tapereel.tapes.view import RunView
 
     with Store.create(tmp_path / "run") as store:
         tapes = [
             run_async(rollout(Player(), Gallery, k, engine=ScriptedEngine(["1"]), journal=store.writer)) for k in (0, 1)
         ]
-    assert main(["view", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--tape", tapes[0].id]) == 0
-    kept = {path.name for path in (tmp_path / "out" / "media").iterdir()}
-    assert kept == {picture.name for picture in pictures_of(tapes[0][0])}
+    with RunView(tmp_path / "run") as view:
+        assert view.media(tapes[0].id) == {picture.name for picture in pictures_of(tapes[0][0])}

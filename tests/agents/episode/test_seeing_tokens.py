@@ -235,7 +235,7 @@ def test_a_text_episode_of_a_model_that_sees_names_its_processor_and_has_no_plac
     assert "processor" not in blind.begin.versions
 
 
-def _forged(tape: Tape, run: Path, edit: Any) -> None:
+def _forged(tape: Tape, run: Path, edit: Any, records: Any = None) -> None:
     """A run with the tape's records changed by `edit`, and hashes of its own: what no chain notices."""
     with Store.create(run) as store:
         for step in tape:
@@ -245,6 +245,8 @@ def _forged(tape: Tape, run: Path, edit: Any) -> None:
             record = json.loads(body)
             if record.get("places"):
                 edit(record["places"])
+            if records is not None:
+                records(record)
             store.writer.append(json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode())
 
 
@@ -259,7 +261,18 @@ EDITS: dict[str, Any] = {
     "in another order": lambda places: places.reverse(),
     "overlapping": lambda places: places[0].__setitem__(3, places[0][3] + 9),
     "empty": lambda places: places[0].__setitem__(0, []),
+    "one token later": lambda places: places[-1].__setitem__(2, places[-1][2] + 1),
+    "one token earlier": lambda places: places[0].__setitem__(2, places[0][2] - 1),
+    "one token less": lambda places: places[0].__setitem__(3, places[0][3] - 1),
+    "another first token": lambda places: places[0].__setitem__(slice(2, 4), [places[0][2] + 1, places[0][3] - 1]),
+    "another grid": lambda places: places[-1][4].__setitem__(-1, places[-1][4][-1] + 2),
+    "a grid on its side": lambda places: places[0][4].reverse(),
+    "more patches a token": lambda places: places[0][4].__setitem__(slice(1, 3), [8, 8]),
+    "a negative grid": lambda places: places[0][4].__setitem__(slice(0, 2), [-1, 4]),
+    "no grid": lambda places: places[0][4].clear(),
 }
+PAIRS = ("swapped", "in another order", "overlapping", "more patches a token")
+"""Edits of which only a call with two pictures shows anything."""
 
 
 @pytest.mark.parametrize("edit", EDITS)
@@ -268,9 +281,42 @@ def test_verify_notices_changed_places_also_where_all_hashes_were_made_anew(edit
         tape = played(env)
         _forged(tape, tmp_path / f"{env.__name__} true", lambda places: None)
         assert verify(tmp_path / f"{env.__name__} true").broken == ()
-        if env is Gallery or edit not in ("swapped", "in another order", "overlapping"):  # which need two in one call
+        if env is Gallery or edit not in PAIRS:
             _forged(tape, tmp_path / env.__name__, EDITS[edit])
             assert verify(tmp_path / env.__name__).broken != ()
+
+
+def _wider(step: bool) -> Any:
+    def edit(record: dict[str, Any]) -> None:
+        shown = record.get("content", {}).get("pictures") if step else None
+        parts = [part for m in record.get("messages", ()) for part in m["content"] if isinstance(part, dict)]
+        for part in shown or ([] if step else [part for part in parts if part["type"] == "image"]):
+            part["width"] += 1
+
+    return edit
+
+
+def test_verify_notices_a_grid_that_lies_on_its_side_also_where_every_grid_does(tmp_path: Path) -> None:
+    class Wide(Corners):
+        async def reset(self, task: int) -> Any:
+            return (await super().reset(task)).model_copy(update={"picture": Picture.of(square(1).repeat(3, axis=1))})
+
+        async def step(self, action: Answer) -> Outcome:
+            return Outcome(reward=1.0, terminated=True)
+
+    tape = played(Wide)
+    _forged(tape, tmp_path / "true", lambda places: None)
+    assert verify(tmp_path / "true").broken == ()
+    _forged(tape, tmp_path / "run", lambda places: [place[4].append(place[4].pop(-2)) for place in places])
+    assert verify(tmp_path / "run").broken != ()
+
+
+@pytest.mark.parametrize("step", [True, False])
+def test_verify_compares_the_sizes_that_records_say_with_the_files(step: bool, tmp_path: Path) -> None:
+    _forged(played(Gallery), tmp_path / "run", lambda places: None, _wider(step))
+    (first, second) = verify(tmp_path / "run").broken
+    assert "41x30" in first
+    assert "41x30" in second
 
 
 @pytest.mark.parametrize("content", [[{"type": "image", "media": "0" * 64 + ".png", "width": 8, "height": 8}]])

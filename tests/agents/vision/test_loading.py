@@ -12,7 +12,7 @@ import torch
 from tapereel.agents.engines.embedded.pretrained import Pretrained, load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.setup.profiles import shape_of
-from tapereel.agents.vision.families import UnsupportedVision, prove_vision
+from tapereel.agents.vision.families import UnsupportedVision, family_of, prove_vision
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.finetune.trainer.checkpoint import save_checkpoint
 
@@ -39,10 +39,18 @@ def test_a_model_with_an_unknown_tower_is_refused(tmp_path: Path) -> None:
             load_pretrained(tmp_path)
 
 
-def test_a_model_of_text_with_nested_settings_is_no_vision_model() -> None:
+def test_an_encoder_is_not_dropped(tmp_path: Path) -> None:
+    # For these, transformers has classes that load the decoder alone.
     from transformers import CONFIG_MAPPING
 
-    from tapereel.agents.vision.families import family_of
+    for kind in ("whisper", "bart", "marian", "pegasus", "t5"):
+        (tmp_path / "config.json").write_text(CONFIG_MAPPING[kind]().to_json_string())
+        with pytest.raises(UnsupportedVision, match=kind):
+            family_of(CONFIG_MAPPING[kind](), tmp_path)
+
+
+def test_a_model_of_text_with_nested_settings_is_no_vision_model() -> None:
+    from transformers import CONFIG_MAPPING
 
     for kind in ("llama", "dbrx", "mpt", "qwen3_5_text", "gemma3_text"):
         assert family_of(CONFIG_MAPPING[kind](), Path("x")) is None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import read_metrics
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.verifier import verify
 
 from ..trainer.seen import saved
 
@@ -121,6 +125,72 @@ def test_sampled_placeholders_are_trained_as_ordinary_tokens(tmp_path: Path) -> 
     lines = [line for line in read_metrics(run / "metrics.jsonl") if "mismatch" in line]
     assert max(line["mismatch"] for line in lines) < 1e-4
     assert {one.outcome for one in requery_run(run)[0].verdicts} == {"verified"}
+
+
+def gone(path: Path, record: Any) -> None:
+    path.unlink()
+
+
+def flipped(path: Path, record: Any) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def shorter(path: Path, record: Any) -> None:
+    record["places"][0][3] -= 1
+
+
+def turned(path: Path, record: Any) -> None:
+    record["places"][0][4][-1] += 2
+
+
+def huge(path: Path, record: Any) -> None:
+    record["places"][0][4][-2:] = [10**6, 10**6]
+
+
+def no_png(path: Path, record: Any) -> None:
+    """Another file under the name of its own hash: no hash shows it."""
+    data = b"no picture"
+    name = f"{sha256(data).hexdigest()}.png"
+    (path.parent / name).write_bytes(data)
+    record["places"][0][0][0] = name
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "smolvlm"])
+def test_a_picture_that_is_gone_or_changed_costs_the_verdict_of_its_tape_alone(family: str, tmp_path: Path) -> None:
+    trained(tmp_path, family=family, updates=1)
+    with Store.open(tmp_path / "run") as store:
+        tapes = list(store.tapes(split="train"))
+    chosen = next(tape for tape in tapes if tape.calls[0].places)
+    assert verify(tmp_path / "run").broken == ()
+    same = {tape.id for tape in tapes if tape.begin.task == chosen.begin.task}
+    for harm in (gone, flipped, shorter, turned, huge, no_png):
+        copy = tmp_path / harm.__name__
+        media = copy / "tapes" / "media"
+        with Store.create(copy) as store:
+            shutil.copytree(tmp_path / "run" / "tapes" / "media", media, dirs_exist_ok=True)
+            done = False
+            for tape in tapes:
+                for body in tape.bodies:
+                    record = json.loads(body)
+                    if tape is chosen and record.get("places") and not done:
+                        done = True
+                        harm(media / record["places"][0][0][0], record)
+                    store.writer.append(json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode())
+        verdicts = requery_run(copy, str(tmp_path / "model"))[0].verdicts
+        hurt = same if harm in (gone, flipped) else {chosen.id}  # attempts of one task show the same file
+        outcome = "unverifiable" if harm is gone else "diverged"
+        assert {one.tape: one.outcome for one in verdicts} == {
+            tape.id: outcome if tape.id in hurt else "verified" for tape in tapes
+        }, harm
+        (alone,) = requery_run(copy, str(tmp_path / "model"), tapes=[chosen.id])[0].verdicts
+        assert alone.outcome == outcome
+        assert all(
+            chosen.calls[0].places[0].media[0] in str(one)
+            for one in verdicts
+            if harm in (gone, flipped) and one.tape in hurt
+        )
 
 
 NARROW = {"autocast": "bfloat16", "gradient_checkpointing": True, "micro_tokens": 300, "lr": 1e-3}
