@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Never, TypeVar
+
+from ..tapes.common.run_async import complete, end, shared_runner
+from ..tapes.common.shared_loop import guest, settle
 
 ResultT = TypeVar("ResultT")
 
@@ -53,14 +57,18 @@ class EnvironmentThread:
         self._calls.put(None)
 
     def _serve(self) -> None:
-        with asyncio.Runner() as runner:
-            while (call := self._calls.get()) is not None:
-                coroutine, loop, done = call
-                _work("the environment", partial(runner.run, coroutine), loop, done)
+        runner, context = shared_runner(), contextvars.copy_context()
+        context.run(guest.set, True)
+        while (call := self._calls.get()) is not None:
+            coroutine, loop, done = call
+            task = runner.get_loop().create_task(coroutine, context=context)
+            _work("the environment", partial(complete, runner, task), loop, done)
+        end(runner)
 
 
 def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
     """Call `work` in this thread, and settle the future of the loop that waits for it. `who` raises, for messages."""
+    process = os.getpid()
     try:
         result, error = work(), None
     except (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit) as raised:
@@ -68,6 +76,7 @@ def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, do
         result, error = None, RuntimeError(f"{who} raised {type(raised).__name__}: {raised}")
     except BaseException as raised:  # the waiting caller receives it
         result, error = None, raised
+    settle(process)
     # A closed loop has no waiting caller; the thread still runs the queued calls, `close` among them.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_settle, done, result, error)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, Literal, Never, Protocol, cast
 
-from pydantic import JsonValue
+from pydantic import JsonValue, SkipValidation
 from typing_extensions import TypeVar
 
 from ..tapes import Action, Answer, Observation, Status, Step, Tape, TapereelError, Text
-from ..tapes.errors import UsageError
+from ..tapes.common.arguments import shown
+from ..tapes.common.stats import check_reward
+from ..tapes.errors import BadArgument, UsageError
 from ..tapes.messages import ENV
 from ..tapes.records import Begin, Identity, Reward, Task
 from ..tapes.tape import step_record
@@ -31,7 +33,7 @@ stands for the whole field."""
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
 
-class EnvironmentFault(TypeError):
+class EnvironmentFault(TapereelError, TypeError):
     """A method of the environment returned a value of the wrong type."""
 
 
@@ -59,6 +61,7 @@ def as_observation(value: object, source: str = "the value that reset returns") 
 def as_outcome(value: object, method: str = "step") -> Outcome:
     """`value`, which `method` returned, if it is an Outcome. EnvironmentFault for any other type."""
     if isinstance(value, Outcome):
+        value.components()  # raises for rewards that changed after they were checked
         return value
     wanted = "an Outcome" if method == "step" else "an Outcome or None"
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
@@ -82,7 +85,7 @@ def check_factory(factory: object) -> None:
         name = type(factory).__qualname__
         raise NotAnEnvironment(f"this is one instance of {name}, and an instance serves one episode: {_FACTORY}")
     if not callable(factory):
-        raise NotAnEnvironment(f"{factory!r:.80} is not an environment factory: {_FACTORY}")
+        raise NotAnEnvironment(f"{shown(factory)} is not an environment factory: {_FACTORY}")
 
 
 def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
@@ -90,7 +93,7 @@ def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
     check_factory(factory)
     env = factory()
     if not isinstance(env, Environment):
-        raise NotAnEnvironment(f"the factory returned {env!r:.80}, which is not an Environment: {_FACTORY}")
+        raise NotAnEnvironment(f"the factory returned {shown(env)}, which is not an Environment: {_FACTORY}")
     return env
 
 
@@ -118,6 +121,8 @@ class Outcome:
         truncated: bool = False,
         metrics: dict[str, float] | None = None,
     ) -> None:
+        if metrics is not None and not isinstance(metrics, dict):
+            raise BadArgument(f"Outcome.metrics must be a dict of floats, not {type(metrics).__name__}")
         if observation is not None:
             observation = as_observation(observation, "Outcome.observation, unless it is None,")
         put = object.__setattr__  # the class is frozen
@@ -126,21 +131,23 @@ class Outcome:
         put(self, "terminated", terminated)
         put(self, "truncated", truncated)
         put(self, "metrics", {} if metrics is None else metrics)
-        for name, value, _ in self.components():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"reward component {name!r} must be a float, not {value!r}: write float(...) around it")
-            if value != value or value in (float("inf"), float("-inf")):
-                raise ValueError(f"reward component {name!r} is {value}; leave it out where there is no score")
+        self.components()
         if not isinstance(terminated, bool) or not isinstance(truncated, bool):
-            raise TypeError("Outcome.terminated and Outcome.truncated must be bool")
+            raise BadArgument("Outcome.terminated and Outcome.truncated must be bool")
 
-    def components(self) -> Iterator[tuple[str, float, float]]:
-        """(name, value, weight) of each reward component, with the weight 1, then of each metric, with the weight 0."""
+    def components(self) -> list[tuple[str, float, float]]:
+        """(name, value, weight) of each reward component, with the weight 1, then of each metric, with the weight 0.
+
+        TypeError or ValueError for one that `check_reward` refuses.
+        """
         rewards = (
             {} if self.reward is None else self.reward if isinstance(self.reward, dict) else {"reward": self.reward}
         )
-        yield from ((name, value, 1.0) for name, value in rewards.items())
-        yield from ((name, value, 0.0) for name, value in self.metrics.items())
+        every: list[tuple[str, float, float]] = [(name, value, 1.0) for name, value in rewards.items()]
+        every += [(name, value, 0.0) for name, value in self.metrics.items()]
+        for name, value, weight in every:
+            check_reward(f"reward component {name!r}", value, weight)
+        return every
 
 
 def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:
@@ -207,7 +214,8 @@ class Environment(Generic[ActionT, TaskT]):
         bound this wait, `Limits.system_seconds` does."""
 
     async def reset(self, task: TaskT) -> Observation | str:
-        """Begin the episode for `task`: the bare value, or the `Task`, from the taskset."""
+        """Begin the episode for `task`: the bare value, or the `Task`, from the taskset. A row of a file or data set is
+        always a `Task`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")
 
     async def step(self, action: ActionT) -> Outcome:
@@ -254,5 +262,5 @@ class Environment(Generic[ActionT, TaskT]):
 
 AnyEnvironment = Environment[Never]
 """An environment of any action type. A caller of `step` must know the type, or cast."""
-EnvironmentFactory = Callable[[], AnyEnvironment]
-"""An environment class, or a function without arguments that makes an instance for one episode."""
+EnvironmentFactory = SkipValidation[Callable[[], AnyEnvironment]]
+"""An environment class, or a function without arguments that makes an instance for one episode. See `check_factory`."""

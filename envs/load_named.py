@@ -16,8 +16,7 @@ from functools import reduce
 from pathlib import Path
 from types import ModuleType
 
-from ..tapes.common.renamed import current_path
-from ..tapes.errors import TapereelError, UsageError, error_message
+from ..tapes.errors import USE_ITS_VERSION, TapereelError, UsageError, error_message
 
 
 def load_named(name: str, *, execute: bool = True) -> object:
@@ -58,14 +57,14 @@ def listed_tasks(text: str) -> Iterable[object]:
         try:
             tasks = json.loads(text)
         except ValueError as error:
-            raise UsageError(f"--tasks is {text!r:.60}, which is not JSON: {error}") from error
+            raise UsageError(f"the tasks {text!r:.60} are not JSON: {error}") from error
         if not isinstance(tasks, list):
-            raise UsageError(f"--tasks is {text!r:.60}; give a JSON list, as [1, 2]")
+            raise UsageError(f"the tasks {text!r:.60} are no list; give a JSON list, as [1, 2]")
         return tasks
     found = load_named(text)
     tasks = found() if callable(found) and not isinstance(found, Iterable) else found
     if isinstance(tasks, str | bytes) or not isinstance(tasks, Iterable):
-        raise UsageError(f"--tasks {text} is {tasks!r:.60}; name a list of tasks, or a function that returns one")
+        raise UsageError(f"the tasks {text} are {tasks!r:.60}; name a list of tasks, or a function that returns one")
     return tasks
 
 
@@ -86,9 +85,8 @@ def _from_package(name: str) -> ModuleType:
     except BaseException as error:
         absent = error.name if isinstance(error, ModuleNotFoundError) else None
         if absent is not None and (name == absent or name.startswith(f"{absent}.")):
-            now = current_path(name)
-            moved = f"; its present name is {now}" if now != name else f" (also searched in {here})"
-            raise UsageError(f"there is no module {name!r}{moved}") from error
+            recorded = f"; if a run names it, {USE_ITS_VERSION}" if name.startswith("tapereel.") else ""
+            raise UsageError(f"there is no module {name!r} (also searched in {here}){recorded}") from error
         raise not_loaded(name, error) from error
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Coroutine
 from typing import Any, Never, TypeVar
 
 from ..tapes.common.run_async import GRACE, leave
+from ..tapes.common.shared_loop import guest, settle
 from ..tapes.common.text import logger
+from ..tapes.errors import StrayCancellation
 
 log = logger("supervised")
 
@@ -26,10 +29,6 @@ class Stopped(Exception):
 
 class TimedOut(Exception):
     """The call took longer than it may."""
-
-
-class StrayCancellation(RuntimeError):
-    """The code raised CancelledError, and no one had cancelled it: it awaited a task or future that was cancelled."""
 
 
 class Supervised:
@@ -53,6 +52,7 @@ class Supervised:
         """The task waits for it between calls."""
         self._stopped: type[Exception] | None = None
         self._what = ""
+        self._process = os.getpid()
 
     async def __call__(
         self, work: Coroutine[object, Never, ResultT], what: str, seconds: float | None = None
@@ -87,7 +87,8 @@ class Supervised:
             raise self._stopped(f"{what} did not return within {seconds or 0:g} s") from error
         if isinstance(error, asyncio.CancelledError):
             raise StrayCancellation(
-                "it raised CancelledError, and its episode was not cancelled: it awaited a task that was cancelled"
+                "it raised CancelledError, and its episode was not cancelled: its task, or one that it awaited, was "
+                "cancelled by other code"
             ).with_traceback(error.__traceback__) from error
         if error is not None:
             raise error
@@ -134,6 +135,7 @@ class Supervised:
     async def _serve(self) -> None:
         task = asyncio.current_task()
         assert task is not None
+        guest.set(True)
         loop = asyncio.get_running_loop()
         while True:
             work, self._work = self._work, None
@@ -145,6 +147,7 @@ class Supervised:
                     raise
                 except BaseException as raised:  # the caller gets it
                     error = raised
+                settle(self._process)
                 if self._task is not task or loop.is_closed():
                     return  # left behind meanwhile
                 while task.cancelling():
@@ -155,6 +158,7 @@ class Supervised:
             try:
                 await self._wake
             except asyncio.CancelledError:
-                if task.cancelling():  # by `close`, or by the end of the event loop
+                if task.cancelling():  # else it is late: code in the call before cancelled its own task
+                    if self._task is task:  # not by `close`, but by other code, perhaps as a call begins
+                        self._task = loop.create_task(self._serve()) if self._work is not None else None
                     raise
-                # Else it is late: code in the call before cancelled its own task.

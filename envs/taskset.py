@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, overload
+from typing import Annotated, Any, overload
 
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from ..tapes import BadPicture, Picture, Video
+from ..tapes.common.arguments import check_arguments, shown
 from ..tapes.common.hub import NotFound, snapshot, split_name
 from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.pictures import DATA_URL
@@ -42,6 +44,7 @@ class BadTasks(UsageError):
     """A source doesn't yield tasks; the message names the item and the reason."""
 
 
+@check_arguments
 class Taskset(Sequence[Task]):
     """Distinct tasks, in the order of their source.
 
@@ -51,7 +54,10 @@ class Taskset(Sequence[Task]):
 
     def __init__(
         self,
-        source: Iterable[object] | Callable[..., object],
+        source: Annotated[
+            Iterable[object] | Callable[..., object],
+            "an iterable, a function that returns one, or a function of the index; to read a file, use Taskset.load",
+        ],
         *,
         size: int | None = None,
         row: Row | None = None,
@@ -60,8 +66,11 @@ class Taskset(Sequence[Task]):
         """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
 
         source: an iterable, a function without parameters that returns an iterable, or a function of the index, which
-        needs `size` and is called for 0 to size - 1.
+        needs `size` and is called for 0 to size - 1. row: None leaves a value as it is, and makes a row of a `Dataset`
+        the private part of its task.
         """
+        if row is None and hasattr(source, "column_names"):
+            row = _whole
         self.name = name
         """A label for messages; may be empty."""
         self.dropped = 0
@@ -74,7 +83,7 @@ class Taskset(Sequence[Task]):
         if by_index and size is None:
             raise BadTasks(f"{_label(source)} is a function of the index and has no end: pass `size`")
         for k, item in enumerate(islice(_items(source), size if by_index else None)):
-            self._add(_task(item, k, row))
+            self._add(as_task(item, k, row))
             if len(self._tasks) == size:
                 break
         if size is not None and not by_index and len(self._tasks) < size:
@@ -84,6 +93,7 @@ class Taskset(Sequence[Task]):
             )
 
     @classmethod
+    @check_arguments
     def load(cls, path: str | Path, *, row: Row | None = None, size: int | None = None, name: str = "") -> Taskset:
         """The tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`; `row` converts each row (a dict).
 
@@ -145,7 +155,8 @@ class Taskset(Sequence[Task]):
 
         The fractions add up to 1. A task's hash and `salt` decide its part; another salt gives an independent split.
         """
-        if not fractions or any(f < 0 for f in fractions) or abs(sum(fractions) - 1) > 1e-9:
+        numbers = all(isinstance(f, int | float) and f >= 0 for f in fractions)
+        if not fractions or not numbers or abs(sum(fractions) - 1) > 1e-9:
             raise BadTasks(
                 f"the fractions of a split must be 0 or more and add up to 1, not {list(fractions)}; for example "
                 "split(0.9, 0.1)"
@@ -240,16 +251,27 @@ def _items(source: Any) -> Iterator[Any]:
     return _items(source())
 
 
-def _task(item: Any, k: int, row: Row | None) -> Task:
+def as_task(item: object, k: int, row: Row | None = None) -> Task:
+    """Item `k` of a source as a task. BadTasks for what can't be recorded as JSON."""
     try:
-        return Task.of(item if row is None else row(item))
+        task = Task.of(item if row is None else row(item))
     except (BadTasks, BadPicture) as error:
         raise BadTasks(f"item {k}: {error}") from error
     except ValidationError as error:
         raise BadTasks(
-            f"item {k} is not a task: {error.errors()[0]['msg']} ({item!r:.80}); the parts of a task must be JSON "
+            f"item {k} is not a task: {error.errors()[0]['msg']} ({shown(item)}); the parts of a task must be JSON "
             "values (None, bool, int, float, str, list, dict)"
         ) from error
+    try:
+        to_json((task, task.hash))
+    except (ValueError, RecursionError) as error:  # lone surrogates, for example
+        raise BadTasks(f"item {k} can't be recorded: {type(error).__name__}: {error}") from error
+    return task
+
+
+def _whole(record: Any) -> Task:
+    """The task of a row of which no column is named: `reset` gets a Task from every data set."""
+    return Task(private=record)
 
 
 def standard_row(names: Mapping[str, str]) -> Row:
@@ -328,7 +350,7 @@ def dataset_rows(name: str, split: str = "train", *, config: str | None = None) 
                 if folder is None:
                     raise
                 return _loaded(str(folder), config, split, None)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except Exception as error:  # `datasets` raises many types
         why = " ".join(str(error).split())[:300] or "no reason given"
         raise BadTasks(
             f"the data set {name!r} (split {split!r}) can't be loaded: {type(error).__name__}: {why}. Without a "

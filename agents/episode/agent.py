@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, JsonValue, TypeAdapter
 
 from ...tapes import Step, Tape
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.redact import hide
+from ...tapes.errors import UsageError
 from ...tapes.records import Identity
 from .llm import LLM
 
@@ -49,9 +51,10 @@ class Agent:
 class FunctionAgent(Agent):
     """An agent made of one async generator function `(tape, llm) -> steps`."""
 
+    @check_arguments
     def __init__(self, function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> None:
         self.function = function
-        self.name = function.__name__
+        self.name = getattr(function, "__name__", type(function).__name__)
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         return self.function(tape, llm)
@@ -72,13 +75,14 @@ def agent(function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> FunctionAgent
     return FunctionAgent(function)
 
 
+@check_arguments
 async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
     """Run a sub-agent's turn: `async for step in delegate("searcher", self.searcher, tape, llm): yield step`.
 
     Its steps and calls carry the path `<this agent>/<name>`, so each of several agents can be trained separately.
     """
     if not name or "/" in name or name == "env":
-        raise ValueError(f"sub-agent name {name!r} is invalid: it must be non-empty, without '/', and not 'env'")
+        raise UsageError(f"sub-agent name {name!r} is invalid: it must be non-empty, without '/', and not 'env'")
     path = f"{tape.scope}/{name}" if tape.scope else name
     steps = agent.act(tape.now().within(path), llm)
     try:

@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import JsonValue, ValidationError
 
 from ...tapes import Action, Answer, ParseError, Step, Tape, ToolCalls, ToolOffer
+from ...tapes.common.arguments import check_arguments
+from ...tapes.errors import UsageError
 from ..rendering.tool_calls import read_tool_calls, tool_name
 from .agent import Agent
 from .llm import LLM, Reply
@@ -37,6 +39,7 @@ class ChatAgent(Agent):
     Of several calls in one answer, all are made or none: one that can't be read makes the answer a `ParseError`.
     """
 
+    @check_arguments
     def __init__(
         self,
         system: str | None = None,
@@ -55,11 +58,11 @@ class ChatAgent(Agent):
         temperature, max_tokens: of this agent's calls; None: the episode's.
         """
         if parse is not None and actions:
-            raise ValueError("ChatAgent takes `parse` or `actions`, not both: each says how an answer is parsed")
+            raise UsageError("ChatAgent takes `parse` or `actions`, not both: each says how an answer is parsed")
         if plain is not None and (not actions or list(plain.model_fields) != ["text"]):
-            raise ValueError(f"`plain` goes with `actions`, and {plain.__qualname__} must have one field, `text`")
+            raise UsageError(f"`plain` goes with `actions`, and {plain.__qualname__} must have one field, `text`")
         if misreads < 0:
-            raise ValueError(f"misreads must be 0 or more, not {misreads}")
+            raise UsageError(f"misreads must be 0 or more, not {misreads}")
         self.system = system
         self.actions = tuple(actions)
         self.plain = plain

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, ValidationError
 
 from ...tapes import CauseType
-from ...tapes.common.renamed import two_timers
+from ...tapes.errors import USE_ITS_VERSION, UsageError
 from ...tapes.value import Value
 
 
@@ -40,20 +39,15 @@ class Limits(Value):
     environment_seconds: float | None = Field(default=60.0, gt=0)
     """Wall clock of each `reset`, `step`, `finish` and `close`; a longer call is an error of the environment."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _present_names(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and "seconds" in data:
-            raise ValueError(
-                "`seconds` is now `agent_seconds` (at its limit an episode is scored) and `system_seconds` (at its "
-                "limit it is repeated)"
-            )
-        return data
-
     @classmethod
     def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:
-        """The limits on a tape, also on one of an earlier version, with `changes`. What isn't there has no limit."""
-        return cls.model_validate({**dict.fromkeys(cls.model_fields), **two_timers(limits or {}), **changes})
+        """The limits on a tape, with `changes`. What isn't there has no limit. UsageError if the tape has others."""
+        try:
+            return cls.model_validate({**dict.fromkeys(cls.model_fields), **(limits or {}), **changes})
+        except ValidationError as error:
+            found = error.errors()[0]
+            name = ".".join(map(str, found["loc"]))
+            raise UsageError(f"the tape's limit {name} can't be read: {found['msg']}; {USE_ITS_VERSION}") from error
 
 
 class LimitReached(BaseException):

@@ -18,7 +18,9 @@ from typing import Any
 from pydantic import BaseModel, JsonValue
 
 from ...tapes import Call, CauseType, Message, Sampling, Step, Tape, ToolCall
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.run_async import GRACE
+from ...tapes.common.shared_loop import guest
 from ...tapes.messages import part_of, said, video_in
 from ...tapes.pictures import pictures_of
 from ...tapes.records import Attempt
@@ -86,6 +88,7 @@ class RenderFailed(Exception):
 class LLM(Clock):
     """`reply = await llm(tape, system="...")`. Built by `rollout`, one for each episode."""
 
+    @check_arguments
     def __init__(
         self,
         recorder: Recorder,
@@ -411,6 +414,8 @@ class LLM(Clock):
         assert self.engine is not None
         attempts: list[Attempt] = []
         timed.call()
+        was = guest.get()
+        guest.set(False)  # the engine isn't part of the agent that asks it
         try:
             while True:
                 try:
@@ -427,6 +432,7 @@ class LLM(Clock):
                     attempts += completion.attempts or (timed.attempt(),)
                     return self._stopped(completion, request.sampling), tuple(attempts)
         finally:
+            guest.set(was)
             timed.end()
 
     def _stopped(self, completion: Completion, sampling: Sampling) -> Completion:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 import platform
 import random
 import sysconfig
@@ -36,8 +37,11 @@ from ...envs.environment import (
 )
 from ...envs.rewards import RewardFailed
 from ...envs.supervised import Stopped, Supervised, TimedOut
-from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, Task, ToolCalls
+from ...envs.taskset import as_task
+from ...tapes import Action, Cause, CauseType, Observation, Sampling, Status, Step, StoreFailed, Tape, ToolCalls
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.redact import without_secrets
+from ...tapes.common.shared_loop import settle
 from ...tapes.common.text import logger, storable
 from ...tapes.errors import error_message
 from ...tapes.journal import Journal
@@ -67,6 +71,7 @@ class AgentFault(Exception):
     """The agent broke the contract of `act`: it yielded no Action, or an object that isn't a thought or an Action."""
 
 
+@check_arguments
 async def rollout(
     agent: Agent,
     env: AnyEnvironment | EnvironmentFactory,
@@ -103,7 +108,7 @@ async def rollout(
     if absence is not None:
         await absence.over()
     factory, env = env, env if isinstance(env, Environment) else _new_environment(env)
-    task, limits = Task.of(task), limits or Limits()
+    task, limits = as_task(task, 0), limits or Limits()
     begin = Begin(
         tape=tape_id or new_tape_id(),
         task=task,
@@ -520,12 +525,15 @@ class _Unmade(Environment[Action]):
 
 
 def _new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
+    process = os.getpid()
     try:
         return new_environment(factory)
     except (NotAnEnvironment, KeyboardInterrupt):
         raise
     except BaseException as error:
         return _Unmade(error)
+    finally:
+        settle(process)
 
 
 def _identity(env: AnyEnvironment, factory: object) -> Identity:

@@ -18,8 +18,9 @@ from enum import StrEnum
 from typing import TypeVar
 
 from ...envs.environment import EnvironmentFactory, check_factory
-from ...envs.rewards.relative import compared
+from ...envs.rewards.relative import comparable, compared
 from ...tapes import Sampling, Status, Tape, Task
+from ...tapes.errors import StrayCancellation
 from ...tapes.journal import Journal
 from ..engines.engine import Engine, absence_of
 from ..episode.agent import Agent
@@ -81,6 +82,8 @@ async def run_all(
     async with _first_error() as workers:
         for _ in range(min(concurrency or len(todo), len(todo))):
             workers.create_task(worker())
+    if len(results) < len(todo):  # a task group ignores a task that was cancelled
+        raise StrayCancellation("a task of the run was cancelled by code that it called, and not by the run's caller")
     return [results[place] for place in range(len(todo))]
 
 
@@ -131,12 +134,12 @@ class Group:
     @property
     def usable(self) -> list[Tape]:
         """The attempts that may be trained on, in order."""
-        return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and tapes[-1].trains]
+        return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and comparable(tapes[-1])]
 
     def usable_episodes(self, attempt: int) -> list[bool]:
         """For each episode of the attempt that ended by itself, whether it can be trained on; see `needs_episode`."""
         tapes = self.tapes.get(attempt, ())
-        return [tape.trains for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
+        return [comparable(tape) for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
 
     @property
     def open(self) -> list[int]:

@@ -25,6 +25,7 @@ from ...envs.rewards import RewardSource, Scored
 from ...envs.rewards.reward_models import as_script, sample_of
 from ...envs.rewards.sources import reference_of
 from ...tapes import Message, Sampling, Tape, TapereelError
+from ...tapes.common.shared_loop import guest
 from ...tapes.messages import image_parts, text_of, visual_parts
 from ..engines.engine import Completion, Engine, EngineError, Request, sees
 from ..episode.seeds import derive_seed
@@ -138,7 +139,12 @@ class Judge:
             messages=messages, prompt=prompt, places=places, sampling=sampling, seed=seed, path="judge", picture=file
         )
         async with self._free(), asyncio.timeout(self.timeout):
-            return await self.engine.complete(request)
+            was = guest.get()
+            guest.set(False)  # the judge's engine isn't part of the environment that asks it
+            try:
+                return await self.engine.complete(request)
+            finally:
+                guest.set(was)
 
     def _free(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()

@@ -22,10 +22,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import NormalDist, fmean, variance
+from statistics import NormalDist
 
 from pydantic import Field
 
+from ...tapes.common.stats import interval, mean, variance
 from ...tapes.errors import TapereelError
 from ...tapes.value import Value
 
@@ -50,17 +51,13 @@ class Interval(Value):
     """Number of tasks that the mean is over."""
 
     def __str__(self) -> str:
-        if self.low is None or self.high is None:
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return interval(self.value, self.low, self.high)
 
     @property
     def signed(self) -> str:
         """The text of a difference, with its sign; it says where the interval doesn't span 0."""
-        if self.low is None or self.high is None:
-            return f"{self.value:+.3f}"
-        note = "" if self.low <= 0 <= self.high else "  (does not span 0)"
-        return f"{self.value:+.3f} [{self.low:+.3f}, {self.high:+.3f}]{note}"
+        spans = self.low is None or self.high is None or self.low <= 0 <= self.high
+        return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
 
 
 class Scores(Value):
@@ -128,7 +125,7 @@ def share_interval(values: Sequence[float]) -> Interval | None:
     """The mean of one number in [0, 1] per task, with the interval of note 2; None without values."""
     if not values:
         return None
-    n, p = len(values), fmean(values)
+    n, p = len(values), mean(values)
     most = p * (1 - p)
     spread = ((n - 1) * variance(values) + most) / n if n > 1 else most
     low, high = wilson(p, n * max(1.0, most / spread) if spread > 0 else n)
@@ -139,13 +136,13 @@ def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
     """The mean of one number per task, with the expanded percentile interval of `resamples` draws of as many tasks."""
     if not values:
         return None
-    n, mean = len(values), fmean(values)
+    n, centre = len(values), mean(values)
     if n == 1:
-        return Interval(value=mean, low=None, high=None, tasks=1)
+        return Interval(value=centre, low=None, high=None, tasks=1)
     draw = random.Random(seed).choices
-    means = sorted(sum(draw(values, k=n)) / n for _ in range(resamples))
+    means = sorted(mean(draw(values, k=n)) for _ in range(resamples))
     tail = NormalDist().cdf(-math.sqrt(n / (n - 1)) * _student((1 + LEVEL) / 2, n - 1))
-    return Interval(value=mean, low=_quantile(means, tail), high=_quantile(means, 1 - tail), tasks=n)
+    return Interval(value=centre, low=_quantile(means, tail), high=_quantile(means, 1 - tail), tasks=n)
 
 
 def _student(q: float, freedom: int) -> float:
@@ -178,7 +175,7 @@ def evaluate_rewards(
     for task, label in (labels or {}).items():
         parts.setdefault(label, {})[task] = rewards[task]
     return Scores(
-        reward=bootstrap([fmean(own) for own in known.values()], seed=seed),
+        reward=bootstrap([mean(own) for own in known.values()], seed=seed),
         pass_at=pass_at,
         short={n: sum(len(own) < n for own in known.values()) for n in wanted},
         success=success,
@@ -194,7 +191,7 @@ def evaluate_rewards(
 
 def standard_error(rewards: Rewards) -> float | None:
     """Standard error of the mean over tasks of their mean reward; None below two scored tasks."""
-    means = [fmean(own) for own in _known(rewards).values()]
+    means = [mean(own) for own in _known(rewards).values()]
     return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
 
 
@@ -213,7 +210,7 @@ def compare(
         a, b = of(one), of(two)
         return bootstrap([a[task] - b[task] for task in a if task in b], seed=seed)
 
-    reward = difference(lambda known: {task: fmean(own) for task, own in known.items()})
+    reward = difference(lambda known: {task: mean(own) for task, own in known.items()})
     assert reward is not None
     return Comparison(
         reward=reward,

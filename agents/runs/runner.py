@@ -23,6 +23,7 @@ from ...tapes.audit.faults import Fault, Faults
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
+from ...tapes.common.stats import fixed, mean
 from ...tapes.errors import UsageError
 from ...tapes.records import CauseType, Status
 from ...tapes.store.lease import check_free
@@ -108,7 +109,7 @@ class RunSummary(Value):
     turns: float | None
     """Mean actions of an episode."""
     tokens: dict[str, int]
-    """`sampled` and `authored` completion tokens."""
+    """Tokens by place (`Books.counts`): `sampled`, `authored` and others."""
     seconds: float
     """Of this process."""
     advice: tuple[str, ...] = ()
@@ -144,13 +145,17 @@ async def _run(
     config: RunConfig, setup: LoadedSetup, out: Path, resume: bool, progress: Progress, started: float
 ) -> RunSummary:
     engine, publishes = await make_team(config.engine, config.players, shows=setup.shows)
-    with open_run(out, config, resume=resume, free=FREE) as directory:
+    engines = ("engine", *(f"players.{name}.engine" for name in config.players))
+    with open_run(out, config, resume=resume, free=FREE, engines=engines) as directory:
         store = directory.store
         store.record_weights(*publishes.values())
         attempts = _Attempts(config, setup, directory)
         try:
             with watch_episodes():
                 await attempts.run(engine, progress)
+        except EngineStopped as stopped:
+            said = f"{attempts.done:,} of {attempts.total:,} attempts have ended"
+            raise stopped.at(said, engines if directory.fruitless else ()) from stopped
         finally:
             await engine.close()
         rewards = getattr(setup.env, "rewards", None)
@@ -174,6 +179,8 @@ class _Attempts:
         self.faults = Faults()
         self.recorded = 0
         """Episodes of this process."""
+        self.done, self.total = 0, len(setup.tasks) * config.attempts
+        """Attempts that have ended, and all."""
         for summary in directory.store.summaries(split=config.split, closed=True):
             # An episode that the model failed counts in this process, as a retry; a later process repeats it, with the
             # same seed: the server may answer now.
@@ -199,24 +206,17 @@ class _Attempts:
     async def run(self, engine: Engine, progress: Progress) -> None:
         """Roll out the open attempts."""
         todo = self.open
-        total = len(self.setup.tasks) * self.config.attempts
-        done, rewards = total - len(todo), list[float]()
-        progress("rolling out", done, total, "")
+        self.done, rewards = self.total - len(todo), list[float]()
+        progress("rolling out", self.done, self.total, "")
 
         async def attempt(place: tuple[Task, int]) -> None:
-            nonlocal done
             tapes = await self._run_attempt(*place, engine)
-            done, self.recorded = done + 1, self.recorded + len(tapes)
+            self.done, self.recorded = self.done + 1, self.recorded + len(tapes)
             rewards.extend(tape.reward for tape in tapes if tape.reward is not None)
-            mean = f"reward {sum(rewards) / len(rewards):.3f}" if rewards else "nothing scored yet"
-            progress("rolling out", done, total, mean)
+            reward = f"reward {fixed(mean(rewards))}" if rewards else "nothing scored yet"
+            progress("rolling out", self.done, self.total, reward)
 
-        try:
-            await run_all(todo, attempt, concurrency=self.config.concurrency)
-        except EngineStopped as stopped:
-            raise stopped.at(
-                f"{done:,} of {total:,} attempts have ended; repeat the command with --resume for the others"
-            ) from stopped
+        await run_all(todo, attempt, concurrency=self.config.concurrency)
 
     async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
         """The attempt's further episodes: one, and retries where it can't be trained on."""
@@ -271,7 +271,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
         scored=scores.attempts - scores.unscored,
         usable=sum(summary.trainable for summary in found),
         turns=sum(s.actions for s in found) / len(found) if found else None,
-        tokens={"sampled": books.sampled, "authored": books.authored},
+        tokens=books.counts,
         seconds=round(seconds, 3),
         advice=advice(store, config.split),
     )
@@ -325,8 +325,8 @@ def score_run(
     by: str | None = None,
     against: str | Path | None = None,
     against_split: str | None = None,
-) -> tuple[RunScores, dict[str, Rewards]]:
-    """(the scores, the rewards by task of the run and of the one it is compared with, by name).
+) -> RunScores:
+    """The scores of a run's recorded episodes, and how they differ from those of `against`.
 
     k: pass@k for these; empty: powers of two as far as there are attempts. success: the least reward of a success. by:
     also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError
@@ -343,15 +343,14 @@ def score_run(
         k = k or _powers(rewards, other)
         found = RunScores(run=str(run), split=split, scores=scores_of(store, split, k=k, success=success, by=by))
     if against is None or other is None:
-        return found, {str(run): rewards}
-    found = found.model_copy(
+        return found
+    return found.model_copy(
         update={
             "against": str(against),
             "against_scores": evaluate_rewards(other, k=k, success=success),
             "difference": compare(rewards, other, k=k, success=success),
         }
     )
-    return found, {str(run): rewards, f"{against} {against_split or ''}".strip(): other}
 
 
 def _recorded_rewards(store: Store, name: str, split: str | None) -> Rewards:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from ...tapes.common.arguments import check_arguments
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Observation
 from ..environment import Environment, Outcome
@@ -66,6 +67,7 @@ class Calculator(Environment[Calculate | FinalAnswer]):
 
     kinds = (Result,)
 
+    @check_arguments
     def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
         """width: digits to which results are padded. max_turns: the episode is truncated after so many actions.
 

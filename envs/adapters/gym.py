@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from pydantic_core import to_json
 
 from ...tapes import Picture
+from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import MissingExtra, TapereelError
 from ...tapes.records import Task
 from ...tapes.steps import Action, Observation
@@ -79,6 +80,7 @@ class GymEnvironment(Environment[Action]):
     blocking = True
     kinds = (GymAction, GymObservation, GymPicture, GymRefusal)
 
+    @check_arguments
     def __init__(
         self,
         env: str | Callable[[], Env],

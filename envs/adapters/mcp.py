@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from pydantic import JsonValue
 
 from ...tapes import BadPicture, Picture
+from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import MissingExtra
 from ..blocking import in_thread
 from ..environment import Effect
@@ -58,6 +59,7 @@ class McpServer:
     an event loop concurrently, until that loop ends or `stop()` is called.
     """
 
+    @check_arguments
     def __init__(
         self,
         connect: Connect,

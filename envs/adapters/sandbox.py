@@ -9,10 +9,11 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Literal, cast
 
@@ -202,22 +203,47 @@ def _make(name: str, bounds: Bounds) -> SandboxBackend:
     return cast("Callable[[Bounds], SandboxBackend]", load_named(name))(bounds)
 
 
-_verdicts: dict[str, str] = {}
-"""Backend -> why it failed its self-test in this process, or the empty text if it passed."""
+_tests: dict[str, Future[str]] = {}
+"""Backend -> its self-test in this process, which runs or gave an answer."""
+_starting = threading.Lock()
 
 
 async def _working(named: str | None) -> str:
     """The backend to use: the named one, or the first that passes its self-test. NoSandbox if none does."""
     tried: list[str] = []
     for name in BACKENDS if named is None else (named,):
-        # An image changes what a snippet finds inside, not what keeps it inside.
-        tested = "podman" if name.startswith("podman:") else name
-        if tested not in _verdicts:
-            _verdicts[tested] = await _self_test(tested)
-        if not _verdicts[tested]:
+        try:
+            # An image changes what a snippet finds inside, not what keeps it inside.
+            found = await asyncio.shield(asyncio.wrap_future(_tested("podman" if name[:7] == "podman:" else name)))
+        except OSError as error:  # NoSandbox is one too
+            found = str(error)
+        if not found:
             return name
-        tried.append(f"{tested}: {_verdicts[tested]}")
+        tried.append(f"{name}: {found}")
     raise NoSandbox(f"no backend isolates snippets here, and isolation is required ({'; '.join(tried)}); {_INSTALL}")
+
+
+def _tested(name: str) -> Future[str]:
+    """The self-test of a backend. All callers share one; after one that could not be made, the next caller tries again.
+
+    It runs in a thread with its own event loop, so it doesn't end with the episode that asked first.
+    """
+    with _starting:
+        test = _tests.get(name)
+        if test is None or (test.done() and test.exception() is not None):
+            test = Future()
+            threading.Thread(target=_answer, args=(name, test), name="tapereel-sandbox-test", daemon=True).start()
+            _tests[name] = test
+        return test
+
+
+def _answer(name: str, test: Future[str]) -> None:
+    try:
+        with asyncio.Runner() as runner:
+            runner.get_loop()  # fails without descriptors; the coroutine is made after that
+            test.set_result(runner.run(_self_test(name)))
+    except BaseException as error:
+        test.set_exception(error)
 
 
 _PROBE = """
@@ -248,30 +274,31 @@ print(json.dumps(found))
 
 
 async def _self_test(name: str) -> str:
-    """Why the backend doesn't isolate, from snippets that really try to get out; the empty text if they can't."""
+    """How a snippet that tries to get out succeeds; empty if it doesn't. NoSandbox if it can't be tried."""
     backend = _make(name, Bounds(seconds=30.0, memory=512 << 20, processes=32, disk=16 << 20, limit=4000))
-    folder = tempfile.mkdtemp(prefix="tapereel-probe-")
-    listening = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_INET)]
     try:
-        os.chmod(folder, 0o755)
-        listening[0].bind(f"{folder}/socket")
-        os.chmod(f"{folder}/socket", 0o777)
-        listening[1].bind(("127.0.0.1", 0))
-        os.mknod(f"{folder}/file", 0o644)
-        for one in listening:
-            one.listen()
-        await backend.start()
-        await backend.write("probe.py", _PROBE.encode())
-        words = [f"{folder}/socket", str(listening[1].getsockname()[1]), f"{folder}/file"]
-        ran = await backend.run([backend.python, "probe.py", *words])
-        if ran.code != 0:
-            return f"its self-test failed: {str(ran)[-500:]}"
-        return "; ".join(json.loads(ran.output))
+        with contextlib.ExitStack() as held:
+            folder = tempfile.mkdtemp(prefix="tapereel-probe-")
+            held.callback(os.rmdir, folder)  # `rmtree` would need descriptors, of which there may be none left
+            listening = [held.enter_context(socket.socket(family)) for family in (socket.AF_UNIX, socket.AF_INET)]
+            os.chmod(folder, 0o755)
+            listening[0].bind(f"{folder}/socket")
+            held.callback(os.unlink, f"{folder}/socket")
+            os.chmod(f"{folder}/socket", 0o777)
+            listening[1].bind(("127.0.0.1", 0))
+            os.mknod(f"{folder}/file", 0o644)
+            held.callback(os.unlink, f"{folder}/file")
+            for one in listening:
+                one.listen()
+            await backend.start()
+            await backend.write("probe.py", _PROBE.encode())
+            words = [f"{folder}/socket", str(listening[1].getsockname()[1]), f"{folder}/file"]
+            ran = await backend.run([backend.python, "probe.py", *words])
+            if ran.code != 0:
+                raise NoSandbox(f"its self-test failed: {str(ran)[-500:]}")
+            return "; ".join(json.loads(ran.output))
     except (OSError, ValueError) as error:
-        return str(error)
+        raise NoSandbox(str(error)) from error
     finally:
-        for one in listening:
-            one.close()
         with contextlib.suppress(OSError):
             await backend.stop()
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)

@@ -214,10 +214,10 @@ class LocalBackend:
         return (await self._ask({"op": "read", "path": path, "limit": limit}))["data"]
 
     async def run(self, command: Sequence[str]) -> Ran:
-        limit, joined = self._bounds.limit, None
+        limit, folder, joined = self._bounds.limit, None, None
         try:
             if self._kind == "bubblewrap" and (parent := _cgroup_parent()):
-                self._cgroups.add(folder := _new_cgroup(parent, self._bounds.memory + self._bounds.disk))
+                folder = _new_cgroup(parent, self._bounds.memory + self._bounds.disk)
                 joined = os.open(folder / "cgroup.procs", os.O_WRONLY)
             async with asyncio.timeout(self._bounds.seconds + GRACE_SECONDS):
                 # A character of UTF-8 has at most 4 bytes.
@@ -227,6 +227,10 @@ class LocalBackend:
         finally:
             if joined is not None:
                 os.close(joined)
+            if folder is not None:
+                # Only now: calls that end remove every empty cgroup in the set, and before a snippet joins its cgroup,
+                # that one is empty too.
+                self._cgroups.add(folder)
             self._remove_cgroups()
         text: str = reply["data"].decode("utf-8", "replace")
         if not reply["more"]:
@@ -261,9 +265,12 @@ class LocalBackend:
 
 def _delete(box: Path) -> None:
     """Delete the box. Without isolation it is a tree on disk that snippets made: NoSandbox if something of it is left.
+    Otherwise the folder is empty, and this needs neither a process nor a descriptor, of which there may be none left.
     `find` and `rm` follow no link, and neither a deep path nor many files stop them. Root needs no `find`; others must
     be able to read and write a folder before they can empty it.
     """
+    with contextlib.suppress(OSError):
+        return box.rmdir()
     if os.getuid() != 0:
         unlock = ["find", box, "-type", "d", "!", "-perm", "-700", "-execdir", "chmod", "700", "{}", ";"]
         subprocess.run(unlock, env=_PLAIN, capture_output=True)

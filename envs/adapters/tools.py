@@ -29,6 +29,7 @@ from ...tapes import (
     ToolResult,
     ToolResults,
 )
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.text import storable
 from ...tapes.errors import BadPicture, MissingExtra
 from ...tapes.messages import text_of
@@ -270,6 +271,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     _answered = False
     """Whether an answer was given in this episode."""
 
+    @check_arguments
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
         """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
         further calls wait."""

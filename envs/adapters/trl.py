@@ -39,7 +39,7 @@ from ...tapes import (
     Video,
 )
 from ...tapes.messages import frames_of, heard, text_of
-from ...tapes.pictures import DATA_URL, Visual, opened
+from ...tapes.pictures import DATA_URL, Visual, decoded
 from ...tapes.steps import Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Outcome
@@ -88,7 +88,7 @@ def _back(value: Any) -> Any:
     if isinstance(value, Video):
         return {"frames": _back(list(value.frames)), "fps": value.fps, "indices": list(value.indices)}
     picture = Picture.of(value) if isinstance(value, str) and DATA_URL.match(value) else value
-    return opened(picture.data or b"") if isinstance(picture, Picture) else value
+    return decoded(picture.data or b"") if isinstance(picture, Picture) else value
 
 
 class TRLEnvironment(ToolEnvironment):

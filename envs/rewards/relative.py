@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...tapes import Tape
+from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.records import Record, Reward, total_reward
 from ...tapes.store.summary import GROUP_LAYER
 from .sources import Rewards, RewardSource
@@ -31,6 +32,12 @@ def counted(tape: Tape) -> list[Reward]:
 def training_reward(tape: Tape) -> float | None:
     """The sum of the counted rewards; None for an unscored tape."""
     return total_reward(counted(tape))
+
+
+def comparable(tape: Tape) -> bool:
+    """Whether the tape can be trained on, and no reward is beyond REWARD_LIMIT, as earlier versions recorded them: with
+    such a reward, no attempt of the group has a finite advantage."""
+    return tape.trains and not any(abs(r.weight * r.value) > REWARD_LIMIT for r in counted(tape))
 
 
 async def compared(

@@ -23,9 +23,9 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 from ...tapes import Message, Tape, TapereelError
+from ...tapes.common.stats import check_reward
 from ...tapes.errors import MissingExtra
 from ...tapes.messages import text_of
-from .sources import LARGEST as MOST
 from .sources import RewardSource, Score, label_of, reference_of
 
 LARGEST = 64 << 20
@@ -103,12 +103,11 @@ def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelSc
         raise WrongAnswer(f"{who} returned {len(scores)} scores for {len(samples)} samples")
     for score, sample in zip(scores, samples, strict=True):
         for value in score.values() if isinstance(score, Mapping) else (score,):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and -MOST <= value <= MOST) and score is not None:
-                odd = "an integer that no float can hold" if number and isinstance(value, int) else f"{value!r:.80}"
-                raise WrongAnswer(
-                    f"{who} returned {odd} for {sample.id}; a score must be a finite number, or null for no score"
-                )
+            try:
+                # As a metric: a number that is only too large for a reward fails its own tape, not the whole request.
+                check_reward(f"the score of {sample.id}", 0 if score is None else value, 0)
+            except (TypeError, ValueError) as error:
+                raise WrongAnswer(f"{who} returned an invalid score: {error}") from None
     return list(scores)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from typing import Any, Generic, Literal, NamedTuple, Never, TypeVar
 from pydantic import JsonValue
 
 from ...tapes import Action, Tape, TapereelError
+from ...tapes.common.stats import check_reward
 from ...tapes.common.text import storable
 from ...tapes.errors import RunStopped, UsageError
 from ...tapes.records import Reward
@@ -24,7 +24,6 @@ from ...tapes.store.summary import GROUP_LAYER
 from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, check_factory, new_environment
 
 SubjectT = TypeVar("SubjectT", contravariant=True)
-LARGEST = sys.float_info.max
 SECONDS = 600.0
 """Default time limit of a source, in seconds."""
 
@@ -248,7 +247,7 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
         async with timer:
             scores = await _asked(source, subject)
         if source.per == "episode":
-            return _parts(source.name, scores, None)
+            return _parts(source, scores, None)
         of = "action" if source.per == "step" else "tape"
         if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
             raise TypeError(
@@ -256,7 +255,7 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
             )
         if len(scores) != places:
             raise ValueError(f"it returned {len(scores)} scores for {places} {of}s")
-        return [part for k, one in enumerate(scores) for part in _parts(source.name, one, k)]
+        return [part for k, one in enumerate(scores) for part in _parts(source, one, k)]
     except TimeoutError as error:
         late = timer.expired()
         return _failure(source, f"no score within {source.timeout} s" if late else f"TimeoutError: {error}", error)
@@ -276,27 +275,21 @@ def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
     """The line that raised; the first line of the function if this module refuses its result."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
     code = getattr(source.score, "__code__", None)
-    if code is not None and (not frames or frames[-1].filename == __file__):
+    if code is not None and (not frames or frames[-1].filename in (__file__, check_reward.__code__.co_filename)):
         return f"{code.co_filename}:{code.co_firstlineno} in {code.co_name}"
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else None
 
 
-def _parts(name: str, score: Any, place: int | None) -> list[_Part]:
+def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Part]:
     scored = score if isinstance(score, Scored) else Scored(score)
     if scored.score is None:
         return []
     if isinstance(scored.score, Mapping):
-        found = [(f"{name}/{key}", value, scored.weights.get(key, 1.0)) for key, value in scored.score.items()]
+        found = [(f"{source.name}/{key}", value, scored.weights.get(key, 1.0)) for key, value in scored.score.items()]
     else:
-        found = [(name, scored.score, 1.0)]
-    for part, value, _ in found:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{part} is {value!r:.80}; a score must be a float, a dict of floats, or None")
-        if not -LARGEST <= value <= LARGEST:
-            raise ValueError(
-                f"{part} is {value if isinstance(value, float) else 'an integer that no float can hold'}; return a "
-                "finite number, or None for no score"
-            )
+        found = [(source.name, scored.score, 1.0)]
+    for part, value, weight in found:
+        check_reward(part, value, source.weight * weight)
     return [
         _Part(place, part, float(value), weight, scored.evidence if k == 0 else None)
         for k, (part, value, weight) in enumerate(found)

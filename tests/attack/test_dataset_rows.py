@@ -54,7 +54,7 @@ def test_a_wrong_row_is_refused_by_the_pass(wrong: dict[str, Any], why: str):
         ({"temperature": [math.nan, 0.0, 1.0]}, "'temperature' is 0 in row 1, token 1"),
         ({"temperature": [math.nan, 1.0, -1.0]}, "'temperature' is -1 in row 1, token 2"),
         ({"labels": [-100, 2, 1]}, "not shifted"),
-        ({"old_logprobs": [math.nan, 3.0, -1.0]}, "a log-prob of 3, above 0"),
+        ({"old_logprobs": [math.nan, 3.0, -1.0]}, "'old_logprobs' is 3 in row 1, token 1"),
     ],
 )
 def test_a_wrong_row_is_refused_by_the_step(wrong: dict[str, Any], why: str):

@@ -14,12 +14,16 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import Limits, ScriptedEngine, rollout
+from tapereel.agents import Completion, Limits, Request, ScriptedEngine, rollout
+from tapereel.agents.runs.judge import Judge, judge_reward
 from tapereel.agents.runs.runner import RunConfig, RunSummary, run
 from tapereel.envs import Outcome
 from tapereel.envs.remote import Pool, RemoteEnvironment, Service, ServiceLimits
 from tapereel.envs.remote.env_protocol import ResetCall
+from tapereel.envs.rewards import Rewards
+from tapereel.envs.rewards.sources import rewarded
 from tapereel.tapes import Task
+from tapereel.tapes.common.run_async import run_async
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
@@ -190,6 +194,32 @@ def test_a_blocked_event_loop_is_reported(
     rolled(tmp_path, Player(), Blocks)
     assert "the event loop has been blocked" in caplog.text
     assert f"{__file__}:" in caplog.text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("by", ["agent", "judge", "environment"])
+def test_a_task_that_an_engine_leaves_is_not_that_of_an_agent_or_environment(
+    by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hosted engine's library may start a worker in the first call, which an agent or a judge makes."""
+    workers: list[asyncio.Task[None]] = []
+
+    class Forgets(Faulty):
+        async def reset(self, task: Task) -> str:
+            workers.append(asyncio.create_task(asyncio.sleep(600)))
+            return await super().reset(task)
+
+    class Leaves(ScriptedEngine):
+        async def complete(self, request: Request) -> Completion:
+            workers.append(asyncio.create_task(asyncio.sleep(600)))
+            return Completion(text="Score: 1")
+
+    quiet, leaves = ScriptedEngine(["7"]), Leaves([])
+    judge = judge_reward(Judge(leaves), "Is it right?")
+    env = {"agent": Faulty, "judge": rewarded(Faulty, Rewards([judge])), "environment": Forgets}[by]
+    tape = run_async(rollout(Player(), env, TASKS[0], engine=leaves if by == "agent" else quiet))
+    assert (tape.reward is not None, len(workers)) == (True, 1)
+    assert ("left behind" in caplog.text) == (by == "environment")
 
 
 RUDE = """

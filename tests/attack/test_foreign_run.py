@@ -109,10 +109,9 @@ READING: list[tuple[list[str], int | None]] = [
     (["explain", "{rolled}"], HOLDS),
     (["explain", "{trained}"], HOLDS),
     (["explain", "{trained}", "{trained_tape}", "--json"], HOLDS),
-    (["view", "{trained}", "--out", "{folder}/view-trained"], HOLDS),
-    (["view", "{rolled}", "--out", "{folder}/view-rolled"], HOLDS),
+    (["view", "{trained}", "--out", "{folder}/view-trained.html"], HOLDS),
+    (["view", "{rolled}", "--out", "{folder}/view-rolled.html"], HOLDS),
     (["export", "{trained}", "{folder}/out.jsonl", "--format", "sft"], ANY),
-    (["branch", "{trained}", "--tree"], HOLDS),
 ]
 MINE = ["--agent", "{mine}:player"]
 OVERRIDDEN: list[tuple[list[str], int | None]] = [

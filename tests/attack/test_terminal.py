@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.common.text import logger
+from tapereel.tapes.common.text import logger, tell
 
 HERE = Path(__file__).with_name("hostile_terminal.py")
 
@@ -80,6 +80,22 @@ def test_an_error_that_ends_the_command(tmp_path: Path, flags: tuple[str, ...]) 
     names = ("--agent", f"{HERE}:Asks", "--env", f"{HERE}:Evil", "--tasks", f"{HERE}:tasks")
     engine = ("--set", "engine.kind=scripted", "--set", 'engine.answers=["a"]')
     assert_harmless(said("run", *names, *engine, "--out", str(tmp_path / "run"), *flags))
+
+
+class Broken:
+    """In the place of stderr."""
+
+    def write(self, text: str) -> None:
+        raise LookupError(text)
+
+
+@pytest.mark.parametrize("stream", [None, Broken()])
+def test_what_is_said_reaches_the_terminal_although_stderr_was_replaced(
+    stream: object, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    tell("\x1b[2J PWNED")
+    assert_harmless(capfd.readouterr().err)
 
 
 def test_a_handler_of_the_users_own_gets_escaped_records() -> None:

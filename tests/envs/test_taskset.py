@@ -11,12 +11,15 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tapereel.agents.setup.setup import DatasetConfig, load_tasks
 from tapereel.envs import BadTasks, Taskset, overlap
 from tapereel.envs.taskset import columns
 from tapereel.tapes import MissingExtra, Task
+from tapereel.tapes.errors import UsageError
 
 
 def _squares() -> Iterator[int]:
@@ -68,7 +71,8 @@ def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_p
     [
         ("tasks.jsonl", {}, "to read a file, use Taskset.load"),
         ({"q": 1}, {}, "is not a list of tasks"),
-        (7, {}, "is not a source of tasks"),
+        (7, {}, "source is 7"),
+        (lambda: 7, {}, "is not a source of tasks"),
         (_mod_7, {}, "function of the index and has no end"),
         (lambda a, b: 0, {}, "takes 2 arguments"),
         ([1], {"size": 0}, "size is 0"),
@@ -77,7 +81,7 @@ def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_p
     ],
 )
 def test_what_is_no_source_of_tasks_is_refused_with_its_remedy(source, options, says: str):
-    with pytest.raises(BadTasks, match=says):
+    with pytest.raises(UsageError, match=says):
         Taskset(source, **options)
 
 
@@ -164,7 +168,6 @@ def _to_task(row: dict) -> Task:
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_files_are_read_through_datasets(suffix: str, tmp_path: Path):
     path = tmp_path / f"sums{suffix}"
-    from datasets import Dataset
 
     source = Dataset.from_list(ROWS)
     if suffix == ".parquet":
@@ -193,9 +196,28 @@ def test_reading_a_file_shows_no_progress_of_its_own(tmp_path: Path, capsys: pyt
 def test_a_file_that_changed_is_read_anew(tmp_path: Path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"n": 1}')
-    assert Taskset.load(path)[0].given == {"n": 1}
+    assert Taskset.load(path)[0].private == {"n": 1}
     path.write_text('{"n": 2}')
-    assert Taskset.load(path)[0].given == {"n": 2}
+    assert Taskset.load(path)[0].private == {"n": 2}
+
+
+@pytest.mark.parametrize("names", [{}, {"prompt": "question", "answer": "answer"}])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "object"])
+def test_a_row_of_a_data_set_arrives_as_a_task_whether_or_not_columns_are_named(
+    kind: str, names: dict[str, str], tmp_path: Path
+):
+    data = Dataset.from_list([{"question": f"{n}+1", "answer": n + 1} for n in range(3)])
+    path = tmp_path / f"data.{kind}"
+    {"jsonl": data.to_json, "csv": data.to_csv, "parquet": data.to_parquet, "folder": data.save_to_disk}.get(
+        kind, lambda path: None
+    )(path)
+    loaded = load_tasks(data if kind == "object" else str(path), dataset=DatasetConfig(columns=names))
+    for n, task in enumerate(loaded):
+        begun = task.given
+        assert isinstance(begun, Task)
+        assert isinstance(begun.private, dict)
+        assert begun.private["answer"] == n + 1
+    assert load_tasks([{"answer": 1}])[0].given == {"answer": 1}, "a value of Python stays that value"
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -241,7 +263,7 @@ def test_a_broken_file_is_refused_with_its_name_the_line_and_the_remedy(
 
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
     (tmp_path / "t.jsonl").write_bytes(b'\xef\xbb\xbf{"q": 1}\n{"q": 2}\n')
-    assert [task.given for task in Taskset.load(tmp_path / "t.jsonl")] == [{"q": 1}, {"q": 2}]
+    assert [task.private for task in Taskset.load(tmp_path / "t.jsonl")] == [{"q": 1}, {"q": 2}]
 
 
 def test_a_row_that_makes_no_task_is_named_with_its_file(tmp_path: Path):
@@ -255,3 +277,17 @@ def test_reading_shuffling_and_splitting_leave_the_global_generator_alone():
     before = random.getstate()
     next(Taskset(range(9)).cursor(3))
     assert random.getstate() == before
+
+
+@pytest.mark.parametrize("task", ["\ud800", {"q": ["\udc80"]}, [[[]]]])
+def test_a_task_that_no_tape_can_record_is_named_before_a_run_begins(task):
+    if task == [[[]]]:
+        for _ in range(5000):
+            task = [task]
+    with pytest.raises(BadTasks, match="item 1"):
+        Taskset([0, task])
+
+
+def test_a_huge_collection_is_refused_before_it_is_read():
+    with pytest.raises(UsageError, match="at most"):
+        Taskset(range(10**9))

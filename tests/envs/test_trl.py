@@ -17,8 +17,7 @@ from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Outcome, Rewards, Taskset
 from tapereel.envs.adapters.trl import NotTRL, TRLEnvironment, completion_ids, trl_reward, trl_row
 from tapereel.envs.rewards import rewarded
-from tapereel.finetune.interchange.trl_prompts import Ask, Asked
-from tapereel.tapes import Answer, NotATape, Status, Tape, Task, Text, ToolCalls
+from tapereel.tapes import Answer, NotATape, Status, Tape, Text, ToolCalls
 
 # -- as somebody wrote them for GRPOTrainer ---------------------------------------------------------------------------
 
@@ -334,23 +333,3 @@ def test_rows_become_tasks() -> None:
     tasks = Taskset([ROW, {**ROW, "word": "bob"}], row=trl_row)
     assert [task.private for task in tasks] == [{"word": "ada"}, {"word": "bob"}]
     assert tasks[0].public == {"prompt": ROW["prompt"]}
-
-
-@pytest.mark.parametrize("prompt", ["Just text", [], [{"role": "user"}], None])
-def test_a_recorder_s_prompt_is_a_list_of_chat_messages(prompt: Any) -> None:
-    tape = asyncio.run(rollout(Ask(), Asked(), Task(public={"prompt": prompt}), engine=says("x")))
-    assert tape.cause is not None
-    assert (tape.cause.error, tape.cause.type) == ("BadPrompt", "environment")
-    assert 'write [{"role": "user", "content": "..."}]' in (tape.cause.message or "")
-
-
-def test_a_recorder_s_episode_is_one_question_as_it_stands() -> None:
-    seen: list[Any] = []
-
-    def answer(request: Request) -> str:
-        seen.extend(request.messages)
-        return "yes"
-
-    tape = asyncio.run(rollout(Ask(), Asked(), trl_row(ROW), engine=ScriptedEngine(answer)))
-    assert seen == ROW["prompt"]
-    assert (tape.status, tape.reward, tape.calls[0].by) == (Status.FINISHED, None, "policy")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from tapereel.agents import LLM, ScriptedEngine
 from tapereel.envs import Outcome
 from tapereel.tapes import CauseType, Status, Tape
+from tapereel.tapes.common.stats import REWARD_LIMIT
 
 from ..worlds import Guess, GuessNumber, Player
 from .test_rollout import Raising, acting, fault_of, run
@@ -21,7 +23,7 @@ def test_what_the_library_refuses_is_blamed_on_the_line_of_the_environment():
             return Outcome(reward=action.number == self.secret)
 
     tape = run(Player(), Right(), 7, engine=ScriptedEngine(["7"]))
-    assert tape.cause.message == "reward component 'reward' must be a float, not True: write float(...) around it"
+    assert tape.cause.message.startswith("reward component 'reward' must be a float, not True")
     assert tape.cause.frame.startswith(f"{__file__}:")
     assert tape.cause.frame.endswith(" in step")
 
@@ -58,3 +60,62 @@ def test_an_agents_error_is_told_where_nothing_can_be_learned_from_it(caplog, sc
     run(acting(fails), Scored(), 7)
     told = [r.getMessage() for r in caplog.records if f"no answer for {score}" in r.getMessage()]
     assert len(told) == (score is None)
+
+
+def past_the_check(value: float) -> Outcome:
+    outcome = Outcome(reward=0.5, terminated=True)
+    object.__setattr__(outcome, "reward", value)
+    return outcome
+
+
+def changed_later(value: float) -> Outcome:
+    parts = {"exact": 0.5}
+    outcome = Outcome(reward=parts, terminated=True)
+    parts["exact"] = value
+    return outcome
+
+
+class Unchecked(Outcome):
+    def __init__(self, value: float) -> None:
+        object.__setattr__(self, "observation", None)
+        object.__setattr__(self, "reward", value)
+        object.__setattr__(self, "terminated", True)
+        object.__setattr__(self, "truncated", False)
+        object.__setattr__(self, "metrics", {})
+
+
+WAYS = {
+    "a number": lambda value: Outcome(reward=value, terminated=True),
+    "a component": lambda value: Outcome(reward={"fine": 1.0, "exact": value}, terminated=True),
+    "past the check": past_the_check,
+    "changed later": changed_later,
+    "a class of its own": Unchecked,
+}
+
+
+@pytest.mark.parametrize("place", ["step", "finish"])
+@pytest.mark.parametrize("value", [1.1 * REWARD_LIMIT, -1e200, 1e308, math.inf, math.nan, 10**400])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_reward_beyond_the_limit_is_an_error_of_the_environment(way: str, value: float, place: str):
+    class Scored(GuessNumber):
+        async def step(self, action: Guess) -> Outcome:
+            return WAYS[way](value) if place == "step" else Outcome(terminated=True)
+
+        async def finish(self, status: Status) -> Outcome | None:
+            return WAYS[way](value) if place == "finish" else None
+
+    tape = run(Player(), Scored(), 7, engine=ScriptedEngine(["7"]))
+    assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, "BadArgument")
+    assert not tape.trains
+    assert not tape.rewards
+    assert ("an integer" if isinstance(value, int) else repr(value)) in tape.cause.message
+
+
+def test_rewards_at_the_limit_and_larger_metrics_are_recorded():
+    class Scored(GuessNumber):
+        async def step(self, action: Guess) -> Outcome:
+            return Outcome(reward=-REWARD_LIMIT, metrics={"nanoseconds": 1.7e18, "most": 1e308}, terminated=True)
+
+    tape = run(Player(), Scored(), 7, engine=ScriptedEngine(["7"]))
+    assert (tape.status, tape.reward) == (Status.FINISHED, -REWARD_LIMIT)
+    assert {r.name: r.value for r in tape.rewards if not r.weight} == {"nanoseconds": 1.7e18, "most": 1e308}

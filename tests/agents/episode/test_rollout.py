@@ -330,7 +330,7 @@ def test_cancelling_closes_the_tape_records_the_partial_answer_and_reaches_the_c
     bodies: list[bytes] = []
 
     class Memory:
-        durability = Durability.TAPE
+        durability, media = Durability.TAPE, None
 
         def append(self, body: bytes) -> None:
             bodies.append(body)
@@ -367,7 +367,7 @@ def test_cancelling_closes_the_tape_records_the_partial_answer_and_reaches_the_c
 
 def test_a_failing_store_is_loud():
     class Broken:
-        durability = Durability.TAPE
+        durability, media = Durability.TAPE, None
 
         def append(self, body: bytes) -> None:
             raise StoreFailed("no space left")
@@ -383,7 +383,7 @@ class Diary:
     """Notes the order of what is written, made durable and done."""
 
     def __init__(self, durability: Durability) -> None:
-        self.durability = durability
+        self.durability, self.media = durability, None
         self.events: list[str] = []
 
     def append(self, body: bytes) -> None:

@@ -34,6 +34,7 @@ from tapereel.tapes.records import Sampling
 from tapereel.tapes.steps import Prompt
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
+from tapereel.tapes.view import RunView
 
 from ...finetune.trainer.seen import oracle, pretrained
 from ..hosted import Provider
@@ -209,7 +210,7 @@ def test_a_video_that_a_text_wrote_is_refused(part: dict[str, Any]) -> None:
     assert "is not that of a picture which a step shows, nor of a video" in (tape.cause.message or "")
 
 
-def test_show_export_and_bundle_have_the_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_export_and_view_have_the_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Store.create(tmp_path / "run") as store:
         tape = played(journal=store.writer)
     first: Any = tape[0]
@@ -225,8 +226,8 @@ def test_show_export_and_bundle_have_the_frames(tmp_path: Path, capsys: pytest.C
         *(said for pair in zip(TIMES, map(str, first.film.frames), strict=True) for said in pair),
     ]
     assert asked["content"][2] == image_of(first.film.frames[0])
-    assert main(["view", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--tape", tape.id]) == 0
-    kept = {path.name for path in (tmp_path / "out" / "media").iterdir()}
+    with RunView(tmp_path / "run") as view:
+        kept = view.media(tape.id)
     assert kept == {picture.name for step in tape for picture in pictures_of(step)}
 
 

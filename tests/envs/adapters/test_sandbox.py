@@ -134,6 +134,22 @@ def test_a_fork_bomb_disturbs_no_call_beside_it(backend: str):
     assert within(use, backend=backend) == "0\n1\n2\n3\n"
 
 
+@MODES
+def test_a_call_that_ends_disturbs_none_that_begins(mode: dict[str, Any]):
+    """A call that ends removes the cgroups that are left. That of a call whose snippet has not joined it yet is empty
+    as well."""
+
+    async def use(sandbox: Sandbox) -> list[str]:
+        async def one(k: int) -> str:
+            for _ in range(k % 7):
+                await asyncio.sleep(0)
+            return "".join([await sandbox.shell(f"echo {k}") for _ in range(4)])
+
+        return list(await asyncio.gather(*(one(k) for k in range(10))))
+
+    assert within(use, **mode) == [f"{k}\n" * 4 for k in range(10)]
+
+
 HELD = """
 import asyncio, sys
 from tapereel.envs.adapters.sandbox import Sandbox
@@ -258,11 +274,9 @@ def test_a_path_that_the_user_names_is_there_to_read_only(mode: dict[str, Any]):
 
 
 def test_where_no_backend_passes_its_self_test_it_refuses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox_module, "_verdicts", {"podman": "it is missing"})
+    monkeypatch.setattr(sandbox_module, "_tests", {})
     monkeypatch.setattr(sandbox_backends, "_program", missing)
-    with pytest.raises(
-        NoSandbox, match=r"bubblewrap: .*bwrap is missing.*; podman: it is missing.*apt install bubblewrap"
-    ):
+    with pytest.raises(NoSandbox, match=r"bubblewrap: .*bwrap.*; podman: .*apt install bubblewrap"):
         shell("true")
 
 
@@ -301,6 +315,81 @@ def test_a_backend_that_does_not_isolate_fails_its_self_test():
     found = "it connects to a socket in a folder; it connects to the network; it sees a file outside"
     with pytest.raises(NoSandbox, match=found):
         shell("true", backend=f"{__name__}:Open")
+
+
+class Counted(LocalBackend):
+    """Counts its sandboxes, that of the self-test included. The first attempts fail, as without descriptors."""
+
+    starts = 0
+    failing = 1
+
+    def __init__(self, bounds: Bounds) -> None:
+        super().__init__("bubblewrap", bounds)
+
+    async def start(self) -> None:
+        type(self).starts += 1
+        if type(self).starts <= type(self).failing:
+            raise OSError("Too many open files")
+        await super().start()
+
+
+def test_all_share_one_self_test_and_one_that_can_not_be_made_is_made_again():
+    async def begin(n: int) -> list[bool]:
+        sandboxes = [Sandbox(backend=f"{__name__}:Counted") for _ in range(n)]
+        opened = await asyncio.gather(*(one.open() for one in sandboxes), return_exceptions=True)
+        await asyncio.gather(*(one.close() for one in sandboxes))
+        assert all(isinstance(one, list | NoSandbox) for one in opened)
+        return [isinstance(one, list) for one in opened]
+
+    assert asyncio.run(begin(8)) == [False] * 8
+    assert Counted.starts == 1
+    assert asyncio.run(begin(8)) == [True] * 8
+    assert Counted.starts == 1 + 1 + 8
+    assert asyncio.run(begin(2)) == [True] * 2
+    assert Counted.starts == 1 + 1 + 8 + 2
+
+
+SHORT_OF_DESCRIPTORS = """
+import asyncio, os, resource, tempfile
+from tapereel.envs.adapters.sandbox import NoSandbox, Sandbox
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+    refused = 0
+    for room in range(0, 12, 2):
+        held = []
+        try:
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            pass
+        for handle in held[:room]:
+            os.close(handle)
+        try:
+            await Sandbox(backend="bubblewrap").open()
+        except NoSandbox:
+            refused += 1
+        for handle in held[room:]:
+            os.close(handle)
+        assert os.listdir(tempfile.gettempdir()) == [], room
+    assert refused > 3
+    sandbox = Sandbox(backend="bubblewrap")
+    await sandbox.open()
+    assert await sandbox.shell("echo works") == "works\\n"
+    await sandbox.close()
+    assert os.listdir(tempfile.gettempdir()) == []
+
+asyncio.run(main())
+"""
+
+
+def test_what_fails_for_want_of_descriptors_leaves_nothing_and_says_nothing_of_later():
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)  # the sandbox's user passes it
+        environment = {**os.environ, "TMPDIR": folder}
+        script = [sys.executable, "-c", SHORT_OF_DESCRIPTORS]
+        done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Hosted(LocalBackend):

@@ -20,7 +20,6 @@ from tapereel.envs.checks.rescore import rescore
 from tapereel.envs.rewards import GROUP_LAYER, Scored, load_rewards, rewarded
 from tapereel.envs.rewards.relative import best_of, compared, layer_of, ranked, training_reward
 from tapereel.finetune.interchange import NothingToExport, write
-from tapereel.finetune.interchange.story import story_of
 from tapereel.tapes import CauseType, Status, Tape, Task
 from tapereel.tapes.audit.auditor import audit_run
 from tapereel.tapes.errors import UsageError
@@ -355,10 +354,9 @@ def test_what_an_environment_scored_beside_a_source_that_failed_is_no_reward(tmp
     assert {(c.name, c.metric): (c.scores, c.total) for c in told.components}["reward", False] == (4, 2.0)
     write(failed, tmp_path / "out.jsonl", "sft")
     assert [json.loads(line)["reward"] for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [None] * 4
-    assert story_of(failed[0]).facts()["scores"] == [["reward", 0.5, 0.0]]
     with pytest.raises(NothingToExport, match="4 unscored"):
-        write(failed, tmp_path / "rollouts.jsonl", "verifiers")
-    assert not (tmp_path / "rollouts.jsonl").exists()
+        write(failed, tmp_path / "pairs.jsonl", "preference")
+    assert not (tmp_path / "pairs.jsonl").exists()
 
 
 def test_a_metric_that_is_nan_leaves_the_reward_as_it_is_and_a_reward_that_is_nan_does_not():

@@ -1,0 +1,77 @@
+"""Supervised: random coroutines have the effects that they had, and one that cancels all tasks stops no later call."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+
+import pytest
+
+from tapereel.envs.supervised import StrayCancellation, Supervised
+from tapereel.tapes.common.shared_loop import SharedLoop
+
+from .supervised_programs import played
+
+RECORDED = "da0344e676da6e5c9143097453f28c93ddd7aa18c04f3d8f38018e004c5c6416"
+"""SHA-256 of the logs of 100 programs, by the Supervised of commit 9dc43d5 and Python 3.11."""
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(100, "tapereel.supervised")
+
+
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="recorded with the asyncio of Python 3.11")
+@pytest.mark.parametrize("kind", [asyncio.SelectorEventLoop, SharedLoop])
+def test_random_coroutines_have_the_recorded_results_and_order_of_effects(
+    kind: type[asyncio.SelectorEventLoop],
+) -> None:
+    logs = [played(Supervised, seed, kind=kind) for seed in range(100)]
+    assert sum(map(len, logs)) > 4_000
+    assert hashlib.sha256(repr(logs).encode()).hexdigest() == RECORDED
+
+
+def test_code_that_cancels_every_task_cancels_none_of_the_run() -> None:
+    for seed in range(60):
+        strays, harmless = (
+            played(Supervised, seed, strays=True, harmless=harmless, kind=SharedLoop) for harmless in (False, True)
+        )
+        assert strays == harmless, seed
+
+
+async def value(k: int) -> int:
+    await asyncio.sleep(0)
+    return k
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_idle_task_that_other_code_cancels_is_replaced(begun: bool) -> None:
+    async def main() -> None:
+        code, before = Supervised(), asyncio.all_tasks()
+        assert await code(value(1), "code") == 1
+        (idle,) = asyncio.all_tasks() - before
+        idle.cancel()
+        if not begun:  # otherwise the cancellation arrives as the next call begins
+            await asyncio.sleep(0.01)
+        assert [await code(value(k), "code") for k in (2, 3)] == [2, 3]
+        code.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(20)
+def test_a_call_whose_task_other_code_cancels_ends_with_its_cause() -> None:
+    async def main() -> None:
+        code, before = Supervised(), asyncio.all_tasks()
+        call = asyncio.create_task(code(asyncio.Event().wait(), "code"))
+        await asyncio.sleep(0.01)
+        (busy,) = asyncio.all_tasks() - before - {call}
+        busy.cancel()
+        with pytest.raises(StrayCancellation):
+            await call
+        assert await code(value(2), "code") == 2
+        code.close()
+
+    asyncio.run(main())
