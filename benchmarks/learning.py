@@ -29,7 +29,7 @@ from tapereel.agents import Limits
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
-from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.history.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.schedule import Schedule
@@ -40,7 +40,7 @@ ALGOS = ("grpo", "reinforce", "rloo", "ppo", "dapo")
 AS_TASK = "tapereel.tapes:Task.model_validate"
 GROUP = 16
 SETTINGS: dict[str, dict[str, Any]] = {
-    "ppo": {"critic": CriticConfig(optimiser=OptimiserConfig(lr=3e-3), clip=None)},
+    "ppo": {"critic": CriticConfig(optimiser=CriticOptimiserConfig(lr=3e-3), clip=None)},
 }
 """What a recipe gets beside the settings of the task."""
 

@@ -123,7 +123,8 @@ def put_table(page: Path, made: str) -> None:
 
 
 def figure(path: Path, runs: Sequence[Run], tasks: Sequence[str], algos: Sequence[str]) -> None:
-    """Mean reward of each update's episodes: a row for each task, a column for each recipe, a line for each seed."""
+    """Mean reward of each update's episodes: a row for each task, a column for each recipe, a line for each seed. Needs
+    matplotlib, which `tapereel[demo]` brings."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import importlib
 import os
 import statistics
@@ -113,16 +114,24 @@ WORKLOADS = (rollout_cost, converter, stream, rl_update, store_commit, embedded_
 
 
 def measure(name: str, checkout: Path) -> None:
-    """Print the CPU seconds of one workload, after one round that isn't counted."""
+    """Print the CPU seconds of one workload: the median of three runs, after one that isn't counted.
+
+    Garbage is collected before each run. Otherwise a full collection, which may take a sixth of a run, falls into the
+    measured run of one checkout and not of the other.
+    """
     sys.path[:0] = [str(checkout.parent), str(checkout / "benchmarks")]
     import torch
 
     torch.set_num_threads(1)
     work = next(one for one in WORKLOADS if one.__name__ == name)()
     work()
-    started = time.process_time()
-    work()
-    print(f'{{"cpu": {time.process_time() - started}}}')
+    cpu = []
+    for _ in range(3):
+        gc.collect()
+        started = time.process_time()
+        work()
+        cpu.append(time.process_time() - started)
+    print(f'{{"cpu": {statistics.median(cpu)}}}')
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, model_validator
+from pydantic import Discriminator, Field, JsonValue, Tag, model_validator
 
 from ...envs.load_named import load_function
 from ...tapes.common.config import Config
@@ -258,16 +258,6 @@ def engine_kind(settings: object) -> str | None:
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 
 
-def refuse_old_kind(settings: object) -> object:
-    """Validator: ValueError for a kind of an earlier version, which names the present one."""
-    if engine_kind(settings) == "vllm_inprocess":
-        raise ValueError(
-            "kind: vllm_inprocess is now kind: vllm without urls: the run starts vLLM on this machine, with `options` "
-            "as its flags"
-        )
-    return settings
-
-
 AnyEngineConfig = ScriptedConfig | EmbeddedConfig | ServerConfig | LiteLLMConfig | CustomConfig
 EngineConfig = Annotated[
     Annotated[ScriptedConfig, Tag("scripted")]
@@ -277,7 +267,6 @@ EngineConfig = Annotated[
     | Annotated[LiteLLMConfig, Tag("litellm")]
     | Annotated[CustomConfig, Tag("custom")],
     Discriminator(engine_kind),
-    BeforeValidator(refuse_old_kind),
 ]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from math import prod
+from collections.abc import Iterable
+from math import inf, prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -87,6 +88,8 @@ class Default(NamedTuple):
     """A user's value gives a warning when it is this many times higher or lower; 0: never."""
     adapted: Any
     """The value with adapters on a pretrained model; None: the same."""
+    body: str | None = None
+    """The critic's `body` that it is for; None: not the critic's."""
 
 
 PROFILES: tuple[Default, ...] = (
@@ -104,6 +107,10 @@ PROFILES: tuple[Default, ...] = (
     Default("engine.slots", 64, 16, 16, "a float32 KV cache of 64 times 4096 tokens fits on no GPU", 0, None),
     Default("evaluation.fraction", 0.25, 0.1, 0.1, "a tenth of few tasks is too few to see a rise", 0, None),
     Default("evaluation.engine", None, "loop", "loop", "another copy of the weights costs memory", 0, None),
+    Default("loop.critic.optimiser.lr", 1e-3, 1e-5, 1e-5, "verl's critic; LoRA Without Regret", 10, 1e-4, "own"),
+    Default("loop.critic.optimiser.lr", 1e-3, 1e-3, 1e-3, "a new head learns from scratch", 10, None, "policy"),
+    Default("loop.critic.optimiser.schedule", {}, {"warmup": 10}, {"warmup": 10}, "as the policy's", 0, None, "own"),
+    Default("loop.critic.optimiser.gradient_checkpointing", False, True, True, "as the policy's", 0, None, "own"),
 )
 
 
@@ -111,10 +118,41 @@ def fitted(config: ConfigT) -> ConfigT:
     """The configuration with the profile's value for each setting that it leaves unset.
 
     Logs the profile and its reason, and a warning for each number that is far from the profile. A hosted model has no
-    profile, nor has a model that isn't on this machine."""
-    engine: Any = getattr(config, "engine", None)
+    profile, nor has a model that isn't on this machine. A trained player without an optimiser has the loop's as it was
+    set; the profile of the player's own model fills it."""
+    whole: Any = config
+    made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)
+    for name, player in _trained(config).items():
+        if player.optimiser is None and "optimiser" in player.model_fields_set:
+            continue  # recorded so: the loop's
+        own = player.model_copy(update={"optimiser": player.optimiser or whole.loop.optimiser})
+        own = _filled(own, [row for row in PROFILES if row.key.startswith("loop.optimiser.")], own, f"players.{name}.")
+        if own.optimiser != (player.optimiser or made.loop.optimiser):
+            made = made.model_copy(update={"players": {**made.players, name: own}})
+    return fit_critic(made)
+
+
+def fit_critic(config: ConfigT) -> ConfigT:
+    """The configuration with the profile of its largest trained model for `loop.critic`, if it has a critic."""
+    whole: Any = config
+    critic = getattr(getattr(whole, "loop", None), "critic", None)
+    if critic is None:
+        return config
+    shapes = [(shape_of(one.engine.model), one) for one in (whole, *_trained(whole).values())]
+    largest = max(shapes, key=lambda found: inf if found[0] is None else found[0].parameters)[1]
+    return _filled(config, [row for row in PROFILES if row.body == critic.body], largest)
+
+
+def _trained(config: Any) -> dict[str, Any]:
+    """The players that learn; `run` has none."""
+    return {name: one for name, one in getattr(config, "players", {}).items() if not getattr(one, "frozen", True)}
+
+
+def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = "") -> ConfigT:
+    """The configuration with `rows` of the profile of `policy`'s model. above: where it is, for messages."""
+    engine, trainer = policy.engine, getattr(policy, "trainer", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
-    lora = getattr(getattr(config, "trainer", None), "lora", None) is not None
+    lora = getattr(trainer, "lora", None) is not None
     if model is None or local_folder(model) is None:
         return config
     shape = shape_of(model)
@@ -123,7 +161,7 @@ def fitted(config: ConfigT) -> ConfigT:
         name = "tiny" if shape.body < TINY else "large" if shape.parameters >= LARGE else "small"
         size = f"{shape.parameters:,} weights"
     filled: list[str] = []
-    for key, tiny, small, large, source, factor, adapted in PROFILES:
+    for key, tiny, small, large, source, factor, adapted, _ in rows:
         # `run` has the limits and the sampling of the loop as its own.
         key = key if "loop" in type(config).model_fields else key.removeprefix("loop.")
         if "checkpointing" in key and (shape is None or shape.drops):
@@ -132,9 +170,9 @@ def fitted(config: ConfigT) -> ConfigT:
         value = adapted if lora and adapted and name != "tiny" else value
         made, present = _put(config, key.split("."), value)
         if made != config:
-            config, filled = made, [*filled, f"{key}={value}"]
+            config, filled = made, [*filled, f"{above}{key}={value}"]
         elif factor and present and name != "tiny" and not value / factor * 0.999 <= present <= value * factor * 1.001:
-            log.warning(f"{key}={present:g} is far from {value:g}, the value of profile `{name}` ({source})")
+            log.warning(f"{above}{key}={present:g} is far from {value:g}, the value of profile `{name}` ({source})")
     if filled:
         why = f"below {TINY // 10**6} M besides embeddings: made from scratch" if name == "tiny" else "pretrained"
         log.warning(f"profile `{name}`, since {model} has {size} ({why}); it sets {', '.join(filled)}")

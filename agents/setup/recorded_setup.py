@@ -16,7 +16,6 @@ from ...envs.adapters.calculator import read_action
 from ...envs.adapters.lamps import read_way
 from ...envs.load_named import load_named
 from ...tapes.common.hub import local_folder
-from ...tapes.common.renamed import current_path
 from ...tapes.errors import UsageError
 from ...tapes.records import Identity
 from ...tapes.steps import Action
@@ -73,7 +72,7 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
     if own is not None:
         return own
     recorded_of = f" (the tapes were recorded of {identity.cls or identity.name})" if identity is not None else ""
-    raise UsageError(f"{run} has no {CONFIG} that names an agent: give --agent module:name{recorded_of}")
+    raise UsageError(f"{run} has no {CONFIG} that names an agent: give `agent=module:name`{recorded_of}")
 
 
 def import_steps(run: str | Path) -> None:
@@ -88,8 +87,8 @@ def _own(identity: Identity) -> Agent | None:
     """A demo's agent, a `ChatAgent` with one of `PARSERS`; None for any other agent.
 
     The function compares the names on the tape with known names and never imports them."""
-    parse = PARSERS.get(current_path(str(identity.config.get("parse"))))
-    if parse is None or current_path(identity.cls) != qualified(ChatAgent):
+    parse = PARSERS.get(str(identity.config.get("parse")))
+    if parse is None or identity.cls != qualified(ChatAgent):
         return None
     known: dict[str, Any] = {
         key: identity.config[key]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 from pydantic import Field, JsonValue
 
@@ -26,7 +26,7 @@ from ...envs.rewards import load_rewards, rewarded
 from ...envs.taskset import TASK_FILES, BadTasks, Taskset, hub_tasks, standard_row
 from ...tapes.common.config import Config
 from ...tapes.common.run_async import run_async
-from ...tapes.errors import TapereelError, UsageError
+from ...tapes.errors import BadArgument, TapereelError, UsageError
 from ...tapes.records import Task
 from ..episode.agent import Agent, FunctionAgent
 
@@ -40,12 +40,15 @@ LOAD_SECONDS = 60.0
 LISTED = 100
 """Longest list of plain values that the configuration records whole. A longer list is recorded by its digest."""
 
-AgentSource = str | Agent | type[Agent] | Callable[[], Agent]
-"""An agent, its class, a function without arguments that creates an agent, or the name of one of these."""
+AgentSource = Annotated[
+    str | Agent | type[Agent] | Callable[[], Agent], "an Agent, its class, a function that makes one, or 'module:name'"
+]
 EnvSource = str | EnvironmentFactory
 """An environment class, a function without arguments that creates an instance, or the name of one of these."""
-TasksSource = str | Iterable[Any] | Callable[[], Iterable[Any]]
-"""Tasks or values that become tasks, a function that returns them, the name of one of these, or a file."""
+TasksSource = Annotated[
+    str | Iterable[Any] | Callable[[], Iterable[Any]],
+    "an iterable of tasks or plain values, a function that returns one, a file, or 'module:name'",
+]
 
 
 @dataclass(frozen=True)
@@ -157,10 +160,7 @@ class Setup(TasksConfig, SeedConfig):
         setting = getattr(self, key)
         source = setting if passed is None else passed
         if source is None:
-            raise UsageError(
-                f"{key} is not set: give it as `module:name` in the configuration or by --{key}, or pass {key}=OBJECT "
-                "to the Python function"
-            )
+            raise UsageError(f"{key} is not set: name it as `module:name` in the configuration, or give `{key}=...`")
         if isinstance(source, str):
             return source, source
         return source, f"{key}={_name_of(source)}" if passed is not None else f"the list in `{key}`"
@@ -271,7 +271,7 @@ def load_tasks(
         to_task = standard_row(dataset.columns)
     try:
         tasks = _tasks(source, name, to_task, count, dataset)
-    except BadTasks as error:
+    except (BadTasks, BadArgument) as error:
         raise UsageError(f"tasks: {error}") from error
     if not len(tasks):
         raise UsageError(f"{name} holds no tasks")
@@ -316,8 +316,8 @@ def _named(source: Any, key: str) -> Any:
         return source
     if is_unnamed(source):
         raise UsageError(
-            f"the run's {key} was passed as a Python object, {source}, which no name finds again: call the Python "
-            f"function with {key}=OBJECT, or name one as `module:name` by --{key} where the command has that option"
+            f"the run's {key} was passed as a Python object, {source}, which no name finds again: pass it to "
+            f"the Python function, or name one as `module:name` (`{key}=...`)"
         )
     return load_named(source)
 

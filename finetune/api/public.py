@@ -6,11 +6,10 @@ and in a notebook. What they record is what the command line records.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import JsonValue
 
@@ -21,12 +20,16 @@ from ...agents.runs.runner import RunConfig
 from ...agents.runs.runner import run as run_config
 from ...agents.setup.setup import AgentSource, EnvSource, TasksSource, load_agent
 from ...envs.environment import EnvironmentFactory
-from ...tapes.common.config import ConfigError, load_config
+from ...tapes.common.arguments import check_arguments
+from ...tapes.common.config import load_config
 from ...tapes.common.progress import Progress, silent
-from ...tapes.errors import UsageError
 from .run_handle import Model, Run, engine_settings
 
+Trainable = Annotated[str | Path, "a model's folder or its name on the hub: answers have no weights to train"]
+RecipeName = Annotated[str, "the name of a recipe, as 'my_recipes.py:mine': a resumed run finds it again by its name"]
 
+
+@check_arguments
 def run(
     agent: AgentSource,
     env: EnvSource,
@@ -54,6 +57,7 @@ def run(
     return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)
 
 
+@check_arguments
 def evaluate(
     agent: AgentSource,
     env: EnvSource,
@@ -78,15 +82,16 @@ def evaluate(
     return made.scores("eval", k=k, success=success)
 
 
+@check_arguments
 def train(
     agent: AgentSource,
     env: EnvSource,
     tasks: TasksSource,
-    model: str | Path,
+    model: Trainable,
     *,
     out: str | Path | None = None,
     updates: int | None = None,
-    recipe: str | None = None,
+    recipe: RecipeName | None = None,
     seed: int = 0,
     resume: bool = False,
     settings: Mapping[str, JsonValue] | None = None,
@@ -103,12 +108,6 @@ def train(
     """
     from ..run.train_config import TrainConfig
 
-    if recipe is not None and not isinstance(recipe, str):
-        raise UsageError(
-            "recipe is an object: pass its name, as 'my_recipes.py:mine', so that a resumed run finds it again"
-        )
-    if not isinstance(model, str | Path):
-        raise UsageError("train needs a model's folder: a list of answers has no weights to train")
     named: dict[str, Any] = {"loop.updates": updates, "loop.recipe": recipe}
     sets = {"seed": seed, **{key: value for key, value in named.items() if value is not None}, **(settings or {})}
     config = _config(TrainConfig, model, sets).checked(resume)
@@ -120,11 +119,13 @@ def train(
     return Run(folder, agent=_instance(agent), env=_factory(env), summary=summary)
 
 
+@check_arguments
 def open(path: str | Path) -> Run:
     """The run in the directory `path` (`tapereel.open`). Raises NoRun where there is none."""
     return Run(path)
 
 
+@check_arguments
 def save_tiny_model(
     folder: str | Path, alphabet: str = ALPHABET, *, size: Size = "tiny", seed: int = 0, context: int = 512
 ) -> str:
@@ -142,11 +143,7 @@ def save_tiny_model(
 
 def _config(kind: Any, model: Model, settings: Mapping[str, Any]) -> Any:
     """The configuration of `kind` with these settings on top of its defaults."""
-    try:
-        values = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    except TypeError as error:
-        raise ConfigError(f"settings hold a value that JSON can't write: {error}") from error
-    return load_config(kind, None, [*engine_settings(model), *values])
+    return load_config(kind, None, [*engine_settings(model), *settings.items()])
 
 
 def _folder(out: str | Path | None, agent: AgentSource) -> Path:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, get_args
 
 from ...agents.engines.servers.litellm_engine import is_hosted
 from ...agents.episode.agent import Agent
@@ -16,9 +15,10 @@ from ...envs.environment import EnvironmentFactory
 from ...tapes import Status, Tape
 from ...tapes.audit.auditor import Audit, audit_run
 from ...tapes.audit.verdict import Verdicts
+from ...tapes.common.arguments import check_arguments
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import UsageError
-from ...tapes.store.books import Books
+from ...tapes.store.books import Books, spent
 from ...tapes.store.store import Store, Where
 from ...tapes.store.verifier import Report, verify
 from ...tapes.value import Value
@@ -44,10 +44,11 @@ class RunAudit(Value):
         return self.books.closes
 
     def __str__(self) -> str:
-        tokens = f"{self.books.sampled:,} sampled tokens"
+        tokens = spent(self.books.counts)
         return f"{tokens}, every one accounted for" if self.holds else f"{tokens}; {'; '.join(self.books.findings)}"
 
 
+@check_arguments
 class Run:
     """A run directory. `tapereel.run` and `tapereel.train` return one; `tapereel.open(path)` opens one.
 
@@ -118,7 +119,7 @@ class Run:
         return None if found is None else found.value
 
     def scores(
-        self, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
+        self, split: str | None = None, *, k: Collection[int] = (), success: float = 1.0, by: str | None = None
     ) -> Scores:
         """Mean reward and pass@k with 95 % intervals over tasks.
 
@@ -183,7 +184,7 @@ class Run:
         """
         from ...agents.replay.branching import branch_run
 
-        sets = [f"attempts={n}", *engine_settings(model)]
+        sets = [("attempts", n), *engine_settings(model)]
         name = tape if isinstance(tape, str) else tape.id
         found = branch_run(
             self.path, name, turn, agent=agent or self.agent, env=env or self.env, sets=sets, unverified=unverified
@@ -191,26 +192,25 @@ class Run:
         return found.tapes
 
 
-Model = str | Path | Sequence[str]
+Model = Annotated[
+    str | Path | Sequence[str],
+    "a model's folder or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
+]
 """A folder in Hugging Face format, litellm's name of a hosted model, a model of the hub as `org/name` or
 `org/name@revision`, an engine as `module:name` or `file.py:name`, or a list of answers: the k-th answers the k-th
 request of every episode. Where the first part is a provider of litellm, as in `openai/...`, the model is hosted."""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
-def engine_settings(model: Model | None) -> list[str]:
-    """The settings `KEY=VALUE` of the engine that a `model` argument names; none for None."""
+def engine_settings(model: Model | None) -> list[tuple[str, object]]:
+    """The settings of the engine that a `model` argument names; none for None."""
     if model is None:
         return []
+    if not model:
+        raise UsageError(f"model is {model!r}: give {get_args(Model)[1]}")
     if isinstance(model, str) and _ENGINE.fullmatch(model):
-        return [f"engine.kind={json.dumps(model)}"]
+        return [("engine.kind", model)]
     if isinstance(model, str | Path):
         kind = "litellm" if is_hosted(str(model)) else "embedded"
-        return [f"engine.kind={kind}", f"engine.model={json.dumps(str(model))}"]
-    answers = list(model) if isinstance(model, Sequence) else []
-    if not answers or not all(isinstance(text, str) for text in answers):
-        raise UsageError(
-            f"model is {model!r:.80}: give a folder, a hosted model's name, a list of answers (texts), or the name of "
-            "an engine of your own, as 'my_engines.py:Echo'"
-        )
-    return ["engine.kind=scripted", f"engine.answers={json.dumps(answers)}"]
+        return [("engine.kind", kind), ("engine.model", str(model))]
+    return [("engine.kind", "scripted"), ("engine.answers", list(model))]

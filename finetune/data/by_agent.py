@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ...envs.rewards.relative import counted
 from ...tapes import Tape
+from ...tapes.common.stats import mean
 from .rows import Row
 from .stream import BadBatch, Episode, Stream
 
@@ -113,7 +114,7 @@ def reward_by_agent(stream: Stream) -> dict[str, float]:
         _, apart_, path = name.partition("#")
         if apart_ and reward == reward:
             found.setdefault(path, []).append(reward)
-    return {f"reward/{path}": sum(rewards) / len(rewards) for path, rewards in sorted(found.items())}
+    return {f"reward/{path}": mean(rewards) for path, rewards in sorted(found.items())}
 
 
 def _sum(a: NDArray[np.float64] | None, b: Sequence[float] | NDArray[np.floating] | None) -> NDArray[np.float64] | None:

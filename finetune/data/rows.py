@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...tapes import Call, NotATape, Tape
+from ...tapes.common.arguments import check_arguments
 from ...tapes.messages import image_parts
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Label, Sampling, Tokens
@@ -108,6 +109,7 @@ class Row:
         return values
 
 
+@check_arguments
 def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Renderer | None = None) -> list[Row]:
     """The rows of a closed tape.
 
@@ -219,8 +221,7 @@ def _tokens_of(
     if renderer is None:
         raise NotATape(
             f"call {call.call} of tape {tape.id} has text but no token ids (engine {call.engine!r}); "
-            "name the tokenizer of the model that will be trained, by --tokenizer DIR, or in Python by "
-            "rows(tape, renderer=Renderer(tokenizer))"
+            "name the folder of the tokenizer of the model that will be trained (for `rows`: pass a `Renderer` with it)"
         )
     if renderer.pictures is None and image_parts(messages):
         raise NotATape(

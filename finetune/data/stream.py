@@ -138,6 +138,8 @@ class Stream:
     """(T,) critic's value of the state before the token; None without a critic."""
     after: Tensor | None = None
     """(T,) critic's value of the state after the token, at `ends`; NaN elsewhere. None: nothing bootstraps."""
+    fresh: Tensor | None = None
+    """(T,) bool: tokens that the weights before the update sampled. None: taken to be all of them."""
 
     def __len__(self) -> int:
         return len(self.token)
@@ -175,7 +177,7 @@ class Stream:
         return torch.where(given.isnan(), given.index_copy(0, self.episode[last], self.after[last].to(given)), given)
 
     def having(self, **columns: Tensor | None) -> Stream:
-        """A copy with these optional columns (`ref`, `teacher`, `anchor`, `entropy`, `value`, `after`) set."""
+        """A copy with these optional columns (`ref`, `teacher`, `anchor`, `entropy`, `value`, `after`, `fresh`) set."""
         for name, column in columns.items():
             if column is not None and column.shape != self.token.shape:
                 raise BadBatch(f"column {name!r} has shape {tuple(column.shape)}, the stream {len(self)} tokens")
@@ -247,13 +249,18 @@ def _join(columns: Sequence[NDArray], dtype: torch.dtype) -> Tensor:
 
 def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
     old = _join([row.old for row in rows], dtype)
-    if bool((old > LOGPROB_SLACK).any()):
-        row = next(row for row in rows if np.any(row.old > LOGPROB_SLACK))
+    if bool(impossible(old).any()):
+        row, bad = next((row, bad) for row in rows if (bad := impossible(torch.from_numpy(row.old))).any())
         raise BadBatch(
-            f"tape {row.tape!r} has a log-prob of {float(np.nanmax(row.old)):.4g}, above 0 by more than "
-            f"{LOGPROB_SLACK}: the engine that sampled it doesn't report log-probs; check the engine"
+            f"tape {row.tape!r} has a log-prob of {row.old[bad.numpy()][0]:.4g}, above 0 by more than "
+            f"{LOGPROB_SLACK} or infinite: the engine that sampled it doesn't report log-probs; check the engine"
         )
     return torch.where(old > 0, torch.zeros_like(old), old)
+
+
+def impossible(old: Tensor) -> Tensor:
+    """Where log-probs at sampling are no log-probs of sampled tokens. NaN is an unknown log-prob."""
+    return (old > LOGPROB_SLACK) | old.isinf()
 
 
 def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) -> tuple[Turns, NDArray]:

@@ -370,7 +370,7 @@ def token_reader(
     """(decoder of a token id, renderer) of the tapes' own tokenizer; (None, None) where that is missing or another."""
     folder = named or tokenizer_folder(run)
     if folder is None:
-        log.warning("the run has no tokenizer, so tokens are shown as numbers: name its folder by --tokenizer DIR")
+        log.warning("the run has no tokenizer, so tokens are shown as numbers: name the folder of one")
         return None, None
     renderer = RendererConfig().load(folder)
     recorded = {tape.begin.versions.get("tokenizer") for tape in tapes} - {None}

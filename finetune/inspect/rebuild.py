@@ -119,7 +119,7 @@ def _read(kind: type[Settings], run: Path) -> Settings:
     try:
         return load_config(kind, run / CONFIG)
     except ConfigError as error:
-        raise Unknown(f"this version of the library can't read {run / CONFIG}: {error}") from error
+        raise Unknown(str(error)) from error
 
 
 def _on_present_devices(config: TrainConfig) -> TrainConfig:

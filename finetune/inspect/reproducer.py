@@ -25,7 +25,7 @@ from ...tapes.errors import TapereelError, UsageError
 from ...tapes.records import Use
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
-from ...tapes.value import Value
+from ...tapes.value import STANDINGS, Standing, Value
 from ..data.staleness import version_name
 from ..history.history import BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
 from ..history.plan import Plan, by_update, taught_by
@@ -96,6 +96,12 @@ class Reproduction(Value):
         every = {self.outcome, *(one.outcome for one in self.players.values())}
         codes = {"diverged": 1, "unverifiable": 2}
         return next((code for outcome, code in codes.items() if outcome in every), 0)
+
+    @computed_field
+    @property
+    def verdict(self) -> Standing:
+        """The exit code in words: `broken` if a policy diverged, `undecided` if one can't be verified."""
+        return STANDINGS[self.exit_code]
 
     def __str__(self) -> str:
         if self.difference is not None:

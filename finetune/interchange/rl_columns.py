@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 from datasets import Dataset, Features, Image, List, Value
+from numpy.typing import NDArray
 
 from ...tapes import NotATape, Status, Tape
 from ..data.provenance import episode_of
@@ -95,6 +96,35 @@ def prepare_rl_fields(
             column[at] = values
         out[name] = column.tolist()
     return out
+
+
+def row_rewards(
+    rewards: NDArray[np.float64],
+    own: NDArray[np.bool_],
+    starts: NDArray[np.integer],
+    reward: NDArray[np.float64] | None = None,
+) -> NDArray[np.float64]:
+    """(rows,) the reward of each row, the one value of its `rewards` (tokens,); NaN if it has none.
+
+    BadBatch if a row has two values, or another in the column `reward` (rows,). NaN is a value at the tokens `own`
+    (tokens,) bool, and none at others. starts: (rows + 1,) offsets of the rows.
+    """
+    found, read = np.full(len(starts) - 1, np.nan), np.flatnonzero(own | ~np.isnan(rewards))
+    row = np.repeat(np.arange(len(found)), np.diff(starts))[read]
+    found[row[::-1]] = rewards[read[::-1]]
+    if (differs := ~np.isclose(rewards[read], found[row], equal_nan=True)).any():
+        at, k = read[differs.argmax()], row[differs.argmax()]
+        raise BadBatch(
+            f"column 'rewards' is {rewards[at]:g} in row {k}, token {at - starts[k]}, and {found[k]:g} before: a row "
+            "has one reward, the same at each token"
+        )
+    if reward is not None and (differs := ~np.isclose(reward, found, equal_nan=True)).any():
+        k = int(differs.argmax())
+        raise BadBatch(
+            f"column 'reward' is {reward[k]:g} in row {k}, and `rewards` says {found[k]:g}: a row has one reward, so "
+            "change both columns, or remove `reward`"
+        )
+    return found
 
 
 def span_labels(

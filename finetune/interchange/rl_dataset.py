@@ -25,26 +25,28 @@ import pyarrow as pa
 import torch
 from datasets import Dataset
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, field_validator
 from torch import Tensor, nn
 
+from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.status import CauseType, Status, trains
 from ...tapes.value import Value
 from ..data.rows import IGNORED, Row
-from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns
+from ..data.stream import BadBatch, Episode, Episodes, Stream, Turns, impossible
 from ..objective import CPG, PPO, Context, EpisodeKL, Sums, TokenKL
 from ..objective import loss as objective
 from ..objective.kl import estimate
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.logprobs import MICRO_TOKENS, forward, plan, score
+from .rl_columns import row_rewards
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs", "temperature", "weights")
 """Columns of floats, aligned to `input_ids`; `collate` pads them with NaN."""
 REMEDY = {
     "labels": "make the rows with prepare_rl_fields or to_dataset",
-    "rewards": "score the episodes, or leave the unscored rows out",
+    "rewards": f"score the episodes within ±{REWARD_LIMIT:g}, or leave their rows out",
     "advantages": "compute it with populate_rl_data, over the whole dataset and with the same config",
     "weights": "compute it with populate_rl_data, over the whole dataset and with the same config",
     "ref_logprobs": "fill it with fill_ref_logprobs(dataset, model, config), the reference model's log-probs, or set "
@@ -80,6 +82,12 @@ class RLConfig(Value):
     weigh: Literal["token", "episode"] | None = None
     """token: every token's loss counts alike. episode: every episode's does, whatever its length (the mean of sequence
     means). None: as the recipe has it."""
+
+    @field_validator("algo")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        get_recipe(name)  # UsageError for an unknown name
+        return name
 
     def recipe(self) -> Recipe:
         """The recipe with these settings. BadBatch if it needs more than one padded batch."""
@@ -239,12 +247,13 @@ class _Columns:
         return values.astype(np.float64) if values.dtype == object else values
 
     def check(self, stream: Stream) -> None:
-        """BadBatch where a value that the recipe needs in this pass isn't finite."""
+        """BadBatch if a value that the recipe needs in this pass isn't finite, or a reward is beyond REWARD_LIMIT."""
         episodes = stream.episodes
         scored = episodes.trains & ~episodes.reward.isnan()
-        endless = scored & episodes.reward.isinf()
-        if bool(endless.any()):
-            self.refuse("rewards", endless[stream.episode])
+        extreme = scored & (episodes.reward.abs() > REWARD_LIMIT)
+        if bool(extreme.any()):
+            self.refuse("rewards", extreme[stream.episode])
+        self.refuse("old_logprobs", episodes.trains[stream.episode] & impossible(stream.old))
         if stream.ref is not None:
             self.refuse("ref_logprobs", scored[stream.episode] & stream.old.isfinite() & ~stream.ref.isfinite())
 
@@ -322,10 +331,9 @@ class _Columns:
 
     def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
         """(rewards, group indices, whether its status lets it train) of the episodes, and the names of the groups."""
-        rewards = self.values("rewards")
-        per_row = np.full(len(self.lengths), np.nan)
-        # All tokens of a row have the episode's reward, so the first one is read. An empty row has no token to read.
-        per_row[self.lengths > 0] = rewards[self.starts[:-1][self.lengths > 0]]
+        there = "reward" in self.table.column_names
+        reward = self.table.column("reward").to_numpy().astype(np.float64) if there else None
+        per_row = row_rewards(self.values("rewards"), self.own, self.starts, reward)
         groups, group_of_row = self._numbered("group_id", self._column("group_id"))
         allowed_row = self._allowed()
         n = len(self.tapes)
@@ -462,6 +470,10 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
     weight = torch.zeros_like(weights)
     if recipe.surrogate.advantages:
         weight = _known(batch, "advantages" if config.use_advantages else "rewards", own).double()
+        if not config.use_advantages:
+            there = batch["attention_mask"].bool()
+            starts = np.cumsum([0, *there.sum(1).tolist()])
+            row_rewards(batch["rewards"][there].double().numpy(), own[there].numpy(), starts)
         needed.append("old_logprobs")
     needed += ["ref_logprobs"] * any(term.needs_reference for term in (*recipe.regulariser, recipe.surrogate))
     for name in needed:

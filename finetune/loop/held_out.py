@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from ...agents import Agent, Engine, Limits, rollout
 from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import run_all
-from ...agents.runs.pass_at_k import Scores, evaluate_rewards
+from ...agents.runs.pass_at_k import Scores, evaluate_rewards, standard_error
 from ...envs.environment import EnvironmentFactory, check_factory
 from ...tapes import Sampling, Tape, Task
+from ...tapes.common.stats import mean_of
 from ...tapes.journal import Journal
 from ...tapes.status import TRAINED_SPLITS
 from .metrics import components, ends, lengths
@@ -43,15 +44,12 @@ class Evaluation:
     @property
     def mean(self) -> float | None:
         """Mean reward of the scored episodes; None without any."""
-        return sum(r for r in self.rewards if r is not None) / self.scored if self.scored else None
+        return mean_of([r for r in self.rewards if r is not None])
 
     @property
     def error(self) -> float | None:
         """Standard error of the mean, with episodes taken as independent; None below two scored episodes."""
-        n, mean = self.scored, self.mean
-        if n < 2 or mean is None:
-            return None
-        return (sum((r - mean) ** 2 for r in self.rewards if r is not None) / (n - 1) / n) ** 0.5
+        return standard_error({str(k): [reward] for k, reward in enumerate(self.rewards)})
 
 
 async def evaluate(

@@ -14,6 +14,7 @@ import torch
 
 from ...envs.rewards.relative import counted
 from ...tapes import Status, Tape
+from ...tapes.common.stats import mean, mean_of
 from ...tapes.records import Call, Use
 from ..data.by_agent import reward_by_agent
 from ..data.staleness import version_number
@@ -92,7 +93,7 @@ def components(tapes: Iterable[Tape]) -> dict[str, float]:
                 own[reward.name] = own.get(reward.name, 0.0) + reward.value
             for name, value in own.items():
                 found.setdefault(name, []).append(value)
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {name: mean(values) for name, values in found.items()}
 
 
 def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dict[str, float | None]:
@@ -128,11 +129,6 @@ def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
                 tokens[version] += end - start
     numbers = {version: version_number(version, use.lineage) for version in tokens}
     return {use.update - number: tokens[version] for version, number in numbers.items() if number is not None}
-
-
-def mean_of(values: Sequence[float]) -> float | None:
-    """The mean; None without a value."""
-    return sum(values) / len(values) if values else None
 
 
 UNIT = 1 if sys.platform == "darwin" else 1024

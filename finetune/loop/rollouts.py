@@ -27,7 +27,7 @@ from ...agents.episode.seeds import derive_seed
 from ...agents.runs.group import Closing, Group, fill
 from ...envs.environment import EnvironmentFactory
 from ...envs.rewards import Rewards
-from ...envs.rewards.relative import compared, layer_of, training_reward
+from ...envs.rewards.relative import comparable, compared, layer_of, training_reward
 from ...tapes import Tape, Task
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
@@ -185,6 +185,10 @@ class Rollouts:
         # The age of a group is that of its oldest sampled token, not that of this process's start: pacing and
         # staleness must be those of an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
+        for tape in (tape for tapes in group.tapes.values() for tape in tapes):
+            if tape.trains and not comparable(tape):
+                group.lost["environment"] += 1
+                log.warning("tape %s has a reward of %s, too large to be trained on", tape.id, training_reward(tape))
         if not group.open:
             self._fork(group)
         relative = self.rewards is not None and self.rewards.relative

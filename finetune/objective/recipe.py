@@ -148,6 +148,12 @@ class Recipe(Term):
         """Coefficient of the load balance of a mixture's experts; 0: no training for balance."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
+    def unfit(self, tokens: int) -> list[str]:
+        """What the terms say that can't work as meant if an episode has at most `tokens` own tokens."""
+        fields = (getattr(self, name) for name in type(self).model_fields)
+        terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
+        return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
+
     @property
     def local(self) -> bool:
         """True if a token's loss reads no other token, so micro-batches are independent."""

@@ -86,6 +86,10 @@ class Overlong(Shape):
     factor: float = 1.0
     """The full penalty, in units of reward."""
 
+    def out_of_reach(self, tokens: int) -> str | None:
+        start = self.limit - self.buffer
+        return None if start < tokens else f"the price of long answers can't act: limit {self.limit}, from {start} on"
+
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         over = (stream.episodes.length - (self.limit - self.buffer)).to(x.dtype)
         cost = (-over / self.buffer * self.factor).clamp(min=-self.factor, max=0.0)

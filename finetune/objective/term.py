@@ -27,6 +27,11 @@ class Term(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
+    def out_of_reach(self, tokens: int) -> str | None:
+        """Why the term can't work as meant if an episode has at most `tokens` own tokens; None: it can. A training run
+        warns of it at its start."""
+        return None
+
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in type(self).model_fields}
         kind = values.pop("kind", None)

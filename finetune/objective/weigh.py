@@ -32,6 +32,11 @@ class Weigh(Term):
     limit: float = 1.0
     """Divisor for `constant` and `sum`; usually the token limit of a completion."""
 
+    def out_of_reach(self, tokens: int) -> str | None:
+        """Far from the longest episode, the divisor scales the gradient; 1 is the sum."""
+        far = self.kind == "constant" and self.limit != 1 and not tokens / 8 <= self.limit <= tokens
+        return f"the divisor of the loss doesn't fit: limit {self.limit:g}" if far else None
+
     def totals(self, stream: Stream, entered: Tensor) -> float:
         """The denominator of the weights: T, E, N or G of the part that this process holds.
 

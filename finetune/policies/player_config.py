@@ -19,7 +19,6 @@ from ...agents.setup.engine_config import (
     EmbeddedConfig,
     ServerConfig,
     engine_kind,
-    refuse_old_kind,
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
 from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
@@ -49,7 +48,6 @@ TrainedEngine = Annotated[
     | Annotated[ServerConfig, Tag("sglang")]
     | Annotated[CustomConfig, Tag("custom")],
     Discriminator(kind),
-    BeforeValidator(refuse_old_kind),
     BeforeValidator(_trainable),
 ]
 
@@ -71,7 +69,7 @@ class PlayerConfig(PartnerConfig):
     frozen: bool = False
     """The player isn't trained; its tokens are context to the others. Any engine may be frozen."""
     optimiser: OptimiserConfig | None = None
-    """In place of `loop.optimiser`."""
+    """In place of `loop.optimiser`. The profile of the player's own model fills what is unset."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how this player is trained."""
 
@@ -136,7 +134,7 @@ def check_engine(
         for key, setting in ComputeConfig.model_fields.items():
             if (value := getattr(engine, key)) != setting.default:
                 raise ValueError(
-                    f"{name}.{key} is now {trains}.{key} in training, since the engine samples with a copy of the "
+                    f"{name}.{key} is {trains}.{key} in training, since the engine samples with a copy of the "
                     f"trained model: set {trains}.{key}={value} and remove {name}.{key}"
                 )
     if isinstance(engine, CustomConfig) and engine.model is None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...envs.load_named import load_named
+from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store import run_directory
 from ...tapes.store.disk import REAL, put_file, read_file
@@ -25,6 +26,7 @@ RECIPES: dict[str, Recipe] = {
 """Every named recipe."""
 
 
+@check_arguments
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
 

@@ -35,7 +35,7 @@ dr_grpo = Recipe(
 
 Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
 
-1. `weigh.limit` is the length limit of a completion: set it to yours (it scales the gradient, nothing else).
+1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`): set it to yours. It is a scale.
 """
 
 dapo = Recipe(

@@ -114,7 +114,8 @@ class DemoConfig(SeedConfig, TrackedConfig):
                 "task is left to train on: raise tasks or lower held_out"
             )
         # The recorded configuration must name the recipe that trains.
-        object.__setattr__(self, "loop", self.loop.model_copy(update={"recipe": self.algo}))
+        loop = LoopConfig.model_validate({**self.loop.model_dump(exclude_unset=True), "recipe": self.algo})
+        object.__setattr__(self, "loop", loop)
         return self
 
     def training(self) -> TrainConfig:
@@ -292,7 +293,7 @@ class DemoRun(TrainingRun):
         if directory.results.controls:
             raise UsageError(
                 f"the controls in {self.out} trained on as many tokens as {then} updates of the loop: they can't be "
-                f"compared with loop.updates={now}; choose another --out"
+                f"compared with loop.updates={now}; choose another directory (`out=...`)"
             )
         return super().lengthened(directory, then, now)
 
@@ -317,7 +318,7 @@ class DemoRun(TrainingRun):
             if tape.begin.task_hash != tasks[tape.begin.attempt].hash:
                 raise UsageError(
                     f"{self.out} is a demo of another version of this package, with other tasks: resume it with that "
-                    "version, or choose another --out"
+                    "version, or choose another directory (`out=...`)"
                 )
         with self.directory.timed("demonstrations"):
             run_async(self._record([k for k in range(n) if k not in have], have, tasks))
@@ -369,6 +370,8 @@ class DemoRun(TrainingRun):
                 continue
             out = self.out / "controls" / name
             with Store.create(out) if not (out / "tapes").is_dir() else Store.open(out, write=True) as store:
+                if (lease := self.directory.store.lease) is not None:
+                    store.lease, store.writer.guard = lease, lease.check
                 model.load_state_dict(base.weights())
                 history = training.history_in(store, f"{training.history.lineage}-{name}", out)
                 history.restore()

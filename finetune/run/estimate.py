@@ -84,7 +84,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     # After the update a copy of the weights is published, tied ones twice, and checked by 5 times 144 rows of logits.
     copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
     memory = fixed | max(update, {"copy of the weights to publish": copied}, key=lambda items: sum(items.values()))
-    episode = min((loop.limits.turns or capacity) * loop.sampling.max_tokens, capacity)
+    episode = loop.longest_episode(capacity) or capacity
     batch = loop.rollouts * loop.groups * loop.episodes_per_group * episode
     times = 2 + (max(loop.updates - 1, 0) // evaluation.every if evaluation.every else 0)
     measured = times * (evaluation.limit or 0) * evaluation.attempts * episode if measures else 0

@@ -17,6 +17,7 @@ from pydantic import Field, JsonValue
 
 from ...agents.engines.engine import EngineStopped
 from ...agents.engines.team_engine import check_sight
+from ...agents.setup.profiles import fit_critic
 from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks, shown_by
 from ...agents.setup.team_config import check_together
 from ...envs.curriculum import Curriculum, Rate, pass_rates, pools
@@ -26,6 +27,7 @@ from ...tapes.audit.advice import advice
 from ...tapes.common.config import Config
 from ...tapes.common.progress import Progress, silent
 from ...tapes.common.run_async import run_async
+from ...tapes.common.text import logger
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.store.lease import check_free
 from ...tapes.store.run_directory import METRICS, Results, RunDir, open_run, read_metrics
@@ -36,12 +38,14 @@ from ...tapes.view.overview import Overview
 try:
     import torch
 
+    from ...agents.engines.embedded.embedded_engine import DEFAULT_CAPACITY
     from ...agents.engines.embedded.pretrained import weights_digest
+    from ...tapes.common.stats import mean_of
     from ..history.history import History, Source
+    from ..history.loop_config import CriticConfig
     from ..interchange.corpus import bring_in_corpus, read_corpus
-    from ..interchange.story import Story
+    from ..interchange.imported import Conversation
     from ..loop.loop import check_recipe
-    from ..loop.metrics import mean_of
     from ..loop.warm_start import bring_in, choose
     from ..policies.phases import Phases
     from ..policies.players import NO_WARM_START, Team
@@ -58,6 +62,9 @@ except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
     raise MissingExtra(error.name, "train", "training") from error
+
+
+log = logger("train")
 
 
 class PlayerSummary(Value):
@@ -162,7 +169,16 @@ class TrainingRun:
         self.scene = Scene(setup.agent, setup.env, train_tasks, held_out, shows=shows)
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         self.recipe = cast(Recipe, ranks.broadcast(recipe))
+        if self.recipe.needs_value and "critic" not in config.loop.model_fields_set:
+            # A recipe of the user's own: whether it takes values is known from here on.
+            loop = config.loop.model_copy(update={"critic": CriticConfig()})
+            self.config = config = fit_critic(config.model_copy(update={"loop": loop}))
         check_recipe(config.loop, self.recipe, None if config.warm or config.loop.corpus else 0)
+        context = config.engine.capacity or (DEFAULT_CAPACITY if config.engine.kind == "embedded" else None)
+        most = config.loop.longest_episode(context)
+        for why in self.recipe.unfit(most) if most and not ranks.rank else ():
+            at = f"an episode that is one conversation has at most {most} own tokens"
+            log.warning(f"recipe {self.recipe.name!r}: {why}, and {at}; loop.changes sets another limit")
         check_together(config.engine, config.players)
         if ranks.size > 1 and any(not player.frozen for player in config.players.values()):
             raise UsageError(
@@ -184,6 +200,7 @@ class TrainingRun:
             "trainer",
             *(f"players.{name}.{part}" for name in self.config.players for part in ("trainer", "engine")),
         )
+        frozen = [f"players.{name}.engine" for name, player in self.config.players.items() if player.frozen]
         with open_run(
             self.out,
             self.recorded,
@@ -191,6 +208,7 @@ class TrainingRun:
             begin=self._new_results,
             free=(*(f"{place}.{name}" for place in places for name in ("threads", "device")), "processes", "trackers"),
             changes={UPDATES: self.lengthened},
+            engines=frozen,
         ) as directory:
             self.directory = directory
             report = Reporter(
@@ -208,9 +226,9 @@ class TrainingRun:
                         self._work()
                     except EngineStopped as stopped:
                         made = self.training.history.updates
-                        raise stopped.at(
-                            f"{made:,} updates are recorded; repeat the command with --resume for the others"
-                        ) from stopped
+                        said = f"{made:,} updates are recorded"
+                        raise stopped.at(said, frozen if directory.fruitless else ()) from stopped
+                directory.store.check_counted()
                 books = directory.results.books = directory.store.books()
                 directory.results.books_close = books.closes
                 directory.save()
@@ -227,17 +245,17 @@ class TrainingRun:
         self._draw(results)
         return results
 
-    def _texts(self, results: Results) -> Sequence[Story]:
+    def _texts(self, results: Results) -> Sequence[Conversation]:
         """The texts of `loop.corpus`. UsageError where they are others than when the run began."""
         assert self.config.loop.corpus is not None
-        stories, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
+        texts, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
         if results.corpus_digest not in (None, digest):
             raise UsageError(
                 "loop.corpus has other texts than when the run began, and the run was interrupted before it had copied "
-                "them: restore the corpus, or choose another --out"
+                "them: restore the corpus, or choose another directory (`out=...`)"
             )
         results.corpus_digest = digest
-        return stories
+        return texts
 
     async def _check_custom_engines(self) -> None:
         policies = [(self.config, False), *((player, player.frozen) for player in self.config.players.values())]

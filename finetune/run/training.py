@@ -22,8 +22,9 @@ from ...agents.runs.runner import rewards_of as recorded_rewards
 from ...envs.environment import EnvironmentFactory
 from ...tapes import Tape, Task
 from ...tapes.common.progress import Progress, silent
+from ...tapes.common.stats import fixed, mean_of
 from ...tapes.records import Use
-from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, drop_metrics, read_metrics
+from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, read_metrics
 from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
 from ..history.history import History, Plan, Source
@@ -181,9 +182,8 @@ class Training:
                 checkpoint_every=self.loop.checkpoint_every,
             )
         # A line without a recorded update: the next process makes that update again and writes its line.
-        drop_metrics(
-            self.run.path / METRICS,
-            lambda line: line.get("phase") != "evaluation" and cast(int, line["update"]) > self.history.updates,
+        self.run.drop_metrics(
+            lambda line: line.get("phase") != "evaluation" and cast(int, line["update"]) > self.history.updates
         )
         if self.history.updates == 0:
             # The digest of the base weights: `reproduce` checks that it derives all later weights from the same ones.
@@ -327,7 +327,7 @@ class Training:
 
         def report(update: UpdateReport) -> None:
             on_update(update)
-            reward = "unscored" if update.reward is None else f"{update.reward:.3f}"
+            reward = "unscored" if update.reward is None else fixed(update.reward)
             nothing = "" if update.metrics.get("trained_tokens") else ", no token to train on"
             self.progress(name, update.update - start, config.updates, f"reward {reward}{nothing}")
 
@@ -425,19 +425,12 @@ class Training:
                 metrics=result.metrics,
                 lengths=result.lengths,
                 change=change,
-                agents={path: sum(own) / len(own) if own else None for path, own in earned.items()} or None,
+                agents={path: mean_of(own) for path, own in earned.items()} or None,
                 **scores,
             )
         return found
 
     def token_counts(self) -> dict[str, int]:
         """The accounting of tokens, as `--json` prints it."""
-        books = self.run.results.books
-        assert books is not None
-        return {
-            "sampled": books.sampled,
-            **books.tokens,
-            "authored": books.authored,
-            "authored_trained": books.authored_trained,
-            "applied": books.applied,
-        }
+        assert self.run.results.books is not None
+        return self.run.results.books.counts

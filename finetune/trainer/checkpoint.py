@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 STATE, TAUGHT = "state.json", "taught.jsonl"
-_GONE = ".gone"
-"""Suffix of a directory that is being deleted."""
+_PARTIAL, _GONE = ".partial", ".gone"
+"""Suffixes of a directory that is being written, and of one that is being deleted."""
 
 
 class BadCheckpoint(TapereelError, ValueError):
@@ -113,15 +113,17 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase | None = None,
     pictures: PictureTokens | None = None,
     taught: Mapping[str, Sequence[str]] | None = None,
+    check: Callable[[], object] = lambda: None,
 ) -> Checkpoint:
     """Writes `directory/update-NNNNNN` durably; replaces an existing one.
 
     All files are written and synced under a hidden name, then renamed in one step. A crash leaves at worst a hidden
-    directory (`.partial`, `.gone`), which readers ignore.
+    directory (`.partial`, `.gone`), which readers ignore. `check` may raise to keep the old checkpoint. It is called
+    just before the rename, which fails if another process has called `remove_partial` since.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    REAL.make_folder(directory)
     target = directory / f"update-{update:06d}"
-    partial = directory / f".{target.name}.partial"
+    partial = directory / f".{target.name}.{os.getpid()}{_PARTIAL}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     weights = copied_weights(model)
@@ -144,9 +146,17 @@ def save_checkpoint(
     (partial / STATE).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
     for path in (*partial.rglob("*"), partial):
         _sync(path)
-    if target.exists():
-        _delete(target)
-    os.rename(partial, target)
+    check()
+    old = _set_aside(target) if target.exists() else None
+    try:
+        os.rename(partial, target)
+    except FileNotFoundError:
+        if old is not None:
+            os.rename(old, target)
+        check()
+        raise
+    if old is not None:
+        shutil.rmtree(old)
     _sync(directory)  # without it a power failure can undo the rename
     return Checkpoint(target, update, full)
 
@@ -171,18 +181,24 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
         many = keep is not None and len(found) - k > keep
         large = keep_bytes is not None and total > keep_bytes
         if (many or large) and not (old.state.get("pinned") or old.update in (0, best)):
-            _delete(old.path)
+            shutil.rmtree(_set_aside(old.path))
             total -= sizes.get(old.path, 0)
     for rest in directory.glob(f".update-*{_GONE}"):
         shutil.rmtree(rest)
 
 
-def _delete(path: Path) -> None:
-    """Renames the directory, then deletes it: a crash halfway must not leave half a checkpoint under its name."""
+def _set_aside(path: Path) -> Path:
+    """Renames the directory, to be deleted: a crash halfway must not leave half a checkpoint under its name."""
     gone = path.with_name(f".{path.name}{_GONE}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
-    shutil.rmtree(gone)
+    return gone
+
+
+def remove_partial(directory: Path) -> None:
+    """Removes the checkpoints that an earlier process didn't complete. If it still runs, it can't rename them."""
+    for partial in directory.glob(f".update-*{_PARTIAL}"):
+        shutil.rmtree(partial)
 
 
 def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:

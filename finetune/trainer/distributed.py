@@ -152,12 +152,14 @@ class Processes:
         several: bool,
         batches: Sequence[int],
         demonstrations: Sequence[Row],
+        version: str | None,
     ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
         """Advantages of this rank's share; returns every rank's columns, with the positions of their tokens."""
         own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
         self.places = _places(rows, names)
+        self.member.version = version
         self.held = self.member.prepare(
             [row for row in rows if row.taught_by in names],
             [episodes[i] for i in own],
@@ -227,9 +229,8 @@ class DistributedTrainer(PolicyTrainer):
         """As `Trainer.prepare`; the ranks keep their shares until the next call."""
         stream = Stream.of(rows, episodes)
         rows, demonstrations = with_files(rows), with_files(demonstrations)
-        shares = self._processes.on_all(
-            "prepare", rows=rows, episodes=episodes, several=several, batches=batches, demonstrations=demonstrations
-        )
+        given = {"several": several, "batches": batches, "demonstrations": demonstrations, "version": self.version}
+        shares = self._processes.on_all("prepare", rows=rows, episodes=episodes, **given)
         found = cast("list[tuple[Tensor, dict[str, Any]]]", shares)
         columns: dict[str, Any] = {
             name: None if first is None else _joined(len(stream), first.dtype, [(p, c[name]) for p, c in found])

@@ -190,7 +190,7 @@ class DataParallelRanks(Ranks):
             raise RankLost(
                 f"rank {self.rank} of {self.size} waited for {what}: another process ended, or didn't answer "
                 "within the time limit. Correct the error that the other process printed, then continue the run with "
-                f"--resume ({cause})"
+                f"`resume=True` ({cause})"
             ) from error
 
 

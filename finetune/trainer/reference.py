@@ -71,9 +71,11 @@ class ServedTeacher(OtherModel):
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(_known(row.teacher) for row in rows)]))
 
-    def said(self, rows: Sequence[Row], folder: Path, *, ask: bool) -> tuple[list[Row], Path]:
-        """(the rows with its log-probs, their file in `folder`, which is named by the rows' tokens). Where there is no
-        file, it is asked and the file written. ask: False, where it must be there: OSError without it."""
+    def said(
+        self, rows: Sequence[Row], folder: Path, *, ask: bool, check: Callable[[], object] = lambda: None
+    ) -> tuple[list[Row], Path]:
+        """(the rows with its log-probs, their file in `folder`, which is named by the rows' tokens). If it is missing,
+        it is asked for and written; without `ask` that is an OSError. check: as in `put_file`."""
         tokens = hashlib.sha256()
         for row in rows:
             # Another picture under the same ids is another question.
@@ -82,7 +84,7 @@ class ServedTeacher(OtherModel):
         path = folder / f"{tokens.hexdigest()[:32]}.f32"
         if ask and not path.exists():
             folder.mkdir(exist_ok=True)
-            put_file(REAL, path, self.ask(rows).tobytes())
+            put_file(REAL, path, self.ask(rows).tobytes(), check=check)
         data = read_file(path)
         self.digest = hashlib.sha256(data).hexdigest()
         cuts = np.cumsum([0, *(len(row.own) for row in rows)])

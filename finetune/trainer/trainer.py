@@ -142,6 +142,8 @@ class Trainer(PolicyTrainer):
     ) -> Prepared:
         recipe = self.recipe
         stream = Stream.of(rows, episodes)
+        present = torch.tensor([*(name == self.version for name in stream.versions), False])  # -1: no version
+        stream = stream.having(fresh=None if self.version is None else present[stream.version])
         if recipe.needs_reference:
             stream = stream.having(ref=self._scored_by("reference", rows))
         if recipe.needs_teacher:
@@ -323,7 +325,8 @@ class Trainer(PolicyTrainer):
         if scores.entropy is not None:
             done.sums.add("entropy", scores.entropy.detach())
         if self.recipe.surrogate.advantages:
-            observe(scores.logprob.detach(), part.batch.stream.old[micro.index], done.sums)
+            old, fresh = part.batch.stream.old[micro.index], part.batch.stream.fresh
+            observe(scores.logprob.detach(), old, done.sums, None if fresh is None else fresh[micro.index])
         if whole is not None:
             tensors = [t for t in scores if t is not None]
             pulls = [g[micro.index].to(t.device) for t, g in zip(tensors, whole, strict=True)]

@@ -72,7 +72,7 @@ class UpdateStats:
 
     @property
     def mismatch(self) -> float | None:
-        """Largest |log-prob now - at sampling| of a forwarded token; None when no token was forwarded."""
+        """Largest |log-prob now - at sampling| of a forwarded token that these weights sampled; None without one."""
         return self.sums.highs.get("mismatch")
 
     @property
@@ -92,6 +92,7 @@ class UpdateStats:
             "lr": self.lr,
             "skipped": self.skipped,
             "mismatch": self.mismatch,
+            **{f"{name}/mean": sums.pop(name) for name in ("mismatch", "moved") if name in sums},
             "ess": self.ess,
             # The sum would count a batch once for each of its steps, and the mean divide it by the ranks.
             "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
@@ -99,7 +100,7 @@ class UpdateStats:
             **{f"{name}/own": sums[name] * sums["token/live"] for name in sums if name.split("/")[0] == "clip"},
         }
         if spread := self.sums.std("value/target"):
-            values["value/explained"] = 1 - sums["value/error"] / spread**2
+            values["value/explained"] = 1 - sums["value/error"] / (spread * spread)
         return {**values, **{name: value for name, value in sums.items() if name not in (*values, "episodes")}}
 
 
@@ -107,8 +108,8 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
     averaged.
 
-    `mismatch` is that of the first step alone. After it the weights differ from the sampler's on purpose, so a later
-    mismatch says nothing of the numerics of sampler and trainer.
+    `mismatch` and `moved` are those of the first step alone. After it the weights differ from the sampler's on purpose,
+    so a later mismatch says nothing of the numerics of sampler and trainer.
     """
     if len(steps) == 1:
         return steps[0]
@@ -116,7 +117,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     of = applied or steps
     sums = Sums()
     for k, step in enumerate(steps):
-        sums.merge(step.sums if k == 0 else step.sums.without("mismatch"))
+        sums.merge(step.sums if k == 0 else step.sums.without("mismatch", "moved"))
     last = steps[-1]
     weight = torch.stack([step.weight for step in of]).sum(0)
     return UpdateStats(
@@ -166,6 +167,8 @@ class PolicyTrainer(ABC):
     schedule: Schedule
     steps: int
     """Updates applied."""
+    version: str | None = None
+    """Name of the present weights in rows, for `Stream.fresh`; None: unknown."""
 
     @abstractmethod
     def prepare(
@@ -285,14 +288,16 @@ class Accumulated:
         self.parts.clear()
 
 
-def observe(lp: Tensor, old: Tensor, sums: Sums) -> None:
+def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) -> None:
     """Adds up the differences between the log-probs now (n,) and at sampling (n,): ESS and KL are read from these sums.
+    fresh: (n,) bool, as `Stream.fresh`.
 
     In float64: the differences are near 0 on policy, and float32 sums over a batch would be mostly rounding. The ratio
     is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
     """
     delta = lp.cpu().double() - old.double()
-    sums.add("mismatch", delta.abs(), extremes=True)
+    sums.add("moved", delta.abs(), extremes=True)
+    sums.add("mismatch", delta.abs() if fresh is None else delta[fresh].abs(), extremes=True)
     sums.add("kl/old", -delta)
     ratio = delta.clamp(max=20).exp()
     sums.add("ratio", ratio, extremes=True)

@@ -13,7 +13,7 @@ import pytest
 from tapereel.agents import Limits
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.history.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.tapes import Answer, Sampling, Text
@@ -80,7 +80,7 @@ def lines(
                 "group_size": 2,
                 "limits": Limits(turns=8, agent_seconds=60.0, system_seconds=60.0),
                 "optimiser": OptimiserConfig(lr=1e-4),
-                "critic": CriticConfig(body=body, clip=None, optimiser=OptimiserConfig(lr=lr), passes=8),
+                "critic": CriticConfig(body=body, clip=None, optimiser=CriticOptimiserConfig(lr=lr), passes=8),
                 "sampling": Sampling(max_tokens=2),
                 "checkpoint_every": 100,
                 **loop,

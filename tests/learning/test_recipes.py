@@ -16,7 +16,7 @@ import pytest
 
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.history.loop_config import CriticConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.history.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import TrainSummary, train
 from tapereel.tapes import Answer, Sampling
@@ -127,7 +127,7 @@ def explained(lines: Lines) -> float:
 def test_the_critic_learns_by_its_own_settings(taught: str, tmp_path: Path) -> None:
     # No letter is right where a sign is asked for, so that the question says much of what will be earned.
     tasks = ("a+", "b-", "++", "--", "cc", "dd", "+a", "-b")
-    critic = CriticConfig(optimiser=OptimiserConfig(lr=3e-3), clip=None, first=16)
+    critic = CriticConfig(optimiser=CriticOptimiserConfig(lr=3e-3), clip=None, first=16)
     train(config_of(taught, "ppo", tasks=tasks, critic=critic), tmp_path / "run")
     lines = lines_of(tmp_path / "run")
     assert explained(lines[:1]) < 0.1, "a new critic says 0"

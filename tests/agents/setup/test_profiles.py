@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 
+import tapereel as tr
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.runs.runner import RunConfig
 from tapereel.agents.setup.profiles import fitted, shape_of
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes.common.config import dump_config, load_config
+from tapereel.tapes.store.run_directory import read_metrics
+
+from ...finetune.run.test_experts import SETTINGS, Counted, mixture
 
 QWEN: dict[str, Any] = {
     "hidden_size": 1024,
@@ -93,6 +97,100 @@ def test_adapters_have_learning_rates_of_their_own(folder: Path):
     assert (made.loop.optimiser.lr, made.warm.optimiser.lr) == (1e-5, 2e-4)
 
 
+CRITIC = {
+    "": (1e-5, 10, True),
+    "trainer.lora.rank=8": (1e-4, 10, True),
+    "loop.critic.body=policy": (1e-3, 0, False),
+    "loop.critic.passes=2": (1e-5, 10, True),
+    "loop.critic.optimiser.betas=[0.9,0.99]": (1e-5, 10, True),
+    "loop.critic.optimiser.lr=2e-5": (2e-5, 10, True),
+    "loop.critic.optimiser.schedule.warmup=3": (1e-5, 3, True),
+    "loop.critic.optimiser.gradient_checkpointing=false": (1e-5, 10, False),
+}
+"""Settings of a run with a critic on a pretrained model -> the critic's rate, warm-up and checkpointing."""
+
+
+@pytest.mark.parametrize("recipe", ["recipe=ppo", "recipe=ppo_kl", "changes.credit.kind=gae"])
+@pytest.mark.parametrize("setting", CRITIC)
+def test_a_critic_has_a_profile(folder: Path, setting: str, recipe: str):
+    critic = train_config(folder, f"loop.{recipe}", *filter(None, [setting])).loop.critic
+    assert critic is not None
+    found = critic.optimiser
+    assert (found.lr, found.schedule.warmup, found.gradient_checkpointing) == CRITIC[setting]
+
+
+def test_only_a_recipe_that_takes_values_gets_a_critic(folder: Path, tmp_path_factory: pytest.TempPathFactory):
+    assert train_config(folder).loop.critic is None
+    assert train_config(folder, "loop.recipe=ppo", "loop.changes.credit.kind=returns").loop.critic is None
+    assert train_config(folder, "loop.recipe=ppo", "loop.critic=null").loop.critic is None, "as older runs recorded it"
+    tiny = tmp_path_factory.mktemp("tiny")
+    tiny_model(char_tokenizer(), "micro").save_pretrained(str(tiny))
+    for body in ("own", "policy"):
+        critic = train_config(tiny, "loop.recipe=ppo", f"loop.critic.body={body}").loop.critic
+        assert critic is not None
+        assert (critic.optimiser.lr, critic.optimiser.schedule.warmup) == (1e-3, 0)
+
+
+def test_a_recipe_of_ones_own_that_takes_values_gets_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_values.py").write_text(
+        "from tapereel.finetune import get_recipe\nmine = get_recipe('ppo').but(name='mine')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    model = mixture(tmp_path / "model")  # its config.json says no size, so it counts as pretrained
+    settings = {**SETTINGS, "loop.sampling.max_tokens": 2}
+    scene: Any = (tr.ChatAgent(), Counted, ["a", "b"], model)
+    run = tr.train(*scene, updates=1, recipe="my_values.py:mine", out=tmp_path / "run", settings=settings)
+    critic = load_config(TrainConfig, run.path / "config.yaml").loop.critic
+    assert critic is not None
+    assert (critic.optimiser.lr, critic.optimiser.schedule.warmup) == (1e-5, 10)
+    assert read_metrics(run.path / "metrics.jsonl")[0]["value/lr"] == pytest.approx(1e-6), "it warms up"
+    assert run.reproduce().verdict == "holds"
+    again = tr.train(
+        *scene, updates=2, recipe="my_values.py:mine", out=tmp_path / "run", settings=settings, resume=True
+    )
+    assert again.summary is not None
+
+
+def test_a_player_has_the_profile_of_its_own_model(folder: Path, tmp_path_factory: pytest.TempPathFactory, caplog: Any):
+    tiny = tmp_path_factory.mktemp("tiny")
+    tiny_model(char_tokenizer(), "micro").save_pretrained(str(tiny))
+
+    def players(*sets: str, model: Path = tiny) -> TrainConfig:
+        two = [
+            f'players.{name}={{"agents": ["{name}"], "engine": {{"kind": "embedded", "model": "{path}"}}}}'
+            for name, path in (("small", folder), ("tiny", tiny))
+        ]
+        return train_config(model, 'loop.agents=["a"]', *two, *sets)
+
+    def of(config: TrainConfig, name: str) -> tuple[float, int, bool]:
+        found = config.players[name].loop_of(config.loop).optimiser
+        return found.lr, found.schedule.warmup, found.gradient_checkpointing
+
+    for model in (tiny, folder):  # whatever the run's own model is
+        assert of(players(model=model), "small") == (1e-6, 10, True)
+        assert of(players(model=model), "tiny") == (3e-4, 0, False)
+    assert players().players["tiny"].optimiser is None
+    made = players("loop.optimiser.lr=5e-6", "loop.optimiser.eps=1e-6")
+    assert (of(made, "small"), of(made, "tiny")) == ((5e-6, 10, True), (5e-6, 0, False)), "what is set, wins"
+    small = made.players["small"].optimiser
+    assert small is not None
+    assert small.eps == 1e-6
+    made = players("players.small.optimiser.lr=2e-6", "players.tiny.optimiser.grad_clip=0.5")
+    assert (of(made, "small"), of(made, "tiny")) == ((2e-6, 10, True), (3e-4, 0, False))
+    caplog.clear()
+    players("players.small.optimiser.lr=1e-3")
+    assert [line.split()[0] for line in caplog.messages if "is far from" in line] == [
+        "players.small.optimiser.lr=0.001"
+    ]
+    critic = players("loop.recipe=ppo").loop.critic
+    assert critic is not None
+    assert critic.optimiser.lr == 1e-5, "the players' critics are copies of their models"
+    again = TrainConfig.model_validate(players().model_dump())
+    caplog.clear()
+    assert fitted(again) == again, "a recorded configuration is complete"
+    assert caplog.messages == []
+
+
 def test_a_tiny_model_keeps_its_defaults(tmp_path: Path):
     tiny_model(char_tokenizer(), "base").save_pretrained(str(tmp_path))
     made = train_config(tmp_path, "warm.tapes=x")
@@ -133,13 +231,17 @@ def test_the_recorded_configuration_does_not_depend_on_the_profile(folder: Path,
         ("loop.sampling.max_tokens=4096", False),
         ("loop.group_size=1", True),
         ("loop.group_size=16", False),
+        ("loop.critic.optimiser.lr=1e-3", True),
+        ("loop.critic.optimiser.lr=5e-5", False),
+        ("loop.critic={body: policy, optimiser: {lr: 0.1}}", True),
+        ("loop.critic={body: policy, optimiser: {lr: 1e-3}}", False),
     ],
 )
 def test_a_value_far_from_the_profile_gives_one_line(
     folder: Path, setting: str, warns: bool, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
-        made = train_config(folder, setting)
+        made = train_config(folder, setting, *(["loop.recipe=ppo"] if "critic" in setting else []))
     far = [line for line in caplog.messages if "is far from" in line]
     assert len(far) == warns
     assert all(line.startswith(setting.split("=")[0]) and "the value of profile `small` (" in line for line in far)

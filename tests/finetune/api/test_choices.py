@@ -302,7 +302,7 @@ def dying(plain):
         return plain(*args) if left[0] else os.kill(os.getpid(), 9)
     return work
 if sys.argv[5] == "copying":
-    corpus.write_story = dying(corpus.write_story)
+    corpus.write_tape = dying(corpus.write_tape)
 else:
     History.update = dying(History.update)
 here.train(sys.argv[1], Path(sys.argv[2]), **here.corpus(Path(sys.argv[6])))

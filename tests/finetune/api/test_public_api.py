@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.tapes.errors import NoRun, RunExists, UsageError
+from tapereel.tapes.errors import BadArgument, NoRun, RunExists, UsageError
 
 
 class Guess(tr.Environment):
@@ -50,6 +50,7 @@ def test_a_replay_of_objects_needs_no_name(tmp_path: Path):
     assert run.replay().counts == {"verified": 2, "diverged": 0, "unverifiable": 0}
     other = tr.open(run.path).replay(tr.ChatAgent("Guess better."))
     assert other.counts == {"verified": 0, "diverged": 2, "unverifiable": 0}
+    assert [run.verify().verdict, run.replay().verdict, other.verdict] == ["holds", "holds", "broken"]
 
 
 def test_a_branch_is_recorded_in_the_run(tmp_path: Path):
@@ -105,10 +106,10 @@ def test_without_out_a_new_folder_is_named_after_the_agent(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ([], {}, "list of answers"),
-        ([3], {}, "list of answers"),
+        ([], {}, r"model is \[\]"),
+        ([3], {}, r"model\[0\] is 3"),
         (["5"], {"limits.turn": 2}, "limits.turns"),
-        (["5"], {"limits.turns": object()}, "JSON"),
+        (["5"], {"limits.turns": object()}, r"settings\['limits.turns'\]"),
     ],
 )
 def test_a_wrong_argument_is_named_before_anything_is_written(tmp_path: Path, model, settings, message: str):
@@ -153,7 +154,7 @@ def test_training_takes_objects_and_is_reproduced(tmp_path: Path):
     assert run.summary is not None
     assert run.summary.updates == 2
     assert run.summary.recipe == "reinforce"
-    assert run.reproduce().outcome == "verified"
+    assert {run.verify().verdict, run.replay().verdict, run.reproduce().verdict} == {"holds"}
     assert run.replay().counts["verified"] == len(run.tapes())
 
 
@@ -189,7 +190,19 @@ def test_the_name_of_an_engine_stands_in_the_place_of_the_model(tmp_path: Path) 
 
 
 def test_an_engine_or_a_recipe_as_an_object_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"the name of an engine of your own, as 'my_engines.py:Echo'"):
+    with pytest.raises(BadArgument, match="model is <object"):
         tr.run(tr.ChatAgent("Guess."), Guess, [3], object(), out=tmp_path / "run")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"recipe is an object: pass its name"):
+    with pytest.raises(BadArgument, match="recipe is <object"):
         tr.train(tr.ChatAgent("Guess."), Guess, [3], tmp_path, recipe=object())  # type: ignore[arg-type]
+
+
+def test_settings_and_answers_are_values_and_no_text_that_is_read_again(tmp_path: Path) -> None:
+    answers = ["\U0001f600 #2: 'x'\x7f", "7"]
+    run = tr.run(tr.ChatAgent(), Guess, [7], answers, out=tmp_path / "run", settings=TWO_TURNS)
+    assert [str(action) for action in run.tapes()[0].actions] == answers
+    (again,) = run.branch(run.tapes()[0], 0, model=answers)
+    assert [str(action) for action in again.actions] == answers
+    with pytest.raises(UsageError) as caught:
+        tr.run(tr.ChatAgent(), Guess, [7], ["7"], out=tmp_path / "other", settings={"limits.turns": "many"})
+    assert "settings['limits.turns']" in str(caught.value)
+    assert "--set" not in str(caught.value)

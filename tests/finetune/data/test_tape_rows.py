@@ -214,7 +214,7 @@ def test_one_agent_of_several_is_trained_and_the_others_are_context():
 def test_text_that_nobody_tokenised_needs_a_renderer_or_a_tokens_layer():
     text = Call(tape="t", call="a", by="main", messages=({"role": "user", "content": "ab"},), text="cd", at=0.0)
     tape = tape_of(text)
-    with pytest.raises(NotATape, match=r"by --tokenizer DIR, or in Python by rows\(tape, renderer="):
+    with pytest.raises(NotATape, match="pass a `Renderer`"):
         rows(tape)
     (row,) = rows(tape, renderer=RENDERER)
     prompt, completion, _ = RENDERER.authored(
@@ -246,9 +246,9 @@ def test_scripted_turns_are_one_row_with_a_renderer_and_the_same_without_one_giv
 
 
 def test_a_fork_s_prefix_is_context_and_its_own_tokens_are_labels():
-    parent = asyncio.run(rollout(Speaker(), Letters, "abc", engine=ScriptedEngine("abc", renderer=RENDERER)))
+    parent = asyncio.run(rollout(Speaker(), Letters, "abc", engine=ScriptedEngine([*"abc"], renderer=RENDERER)))
     child = asyncio.run(
-        rollout(Speaker(), Letters, "abc", engine=ScriptedEngine("dd", renderer=RENDERER), fork=parent.at_turn(1))
+        rollout(Speaker(), Letters, "abc", engine=ScriptedEngine([*"dd"], renderer=RENDERER), fork=parent.at_turn(1))
     )
     (whole,), (row,) = rows(parent), rows(child)
     assert WORDS.decode(row.labels()[row.own].tolist()) == "d<|end|>d<|end|>"

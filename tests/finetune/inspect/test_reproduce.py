@@ -119,7 +119,7 @@ def test_one_value_of_one_tape_names_the_update(
     if pinned:
         repin(trained)
     verdict = reproduced(trained)
-    assert (verdict.outcome, verdict.exit_code) == ("diverged", 1)
+    assert (verdict.outcome, verdict.verdict, verdict.exit_code) == ("diverged", "broken", 1)
     assert verdict.difference is not None
     assert (verdict.difference.update, verdict.updates) == (EDITED, EDITED)
     assert f"diverged at update {EDITED}: " in str(verdict)
@@ -281,7 +281,11 @@ def test_what_is_missing_is_unverifiable(trained: Path, tmp_path: Path) -> None:
     gone = shutil.copytree(trained, tmp_path / "gone" / "run")
     rewrite(gone, lambda body: None if body.get("tape") == tape else body)
     verdict = reproduced(gone)
-    assert (verdict.outcome, verdict.exit_code, verdict.updates) == ("unverifiable", 2, EDITED)
+    assert (verdict.outcome, verdict.verdict, verdict.exit_code) == ("unverifiable", "undecided", 2)
+    assert verdict.updates == EDITED
+    player = {"players": {"other": verdict}}
+    whole = verdict.model_copy(update={"outcome": "verified", **player})
+    assert (whole.outcome, whole.verdict) == ("verified", "undecided"), "the verdict is of all policies"
     assert verdict.reason is not None
     assert str(tape) in verdict.reason
     short = shutil.copytree(trained, tmp_path / "short" / "run")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from tapereel.finetune.interchange.rl_dataset import (
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
 from tapereel.finetune.trainer.trainer import Trainer
+from tapereel.tapes.common.stats import REWARD_LIMIT
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import CauseType, Status
 
@@ -282,6 +284,10 @@ def test_every_statistic_is_its_formula_over_own_tokens_with_its_extremes():
 def test_a_recipe_that_needs_whole_episodes_is_refused_and_so_is_an_unknown_key():
     with pytest.raises(ValidationError, match="reward_minus_kl"):
         RLConfig(reward_minus_kl=0.1)  # type: ignore[call-arg]
+    for name in ("grpp", "", "tapereel.finetune.recipes.grpo:grpp"):
+        with pytest.raises(ValidationError, match="grpo"):
+            RLConfig(algo=name)
+    assert RLConfig(algo="tapereel.finetune.recipes.grpo:dr_grpo").recipe() == get_recipe("dr_grpo")
     data = populate_rl_data(to_dataset([row("a")], [episode("a")]), RLConfig())
     without = {k: v for k, v in collate(list(data)).items() if k != "ref_logprobs"}
     with pytest.raises(BadBatch, match="reference model"):
@@ -461,6 +467,13 @@ def test_an_unknown_number_that_the_loss_reads_is_an_error_with_its_place(column
         rl_step(tiny_model(), {k: v for k, v in collate(data).items() if k != column}, chosen)
 
 
+@pytest.mark.parametrize("reward", [2 * REWARD_LIMIT, -1e200, 1e308, math.inf])
+def test_a_reward_beyond_the_limit_is_refused_with_its_row(reward: float):
+    with pytest.raises(BadBatch, match=rf"column 'rewards' is {re.escape(f'{reward:g}')} in row 1"):
+        populate_rl_data(made([1.0, reward, 0.0]), RLConfig())
+    populate_rl_data(made([REWARD_LIMIT, -REWARD_LIMIT, 0.0]), RLConfig())
+
+
 @pytest.mark.ledger("F30", "F81")
 def test_a_kl_in_the_reward_without_reference_log_probs_names_column_and_row():
     config = RLConfig(reward_minus_kl_coef=0.1)
@@ -544,7 +557,7 @@ def test_rewards_that_were_changed_without_those_of_the_turns_are_refused():
     assert populate_rl_data(data, config)["advantages"][0][2:] == pytest.approx(
         [1.0, math.nan, 0.75, 0.75], nan_ok=True
     )
-    changed = data.map(lambda line: {"rewards": [2.0] * len(line["rewards"])})
+    changed = data.map(lambda line: {"rewards": [2.0] * len(line["rewards"]), "reward": 2.0})
     with pytest.raises(BadBatch, match="`turn_rewards` add up to 1, `rewards` says 2"):
         populate_rl_data(changed, config)
     assert populate_rl_data(changed.remove_columns("turn_rewards"), config)["advantages"][0][2] == 2.0

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tapereel.agents.engines.embedded.pretrained import BadModel, load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
@@ -157,3 +158,11 @@ def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
     assert main(["replay", str(run), "--model", "--tolerance", "0.1"]) == 2, (
         "only the fresh adapters are known to nobody"
     )
+
+
+def test_the_device_of_a_trained_model_is_the_trainer_s() -> None:
+    scene = {"agent": "a:b", "env": "a:b", "tasks": "a:b", "loop": {"updates": 1}}
+    engine = {"kind": "embedded", "model": "m", "device": "cuda:1"}
+    with pytest.raises(ValidationError) as refused:
+        TrainConfig.model_validate({**scene, "engine": engine})
+    assert "trainer.device=cuda:1" in str(refused.value)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +19,15 @@ from hypothesis import strategies as st
 from tapereel.agents import Limits, ScriptedEngine, rollout, rollout_group
 from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.envs import Environment, Outcome
+from tapereel.envs.rewards import relative
 from tapereel.finetune.history.history import Plan
 from tapereel.finetune.loop.rollouts import Filled, NothingUsable, Rollouts, Taken
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Answer, Status, Tape, Text
+from tapereel.tapes.common import stats
 from tapereel.tapes.store.store import Store
 
-from ..history.test_history import abandoned
+from ..history.test_history import Gone, abandoned
 from . import clock
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 
@@ -385,4 +388,48 @@ def test_a_resumed_run_uses_no_group_twice_those_set_aside_included(tmp_path: Pa
     groups = [{store.tape(name).begin.group for name in plan.every} for plan in plans]
     assert sum(map(len, groups)) == len(set.union(*groups))
     store.close()
+    assert_books_close(path)
+
+
+def test_attempts_with_rewards_beyond_the_limit_are_sampled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An earlier version recorded them, and stopped before an update took their groups. With one of them in its batch
+    an update would train on nothing."""
+
+    class Huge(Mixed):
+        async def step(self, action: Answer) -> Outcome:
+            outcome = await super().step(action)
+            return dataclasses.replace(outcome, reward=1e308 if outcome.reward else -1e308)
+
+    path, config = tmp_path / "run", settings_of(updates=2, groups=2, group_size=4)
+    with monkeypatch.context() as patch:
+        for module in (stats, relative):
+            patch.setattr(module, "REWARD_LIMIT", sys.float_info.max)
+        store = Store.create(path)
+        append = store.writer.append
+
+        def until_an_update(body: bytes) -> None:
+            if body.startswith(b'{"t":"use"'):
+                raise Gone
+            append(body)
+
+        patch.setattr(store.writer, "append", until_an_update)
+        with pytest.raises(Gone):
+            asyncio.run(loop_in(store, history_in(store, path, config), config, env=Huge, tasks=tasks(1)).run())
+        store.abandon()
+    with Store.open(path, write=True) as store:
+        huge = {tape.id for tape in store.tapes(closed=True) if tape.trains}
+        assert huge
+        assert not list(store.run_records("use"))
+        reports: list[Any] = []
+        history = history_in(store, path, config)
+        history.restore()
+        asyncio.run(loop_in(store, history, config, env=Mixed, tasks=tasks(1), on_update=reports.append).run())
+        used = {name for stored in store.run_records("use") for name in Plan.of(stored.record).every}
+    assert used
+    assert not used & huge
+    assert sum(report.metrics["trained_tokens"] for report in reports) > 0
+    assert sum(report.metrics.get("lost/environment", 0) for report in reports) == len(huge)
+    assert all(any(tape in record.getMessage() for record in caplog.records) for tape in huge)
     assert_books_close(path)

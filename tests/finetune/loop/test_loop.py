@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ from tapereel.finetune.loop.rollouts import NothingUsable
 from tapereel.finetune.trainer.checkpoint import copied_weights
 from tapereel.tapes import Answer, Sampling, Status, Tape
 from tapereel.tapes.store.store import Store
+from tapereel.tapes.store.writer import SegmentWriter
 
+from ...tapes.store.synced import Synced
 from .lab import Flaky, Letters, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 
 
@@ -300,3 +303,38 @@ def test_every_version_is_published_once_with_the_digest_of_its_weights(path: Pa
     assert sampled <= {"run:0", *versions}
     assert {tape.status for tape in store.tapes()} <= {Status.FINISHED, Status.CANCELLED}
     store.close()
+
+
+def test_an_updates_records_are_durable_before_its_weights_are_published(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the publication must not leave tapes of a version that no record explains."""
+    synced = Synced(monkeypatch, path.parent)
+    waits = SegmentWriter.when_durable
+
+    def wait(self: SegmentWriter, done: Any) -> bool:
+        found = waits(self, done)
+        if found:
+            self.commit()
+        return found
+
+    # Without a thread nothing is written before a caller waits for it, so the order is that of the calls.
+    monkeypatch.setattr(SegmentWriter, "when_durable", wait)
+    config = settings_of(updates=3, max_lag=0)
+    published: list[str] = []
+    with Store.create(path, thread=False) as store:
+        history = history_in(store, path, config)
+        loop = loop_in(store, history, config, env=Shifted)
+        sync_weights = loop.engine.sync_weights
+
+        async def checked(weights: Any, version: str, mode: str) -> None:
+            left = b"".join(synced.left(segment) or b"" for segment in sorted((path / "tapes").glob("*.jsonl")))
+            bodies = [json.loads(line)["b"] for line in left.splitlines()]
+            assert version in [body["version"] for body in bodies if body["t"] == "publish"]
+            assert len(published) in [body["update"] for body in bodies if body["t"] == "use"]
+            published.append(version)
+            await sync_weights(weights, version, mode)
+
+        monkeypatch.setattr(loop.engine, "sync_weights", checked)
+        asyncio.run(loop.run())
+    assert published == ["run:1", "run:2", "run:3"]

@@ -355,6 +355,7 @@ def every(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     bounded = {"adjust": [{"kind": "clip", "limit": 0.5}], "surrogate": {"dual": 2.0}, "select": masks, "shape": clips}
     one(changes=bounded | {"reward": {"components": {"accuracy_reward": 1.0, "format_reward": 0.5}}})
     one("dapo")
+    one(changes={"select": {"mean_bounds": [0.0, 9.0]}})
     teacher = tr.save_tiny_model(
         tmp_path_factory.mktemp("teacher") / "model", alphabet="abcdo nfs", size="micro", seed=4
     )

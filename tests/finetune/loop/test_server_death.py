@@ -63,8 +63,8 @@ class Scene:
         self.proxy = DeadlyProxy(lambda: self.mortal.url)
         self.process: subprocess.Popen[str] | None = None
 
-    def write(self, control_seconds: float) -> None:
-        """The configuration, once the addresses are known."""
+    def write(self, control_seconds: float = 60.0, servers: int = 2) -> None:
+        """The configuration, once the addresses are known: of the first server alone, or of both."""
         world = Path(lab.__file__)
         config = TrainConfig(
             agent=f"{world}:Speaker",
@@ -73,7 +73,7 @@ class Scene:
             engine={
                 "kind": "vllm",
                 "model": str(self.model),
-                "urls": [self.servers[0].url, self.proxy.url],
+                "urls": [self.servers[0].url, self.proxy.url][:servers],
                 "weights_folder": str(self.path / "weights"),
                 "control_seconds": control_seconds,
                 "key_variable": KEY,
@@ -165,7 +165,7 @@ def test_whoever_dies_in_mid_update_the_run_says_so_and_goes_on(scene: Scene) ->
         url = re.escape(scene.proxy.url)
         # A sync is not repeated. Where episodes notice first, the run waits for the server before it stops.
         assert code == 69, told
-        assert "updates are recorded; repeat the command with --resume" in told
+        assert "updates are recorded; repeat it with `--resume`" in told
         said = re.search(
             f"failed at `{step}` on {url}|{url} does not answer, and new weights|{url}.*engine.patience", told
         )
@@ -189,6 +189,13 @@ def test_a_server_that_stands_still_is_waited_for_within_the_bounds(scene: Scene
     assert "no answer within 10 s" in told
     scene.mortal.end()
     scene.mortal.start()
+    assert_done(scene)
+
+
+def test_a_server_that_is_gone_for_good_is_left_out(scene: Scene) -> None:
+    code, _, told = scene.until_the_end(Moment(RELOAD, "asked", 3, scene.mortal.end))
+    assert code == 69, told
+    scene.write(servers=1)
     assert_done(scene)
 
 

@@ -162,7 +162,7 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
     assert "the players that learned there are seeker" in refusal_of(
         capsys, "explain", run, "--recipe", "own", "--policy", "judge"
     )
-    assert main(["view", run, "--out", str(tmp_path / "view"), "--last", "2"]) == 0
+    assert main(["view", run, "--out", str(tmp_path / "view.html")]) == 0
     capsys.readouterr()
     with RunView(trained) as view:
         points = view.curve()["points"]
@@ -171,7 +171,7 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
     only = answer_of(capsys, "export", run, str(tmp_path / "guide.jsonl"), "--agent", GUIDE, "--split", "train")
     every = answer_of(capsys, "export", run, str(tmp_path / "all.jsonl"), "--split", "train")
     assert "--agent is for --format rows" in refusal_of(
-        capsys, "export", run, str(tmp_path / "x"), "--format", "trl", "--agent", GUIDE
+        capsys, "export", run, str(tmp_path / "x"), "--format", "sft", "--agent", GUIDE
     )
     assert 3 * only["own_tokens"] == every["own_tokens"] >= 3 * 72
 

@@ -34,6 +34,18 @@ class Shifted(PPO):
         return super().__call__(lp, anchor, a - self.shift, index, stream, context)  # type: ignore[arg-type]
 
 
+class Late(Shape):
+    """A price from some length on, which says that it can't be reached."""
+
+    start: int = 100
+
+    def out_of_reach(self, tokens: int) -> str | None:
+        return None if tokens > self.start else f"late begins at {self.start}"
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: object, context: Context) -> Tensor:
+        return x
+
+
 class Halved(Shape):
     def __call__(self, x: Tensor, scored: Tensor, stream: object, context: Context) -> Tensor:
         return x / 2
@@ -61,3 +73,4 @@ mine = get_recipe("grpo").but(
     regulariser=[Confidence(rate=0.01)],
 )
 no_recipe = {"surrogate": "quadratic"}
+late = get_recipe("rloo").but(name="late", shape=(Late(start=5), Halved()))

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import tapereel as tr
+from tapereel.finetune.history.loop_config import LoopConfig
 from tapereel.finetune.objective import PPO, Baseline, Surrogate
 from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
@@ -153,3 +155,72 @@ def test_a_class_that_no_record_could_name_is_refused():
 def test_a_term_without_a_loss_says_what_is_missing():
     with pytest.raises(NotImplementedError, match="Surrogate has no __call__: define the loss of each token there"):
         Surrogate()(*[torch.zeros(1)] * 4, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "least", "most"),
+    [
+        ("dapo", {}, 20480 - 4096 + 1, None),
+        ("dapo", {"shape": [{"kind": "overlong", "limit": 8, "buffer": 2}]}, 7, None),
+        ("dr_grpo", {}, 512, 8 * 512),
+        ("dr_grpo", {"weigh": {"limit": 1}}, 0, None),
+        ("dr_grpo", {"weigh": {"kind": "token"}}, 0, None),
+        ("grpo", {}, 0, None),
+        (f"{Quadratic.__module__}:late", {}, 6, None),
+    ],
+)
+def test_a_recipe_says_which_lengths_of_an_episode_it_fits(
+    recipe: str, changes: dict[str, object], least: int, most: int | None
+):
+    found = get_recipe(recipe, changes)
+    assert found.unfit(least) == []
+    assert found.unfit(most or 10**6) == []
+    assert [len(found.unfit(n)) for n in (least - 1,) if n > 0] == [1] * (least > 1)
+    assert most is None or len(found.unfit(most + 1)) == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "context", "longest"),
+    [
+        ({}, None, None),
+        ({"turns": 3}, None, 30),
+        ({"turns": 3, "calls": 2}, None, 20),
+        ({"calls": 4}, None, 40),
+        ({"turns": 3, "tokens": 25}, None, 25),
+        ({"turns": 3, "context": 15}, None, 15),
+        ({"turns": 3, "context": 15}, 14, 14),
+        ({}, 14, 14),
+    ],
+)
+def test_the_longest_episode_is_the_smallest_of_its_limits(
+    limits: dict[str, int], context: int | None, longest: int | None
+):
+    loop = LoopConfig.model_validate({"sampling": {"max_tokens": 10}, "limits": {"turns": None, **limits}})
+    assert loop.longest_episode(context) == longest
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "told"),
+    [
+        ("dapo", {}, "limit 20480"),
+        ("dr_grpo", {}, "limit 512"),
+        ("dr_grpo", {"loop.changes": {"weigh": {"limit": 6}}}, None),
+        (f"{Quadratic.__module__}:late", {"loop.limits.turns": 2}, "late begins at 5"),
+        (f"{Quadratic.__module__}:late", {}, None),
+        (f"{Quadratic.__module__}:late", {"engine.capacity": 5}, "late begins at 5"),
+        ("grpo", {}, None),
+    ],
+)
+def test_a_run_says_at_its_start_which_limit_no_episode_reaches(
+    recipe: str, settings: dict[str, object], told: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    model = tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
+    own = {"loop.sampling.max_tokens": 2, "loop.limits.turns": 3, "evaluation.fraction": 0, **settings}
+    tr.train(tr.ChatAgent(), Never, ["a"], model, updates=0, recipe=recipe, out=tmp_path / "run", settings=own)
+    found = [line for line in caplog.messages if line.startswith("recipe ")]
+    assert [told in line for line in found] == ([True] if told else []), caplog.messages
+    assert all("at most 6 " in line or "at most 4 " in line or "at most 5 " in line for line in found)
+
+
+class Never(tr.Environment):
+    """No episode of it is sampled."""

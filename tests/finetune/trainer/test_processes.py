@@ -136,7 +136,7 @@ def test_a_process_that_dies_ends_the_others_with_a_sentence(model: str, tmp_pat
     running[dies].communicate()
     assert running[1 - dies].returncode == 1, said[-2000:]
     assert "another process ended" in said
-    assert "continue the run with --resume" in said
+    assert "continue the run with `--resume`" in said
     assert "Traceback" not in said
     assert read_metrics(out / METRICS)
 

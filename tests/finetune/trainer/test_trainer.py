@@ -138,6 +138,33 @@ def test_in_synchronous_mode_sampler_and_trainer_agree_on_every_token():
     assert stats.mismatch > 1e-2
 
 
+def test_only_tokens_of_the_present_weights_can_mismatch():
+    model = tiny_model(torch.float32)
+    rows = [row("a", turns=(3,)), row("b", turns=(3,)), row("c", turns=(1,))]
+    lp = score(model, rows).logprob.numpy().reshape(-1)
+    apart = np.array([0.25, 0.5, 0.0, 2.0, 1.0, 3.0, 1.5], np.float32)
+    own = (slice(0, 3), slice(3, 6), slice(6, 7))
+    stamps = (("run:4", [0, 0, 0]), ("run:3", [0, 0, 0]), ("run:4", [-1]))
+    rows = [
+        dataclasses.replace(one, old=(lp - apart)[at], versions=(name,), version=np.array(version, np.int32))
+        for one, at, (name, version) in zip(rows, own, stamps, strict=True)
+    ]
+    episodes = [episode("a", reward=1.0), episode("b", reward=0.0), episode("c", reward=0.0)]
+
+    def line(version: str | None) -> dict[str, object]:
+        trainer = Trainer(model, get_recipe("grpo"), lr=0.0)
+        trainer.version = version
+        stats = trainer.update(rows, episodes)
+        return {k: v for k, v in stats.line().items() if k.split("/")[0] in ("mismatch", "moved")}
+
+    moved = {"moved/mean": apart.mean(), "moved/min": 0.0, "moved/max": 3.0}
+    fresh = {"mismatch": 0.5, "mismatch/mean": 0.25, "mismatch/min": 0.0, "mismatch/max": 0.5}
+    assert line("run:4") == pytest.approx({**moved, **fresh}, abs=1e-5), "b is a version older, c was not sampled"
+    assert line("run:5") == pytest.approx({"mismatch": None, **moved}, abs=1e-5), "nothing was measured"
+    every = {name.replace("moved", "mismatch"): value for name, value in moved.items()}
+    assert line(None) == pytest.approx({"mismatch": 3.0, **moved, **every}, abs=1e-5), "no version is known"
+
+
 def test_learning_rate_clipping_and_decay_do_what_they_say():
     model = tiny_model()
     rows, episodes = batch(model=model)

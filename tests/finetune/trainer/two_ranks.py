@@ -212,6 +212,7 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
     with processes.leading():
         for _ in range(2):
             trainer = processes.trainer("rl")
+            trainer.version = "run:1"
             if state is not None:
                 trainer.load_state_dict(state)
             steps += trainer.updates(
@@ -250,7 +251,7 @@ def three_groups(model: Any) -> tuple[list[Row], list[Episode]]:
     rows, episodes = batch(model=model)
     more = batch(seed=5, model=model)
     names = {row.tape: f"{row.tape}'" for row in more[0][:3]}
-    rows = rows + [replace(row, tape=names[row.tape], group="g2") for row in more[0][:3]]
+    rows = rows + [replace(row, tape=names[row.tape], group="g2", versions=("run:1",)) for row in more[0][:3]]
     return rows, episodes + [replace(e, tape=names[e.tape], group="g2") for e in more[1][:3]]
 
 
