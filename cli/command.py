@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -39,13 +40,13 @@ VERBS: dict[str, tuple[str, str]] = {
     "verify": ("cli.checks.verify", "check that a run's bytes are as they were written"),
     "reproduce": ("cli.checks.reproduce", "recompute a checkpoint from base weights and tapes, and compare"),
     "audit": ("cli.checks.audit", "account for every sampled token and every episode of a run"),
-    "check": ("cli.checks.check", "check an environment, tasks or an engine before you use them"),
+    "check": ("cli.checks.check", "check an environment or an engine before you use them"),
     "show": ("cli.look.show", "print a tape, or list the tapes of a run"),
-    "view": ("cli.look.view", "show a run in the browser, or write that view as files"),
+    "view": ("cli.look.view", "show a run in the browser, or write that view as a file"),
     "explain": ("cli.look.explain", "show how training used each token of a tape, or how other recipes would"),
     "diff": ("cli.look.diff", "show where two tapes differ, or how two runs solved the same tasks"),
-    "export": ("cli.exchange.export", "write tapes as a dataset or in another system's format"),
-    "import": ("cli.exchange.import_", "read another system's traces, rollouts or rows as tapes"),
+    "export": ("cli.exchange.export", "write tapes as a dataset, or as rows of conversations"),
+    "import": ("cli.exchange.import_", "read rows of conversations as tapes"),
 }
 """verb -> (module inside tapereel, what it does)."""
 
@@ -57,18 +58,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "exchange": ("export", "import"),
 }
 """The verbs in the order of `tapereel --help`."""
-
-FORMER: dict[str, str] = {
-    "reexec": "replay RUN --env [NAME]",
-    "rescore": "replay RUN --rewards NAME",
-    "requery": "replay RUN --model [DIR]",
-    "check-env": "check env",
-    "check-tasks": "check tasks",
-    "serve-env": "serve env",
-    "gateway": "serve gateway",
-    "lab": "explain RUN --recipe NAME",
-}
-"""Former verb -> how it is spelled now."""
 
 _EPILOG = f"""\
 exit codes: 0 it worked or holds, 1 it failed or diverged, 2 it can't be verified, 64 wrong usage; the model's server:
@@ -205,10 +194,6 @@ def _leave_threads(code: int) -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    refusal = _former(words)
-    if refusal is not None:
-        say(refusal)
-        return Exit.USAGE
     top = _top_parser()
     chosen = top.parse_args(words[:1])
     if chosen.version:
@@ -222,27 +207,13 @@ def _dispatch(words: list[str]) -> int:
     return _run(chosen.verb, words[1:])
 
 
-def _former(words: list[str]) -> str | None:
-    """A sentence with the new spelling, where the words are a former one; None otherwise."""
-    verb, after = (words[0], words[1:2]) if words else ("", [])
-    if verb in FORMER:
-        return f"tapereel {verb}: this is now `tapereel {FORMER[verb]}`"
-    targets = getattr(load(verb), "TARGETS", {}) if verb == "serve" else {}
-    if verb == "serve" and after not in ([target] for target in (*targets, "-h", "--help")):
-        return (
-            f"tapereel serve: name what to serve ({', '.join(targets)}); `tapereel serve DIR` is now "
-            "`tapereel serve model DIR`"
-        )
-    return None
-
-
 def _run(name: str, words: list[str]) -> int:
-    traceback, prog = "--traceback" in words, f"tapereel {name}"
+    traceback, prog, parser = "--traceback" in words, f"tapereel {name}", _Parser()
     try:
         args = verb_parser(name).parse_args(words)
-        prog = args.parser.prog
+        prog, parser = args.parser.prog, args.parser
         args.answer_to = sys.stdout
-        with contextlib.redirect_stdout(sys.stderr), _warnings_on_stderr():
+        with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr), _warnings_on_stderr():
             return int(cast(Verb, args.command).run(args))
     except ModuleNotFoundError as error:
         extra = extra_of(error.name or "")
@@ -261,7 +232,7 @@ def _run(name: str, words: list[str]) -> int:
     except (TapereelError, OSError) as error:
         if traceback:
             raise
-        say(f"{prog}: {_sentence(error)}")
+        say(f"{prog}: {_with_options(_sentence(error), parser)}")
         if isinstance(error, RunStopped):
             return Exit[error.reason.upper()]
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
@@ -279,6 +250,20 @@ def _warnings_on_stderr() -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
+
+
+def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
+    """A message of the library with its arguments, as `` `resume=True` ``, and its settings, as `` `loop.groups=8` ``,
+    spelled as the command's options."""
+    flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        dest, value = ("sets", f"{name}={value}") if "." in name else (name, value)
+        words = [flags.get(dest), value if value not in ("True", "...") else None]
+        return f"`{' '.join(filter(None, words))}`" if dest in flags else found[0]
+
+    return re.sub(r"`([\w.]+)=([^`]+)`", option, text)
 
 
 def _sentence(error: Exception) -> str:

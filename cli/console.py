@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from ..tapes.common.text import safe
+from ..tapes.common.text import safe, tell
 from ..tapes.errors import UsageError
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Verb(Protocol):
 def say(text: str) -> None:
     """Print one line of progress to stderr. Control characters are escaped: text from a tape can't control the
     terminal."""
-    print(safe(text), file=sys.stderr, flush=True)
+    tell(text)
 
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: Section | RenderableType) -> None:

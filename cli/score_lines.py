@@ -20,6 +20,8 @@ def read_k(text: str) -> tuple[int, ...]:
 
 def lost_line(scores: Scores) -> str:
     """The share of tasks without a result, to be read before any mean: no mean has these tasks."""
+    if scores.tasks and not scores.without:
+        return f"all {scores.tasks:,} tasks have a result"
     share = scores.without / scores.tasks if scores.tasks else 0.0
     return f"{share:.1%} of the tasks have no result ({scores.without:,} of {scores.tasks:,})"
 

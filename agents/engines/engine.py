@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from ...tapes.common.redact import without_secrets
-from ...tapes.errors import RunStopped, StopReason, TapereelError
+from ...tapes.errors import RunStopped, StopReason, TapereelError, error_message
 from ...tapes.places import Place
 from ...tapes.records import Attempt, Message, Sampling, Usage
 
@@ -311,9 +311,16 @@ class EngineStopped(EngineError, RunStopped):
         super().__init__(message)
         self.reason = reason
 
-    def at(self, progress: str) -> EngineStopped:
-        """The same error, which also says how far the run came."""
-        return EngineStopped(f"{self}. {progress}", self.reason)
+    def at(self, progress: str, engines: Sequence[str] = ()) -> EngineStopped:
+        """The same error, which also says how far the run came and how to continue it. engines: the settings whose
+        `model` may differ in a resumed run."""
+        go_on = "repeat it with `resume=True` for the others"
+        if self.reason == "model" and engines:
+            names = " or ".join(f"{engine}.model" for engine in engines)
+            go_on = f"correct that model's name ({names}) or its address, and repeat it with `resume=True`"
+        elif self.reason == "model":
+            go_on += " when a server has that model, or choose another path (`out=...`) for another model"
+        return EngineStopped(f"{self}. {progress}; {go_on}", self.reason)
 
 
 class PromptTooLong(EngineError, ValueError):
@@ -363,4 +370,4 @@ def one_temperature(request: Request) -> None:
 
 def error_text(error: Exception) -> str:
     """Type and message of an error, without secrets of a server or library: tapes are shared."""
-    return f"{type(error).__name__}: {without_secrets(str(error))}"
+    return f"{type(error).__name__}: {without_secrets(error_message(error))}"

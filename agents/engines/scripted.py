@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from ...tapes.common.arguments import check_arguments
 from .engine import Completion, EngineError, Request
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class ScriptedEngine:
 
     name = "scripted"
 
+    @check_arguments
     def __init__(self, answers: Iterable[str] | Policy, *, renderer: Renderer | None = None) -> None:
         self._policy = answers if callable(answers) else None
         self._answers = None if callable(answers) else iter(answers)

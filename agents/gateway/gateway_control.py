@@ -20,13 +20,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, JsonValue, ValidationError
 
 from ...envs import Environment, Outcome
 from ...tapes import Answer, CauseType, Sampling, Status, Step, StoreFailed, Tape, Task, Text
 from ...tapes.common.http_service import BODY, Handler, web
+from ...tapes.common.stats import REWARD_LIMIT
 from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError
 from ...tapes.journal import Journal
@@ -90,7 +91,7 @@ class ScoreTape(BaseModel):
     """The body of a request that scores a tape. A later request replaces the value of a name that is already set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    rewards: dict[str, FiniteFloat] = {}
+    rewards: dict[str, Annotated[FiniteFloat, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT)]] = {}
     metrics: dict[str, FiniteFloat] = {}
 
 

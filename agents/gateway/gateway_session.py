@@ -369,7 +369,8 @@ class Session:
                         raise Refused(400, f"messages.{k}.content.{n}.image_url: {error}", param="messages") from None
                     await self._llm.recorder.keep_asked(picture)
                     self._pictures[digest] = picture
-                parts[n] = image_of(self._pictures[digest])
+                detail = part["image_url"]["detail"]
+                parts[n] = image_of(self._pictures[digest]) | ({} if detail is None else {"detail": detail})
             found.append({**message, "content": parts} if parts else message)
         return found
 

@@ -4,7 +4,8 @@ A call continues another call iff its prompt begins with the exact prompt and co
 order of the records doesn't matter: a parent may be recorded late. (A cut-off answer is recorded when its client
 disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
 
-    auxiliary  system messages or tools differ from those of most calls: summaries, titles, helper agents
+    auxiliary  system messages or tools differ from those of most calls: summaries, titles, helper agents. A call that
+               continues a conversation without its tools, or with others, still belongs to the agent that it continues
     discarded  a retry's earlier answer (the same prompt asked again, and the answer never continued); an abandoned
                branch (the program returned to an earlier answer and continued there); an answer whose client
                disconnected
@@ -19,7 +20,7 @@ import hashlib
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,8 +40,8 @@ class _Node:
     call: Call
     place: int
     """Position in the order of recording."""
-    identity: str
-    """System messages and tools (see `_identity`) of the first call in this call's chain of parents."""
+    identity: tuple[str, str | None]
+    """System messages and tools (see `_identity`) of the call that this call's conversation began with."""
     asked: str
     """Digest or text of the prompt after the parent's tokens. Siblings with equal `asked` have the same prompt."""
     started: float
@@ -74,7 +75,7 @@ def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]
     own: call -> the program's own label, which overrides the label that is found here.
     """
     nodes = {
-        call.call: _Node(call, k, "", "", call.at - sum(a.seconds for a in call.attempts))
+        call.call: _Node(call, k, ("", None), "", call.at - sum(a.seconds for a in call.attempts))
         for k, call in enumerate(tape.calls)
         if call.engine != "authored" and call.finish != "error" and (call.completion or call.text)
     }
@@ -90,10 +91,23 @@ def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]
     return labels
 
 
-def _identity(tape: Tape, call: Call) -> str:
+def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
     """The system messages among the first four messages, and the tools: they distinguish a program's agents."""
     said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
-    return json.dumps([said, call.tools.hash if call.tools is not None else None])
+    return json.dumps(said), call.tools.hash if call.tools is not None else None
+
+
+def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Node]) -> None:
+    """Give each root the identity of the call whose messages and answer it continues, if only their tools differ.
+
+    Without its tools a template writes another prompt, so such a call begins with other tokens than its conversation.
+    """
+    said = {node: [*tape.call_messages(node.call), node.call.reply] for node in nodes}
+    for root in sorted(roots, key=lambda node: node.started):
+        messages, same = said[root][:-1], [node for node in nodes if node.identity[0] == root.identity[0]]
+        before = [node for node in same if said[node] == messages[: len(said[node])]]
+        for follower in root if before else ():
+            follower.identity = max(before, key=lambda node: len(said[node])).identity
 
 
 def extends(tape: Tape, call: Call) -> bool:
@@ -118,11 +132,13 @@ def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
             roots.append(node)
     if len(roots) > 1 or len(roots) < len(nodes):
         _find_parents(tape, nodes, roots, late)
+    roots = [node for node in roots if node.parent is None]
     for node in roots:
-        if node.parent is None:
-            node.asked, identity = _whole(tape, node.call), _identity(tape, node.call)
-            for follower in node:
-                follower.identity = identity
+        node.asked, identity = _whole(tape, node.call), _identity(tape, node.call)
+        for follower in node:
+            follower.identity = identity
+    if len({node.identity for node in roots}) > 1:
+        _share_identities(tape, nodes.values(), roots)
     return late
 
 
@@ -202,7 +218,7 @@ def _judge(nodes: dict[str, _Node]) -> None:
     """Set the label of every call. A discarded call stays discarded, whatever its system messages are."""
     roots = [node for node in nodes.values() if node.parent is None]
     said = Counter(node.identity for node in nodes.values())
-    main = max(said, key=said.__getitem__, default="")
+    main = max(said, key=said.__getitem__, default=None)
     for family in _families(roots):
         _retries(family)
     for node in nodes.values():

@@ -113,7 +113,8 @@ def _data_url(url: str) -> str:
 
 class _ImageUrl(BaseModel):
     url: Annotated[str, AfterValidator(_data_url)]
-    detail: Literal["auto"] | None = None
+    detail: Literal["auto", "low", "high"] | None = None
+    """For a hosted model. Elsewhere the image processor decides about the size; the part on the call keeps it."""
 
 
 class _ImagePart(BaseModel):

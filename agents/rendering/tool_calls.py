@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 from pydantic import JsonValue
@@ -27,7 +26,11 @@ _KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 _SHAPE = 'A call is a JSON object with "name" and "arguments".'
 _HEAD = re.compile(r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 """The beginning of a call, valid JSON or not, through its name."""
+_LEXED = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
+"""What can be JSON: up to a string without an end, or to a `<` or `\\` outside of strings. So it ends at the next mark
+unless that is in a string, and then what is lexed from that mark ends at the mark behind it: reading is linear."""
 _TAGGED_END = re.compile(rf"\s*(?:{_END_TAG}|(?={_TAG})|\Z)")
+_ANY_TAG = re.compile(f"{_TAG}|{_END_TAG}")
 _SPACE = re.compile(r"\s*")
 _BETWEEN = re.compile(r"\s*;?\s*")
 _json = json.JSONDecoder()
@@ -123,7 +126,7 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
             if end < 0:
                 return found
             at, fresh, thinking = end + len(_END_THINK), True, False
-        calls = list(takewhile(lambda one: _begins_call(one.body, names), _objects(text, at))) if fresh else []
+        calls = list(_objects(text, at, names)) if fresh else []
         mark = None if calls else _MARK.search(text, at)
         if mark is None and not calls:
             return found
@@ -145,13 +148,13 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
 def _tagged(text: str, at: int) -> list[_Written]:
     """Hermes and Qwen: `<tool_call>JSON</tool_call>`. The end tag may be missing, as where it ends the answer."""
     begin = _after(_SPACE, text, at)
-    end = _json_end(text, begin)
-    tag = _TAGGED_END.match(text, end) if end is not None else None
-    if tag is not None:
-        return [_Written(at, tag.end(), text[begin:end])]
+    end = _json_end(_lexed(text, begin), 0)
+    tag = _TAGGED_END.match(text, begin + end) if end is not None else None
+    if tag is not None and end is not None:
+        return [_Written(at, tag.end(), text[begin : begin + end])]
     # Broken JSON: it ends at the nearest tag, and with the text where there is none.
-    places = [k for k in (text.find(_END_TAG, at), text.find(_TAG, at)) if k >= 0]
-    end = min(places, default=len(text))
+    nearest = _ANY_TAG.search(text, at)
+    end = nearest.start() if nearest is not None else len(text)
     return [_Written(at, end + len(_END_TAG) * text.startswith(_END_TAG, end), text[begin:end])]
 
 
@@ -167,14 +170,26 @@ _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
 
-def _objects(text: str, at: int) -> Iterator[_Written]:
-    """JSON objects from `at` on, with white space or `;` between them. A broken one reaches to the end of the text."""
+def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[_Written]:
+    """JSON objects from `at` on, with white space or `;` between them. A broken one reaches to the end of the text.
+    names: tools; the first object that names none of them ends the row."""
     at = _after(_SPACE, text, at)
+    lexed, before = _lexed(text, at), at
     while text.startswith("{", at):
-        end = _json_end(text, at) or len(text)
+        end = _json_end(lexed, at - before)
+        end = None if end is None else before + end
+        if names is not None and not _begins_call(text, at, end, names):
+            return
+        end = end or len(text)
         following = _after(_BETWEEN, text, end)
         yield _Written(at, following, text[at:end])
         at = following
+
+
+def _lexed(text: str, at: int) -> str:
+    """The text from `at` on, as far as it can be JSON. An error of a JSON parser counts the lines before its place, so
+    the parser isn't given the whole text."""
+    return text[at : _after(_LEXED, text, at)] if text.startswith("{", at) else ""
 
 
 def _json_end(text: str, at: int) -> int | None:
@@ -185,14 +200,16 @@ def _json_end(text: str, at: int) -> int | None:
         return None
 
 
-def _begins_call(body: str, names: Collection[str]) -> bool:
-    """Whether a JSON object without a mark names an offered tool, in the place of a call's name."""
+def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) -> bool:
+    """Whether the JSON object text[at:end] (None: broken) names an offered tool, in the place of a call's name."""
     try:
-        value = read_plain(body)
+        value = read_plain(text[at:end]) if end is not None else None
     except ValueError:
-        head = _HEAD.match(body)
-        return head is not None and head[1][1:-1] in names
-    return isinstance(value, dict) and tool_name(value) in names
+        value = None
+    if isinstance(value, dict):
+        return tool_name(value) in names
+    head = _HEAD.match(text, at)
+    return head is not None and head[1][1:-1] in names
 
 
 def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:

@@ -137,7 +137,7 @@ def _plan(
     def check(tape: Tape) -> Verdict:
         recorded = tape.begin.agent.name
         if recorded != acting.path:
-            reason = f"it was recorded of the agent {recorded!r}, not of {acting.path!r}: give --agent"
+            reason = f"it was recorded of the agent {recorded!r}, not of {acting.path!r}: name that agent"
             return unverifiable("replay", tape.id, reason)
         return run_async(replay(tape, acting, renderer=renderer, turn=turn, seconds=seconds))
 
@@ -150,7 +150,7 @@ def _unable(tape: Tape, turn: int | None) -> str | None:
     if unknown is not None:
         return (
             f"no imported module defines the step kind {unknown.original!r}, so the agent can't be shown the "
-            "recorded step: name its environment with --import, or import it"
+            "recorded step: import its environment's module (on the command line: `--import MODULE`)"
         )
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     turns = len(tape.log.cuts)

@@ -21,6 +21,8 @@ from ...tapes.tape import Entry
 from ..episode.seeds import derive_seed, seed_stream
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
+_PRINTED = re.compile(r"( ended with exit code -?\d+): .*", re.DOTALL)
+"""The errors that a failed program printed: a log, with times and ids of its own in each run."""
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
 """Exception class as written on older tapes -> its name today, so that the rename is no divergence."""
 _FROM_OUTSIDE = {
@@ -316,6 +318,6 @@ def _what_ended(end: End | None) -> dict[str, Any]:
     cause = end.cause
     if cause is None:
         return {"status": end.status.value, "cause": None}
-    message = _ADDRESS.sub("0x", cause.message or "")
+    message = _PRINTED.sub(r"\1", _ADDRESS.sub("0x", cause.message or ""))
     error = _RENAMED_ERRORS.get(cause.error or "", cause.error)
     return {"status": end.status.value, "cause": {"type": cause.type.value, "error": error, "message": message}}

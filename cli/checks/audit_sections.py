@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ...tapes.audit.auditor import Audit, Spent
+from ...tapes.common.stats import fixed
 from ...tapes.store.books import Books
 from ..console import Section
 
@@ -38,7 +39,7 @@ def _tokens(books: Books) -> Section:
         f"{books.applied:,} token-updates applied"
     ]
     if books.textual:
-        notes.append(f"{books.textual:,} calls of engines that return only text: their tokens can't be counted")
+        notes.append(f"{books.textual:,} calls of engines that return text alone: their tokens are in the cost only")
     return Section(("tokens", "#number", "#share"), rows, "sampled tokens", notes=tuple(notes))
 
 
@@ -137,7 +138,7 @@ def _components(audit: Audit) -> Section:
             _number(one.low, ".4g"),
             _number(one.mean, ".4g"),
             _number(one.high, ".4g"),
-            "metric" if one.metric else f"{one.total:,.2f}",
+            "metric" if one.metric else fixed(one.total, ",.2f"),
             _share(one.share),
             f"{one.evidence:,}",
         )
@@ -161,7 +162,7 @@ def _earned(audit: Audit) -> Section:
             one.kind if one.kind is not None else "(the episode)",
             f"{one.scores:,}",
             f"{one.mean:.4g}",
-            f"{one.total:,.2f}",
+            fixed(one.total, ",.2f"),
             _share(one.share),
             _first_tapes(one.tapes),
         )

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...tapes.common.text import number
+from ...tapes.common.stats import fixed, number
 from ...tapes.errors import UsageError
 from ..console import Section, answer, markdown
 from ..progress_bars import live_progress
@@ -159,8 +159,8 @@ def _run_parts(found: RunDiff) -> Iterator[str | Section]:
     yield f"{sum(found.counts.values()):,} tasks, from the first run to the second: {counts}"
     if found.mean_first is not None and found.mean_second is not None:
         yield (
-            f"mean reward on the {found.scored:,} tasks that both scored: {found.mean_first:.3f} and "
-            f"{found.mean_second:.3f} ({found.mean_second - found.mean_first:+.3f}); tapereel eval "
+            f"mean reward on the {found.scored:,} tasks that both scored: {fixed(found.mean_first)} and "
+            f"{fixed(found.mean_second)} ({fixed(found.mean_second - found.mean_first, '+.3f')}); tapereel eval "
             "--against adds intervals"
         )
 

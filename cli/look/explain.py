@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...envs.load_named import load_named
+from ...tapes.common.stats import fixed
 from ...tapes.common.text import counted, safe
 from ...tapes.errors import UsageError
 from ..console import Exit, Section, answer, at_least, given, styled
@@ -222,16 +223,12 @@ def _line_cells(line: RecipeLine) -> list[str]:
     recorded = "" if line.recorded is None else "yes" if line.recorded else "NO"
     return [
         line.recipe,
-        _number(line.loss),
-        _number(line.grad_norm),
-        _number(line.cosine, 4),
-        _number(line.mean_advantage, 3),
-        _number(line.clipped, 3),
+        fixed(line.loss, ".6g"),
+        fixed(line.grad_norm, ".6g"),
+        fixed(line.cosine, ".4g"),
+        fixed(line.mean_advantage, ".3g"),
+        fixed(line.clipped, ".3g"),
         str(line.tokens),
         str(line.dropped),
         line.skipped or recorded,
     ]
-
-
-def _number(value: float | None, digits: int = 6) -> str:
-    return "-" if value is None else f"{value:.{digits}g}"

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
-from ...tapes.common.text import counted, number
+from ...tapes.common.stats import fixed, mean_of, number
+from ...tapes.common.text import counted
 from ...tapes.errors import UsageError
 from ...tapes.records import Status
 from ...tapes.store.disk import read_file
@@ -134,11 +135,11 @@ def _show_list(args: argparse.Namespace, every: list[Summary]) -> None:
     newest = every[-args.last :] if args.last > 0 else []
     counts = dict(Counter(summary.status or RUNNING for summary in every).most_common())
     scored = [summary.reward for summary in every if summary.reward is not None]
-    mean = sum(scored) / len(scored) if scored else None
+    mean = mean_of(scored)
     statuses = ", ".join(f"{n} {status}" for status, n in counts.items()) or "none matches"
     line = f"{counted(len(every), 'tape')} ({statuses})"
     if mean is not None:
-        line += f"; mean reward {mean:.3f} over {len(scored)} scored"
+        line += f"; mean reward {fixed(mean)} over {len(scored)} scored"
     data = {
         "run": str(args.run),
         "count": len(every),

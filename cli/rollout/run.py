@@ -6,6 +6,8 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ...tapes.common.config import dump_config, load_config
+from ...tapes.common.stats import fixed
+from ...tapes.store.books import spent
 from ...tapes.store.run_directory import pin_line
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     with live_progress() as progress:
         summary = roll_out(config, out, resume=args.resume, progress=progress)
     answer(args, summary, _section(summary), *_summary_lines(summary))
-    return Exit.HOLDS if summary.usable or not summary.episodes else Exit.BROKEN
+    return Exit.HOLDS if summary.scored or not summary.episodes else Exit.BROKEN
 
 
 def _k_settings(args: argparse.Namespace) -> list[str]:
@@ -78,19 +80,19 @@ def _section(summary: RunSummary) -> Section:
 def _summary_lines(summary: RunSummary) -> list[str]:
     reward = "no attempt was scored"
     if summary.reward is not None:
-        spread = "" if summary.error is None else f" ± {summary.error:.3f} (standard error over tasks)"
-        reward = f"mean reward {summary.reward:.3f}{spread} of {summary.scored:,} scored attempts"
+        spread = "" if summary.error is None else f" ± {fixed(summary.error)} (standard error over tasks)"
+        reward = f"mean reward {fixed(summary.reward)}{spread} of {summary.scored:,} scored attempts"
     lines = [
         *summary.advice,
         f"{summary.tasks:,} tasks x {summary.attempts} attempts: {summary.episodes:,} episodes on tape, "
         f"{summary.recorded:,} of them recorded now, in {summary.seconds:.1f} s.",
-        f"{lost_line(summary.scores)}; {reward}; {summary.tokens['sampled']:,} tokens sampled.",
+        f"{lost_line(summary.scores)}; {reward}; {spent(summary.tokens)}.",
         *(score_lines(summary.scores) if summary.scores.pass_at or summary.scores.by_label else []),
         pin_line(summary.run),
         f"Next: tapereel show {summary.run}",
     ]
-    if not summary.usable and summary.episodes:
-        lines.insert(0, "No episode ended usably: `tapereel show RUN TAPE` prints the cause of each.")
+    if not summary.scored and summary.episodes:
+        lines.insert(0, "No task has a result: `tapereel show RUN TAPE` prints how each episode ended.")
     more = len(summary.faults) - SHOWN
     return [
         *map(str, summary.faults[:SHOWN]),

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...tapes.common.config import dump_config, load_config
+from ...tapes.common.stats import fixed
 from ...tapes.errors import UsageError
-from ...tapes.store.run_directory import CONFIG, pin_line
+from ...tapes.store.run_directory import CONFIG, pin_line, recorded_settings
 from ...tapes.view.overview import checks, command, next_commands
 from ..console import Exit, Section, answer
 from ..progress_bars import live_progress
@@ -59,7 +60,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--blind is a control of the demo with pictures: add --pictures, or remove --blind")
     if args.pictures and args.model_size not in (None, "small"):
         raise UsageError(f"--model-size {args.model_size}: the model of --pictures has one size; remove --model-size")
-    options = {name: getattr(args, name) for name in ("seed", "algo", "model_size") if getattr(args, name) is not None}
+    names = ("seed", "algo", "model_size")
+    begun = recorded_settings(args.out) if args.resume and args.out else {}
+    options = {name: begun[name] for name in names if name in begun}
+    options |= {name: value for name in names if (value := getattr(args, name)) is not None}
     made = PicturesDemoConfig(blind=args.blind, **options) if args.pictures else DemoConfig(**options)
     config = load_config(made, args.config, args.sets)
     kind = "blind-" if args.blind else "pictures-" if args.pictures else ""
@@ -80,10 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _section(summary: DemoSummary) -> Section:
     title = f"Held-out reward, {summary.held_out['n']} tasks, seed {summary.seed}"
-    rows = [
-        (row.name, *("-" if v is None else f"{v:.3f}" for v in (row.sampled, row.greedy)), row.note)
-        for row in summary.scores
-    ]
+    rows = [(row.name, fixed(row.sampled), fixed(row.greedy), row.note) for row in summary.scores]
     return Section(("policy", "#sampled", "#greedy", "note"), rows, title, fold=("note",))
 
 

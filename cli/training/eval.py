@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 
 from ...agents.runs.runner import RunScores, score_run
-from ..console import Exit, answer, check_target
+from ..console import Exit, answer
 from ..score_lines import read_k, score_lines
 
 EXAMPLE = """
-tapereel eval runs/digits-passk --k 1,4,16 --plot runs/digits-passk/passk.png
+tapereel eval runs/digits-passk --k 1,4,16
 tapereel eval runs/digits --split eval-after-sampled --against runs/digits --against-split eval-before-sampled
 """
 
@@ -30,13 +30,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against-split", metavar="SPLIT", help="only the other run's tapes of this split (default: that of --split)"
     )
-    parser.add_argument("--plot", metavar="FILE", help="draw pass@k over k as a PNG file")
 
 
 def run(args: argparse.Namespace) -> int:
     """Evaluate, and print the scores."""
-    check_target("--plot", args.plot)
-    found, rewards = score_run(
+    found = score_run(
         args.run,
         args.split,
         k=read_k(args.k) if args.k else (),
@@ -45,10 +43,6 @@ def run(args: argparse.Namespace) -> int:
         against=args.against,
         against_split=args.against_split,
     )
-    if args.plot is not None:
-        from ...finetune.report.pass_at_k_plot import plot_pass_at_k
-
-        plot_pass_at_k(args.plot, rewards, success=args.success)
     answer(args, found, *_score_lines(found))
     return Exit.HOLDS
 

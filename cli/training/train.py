@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from ...agents.runs.pass_at_k import Interval
 from ...tapes.common.config import dump_config, load_config
 from ...tapes.common.config_yaml import write_yaml
+from ...tapes.common.stats import fixed
 from ...tapes.common.text import counted
+from ...tapes.store.books import spent
 from ...tapes.store.run_directory import pin_line
 from ...tapes.view.overview import UNTAUGHT, command
 from ..console import Exit, Section, answer
@@ -68,7 +70,7 @@ def _learned_nothing(summary: TrainSummary) -> bool:
 def _section(summary: TrainSummary) -> Section:
     held_out = summary.held_out
     rows = [
-        (name, _number(ends["first"]), _number(ends["last"]), "")
+        (name, fixed(ends["first"]), fixed(ends["last"]), "")
         for name, ends in (
             ("first and last five updates", summary.reward),
             *((f"those of {path}", ends) for path, ends in summary.agents.items()),
@@ -76,7 +78,7 @@ def _section(summary: TrainSummary) -> Section:
     ]
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):
         if f"{prefix}after" in held_out and held_out["n"]:
-            before, after = _number(held_out.get(f"{prefix}before")), _number(held_out[f"{prefix}after"])
+            before, after = fixed(held_out.get(f"{prefix}before")), fixed(held_out[f"{prefix}after"])
             change = held_out.get(f"{prefix}after_change")
             rows.append(
                 (f"{held_out['n']} {name}", before, after, Interval.model_validate(change).signed if change else "")
@@ -90,8 +92,7 @@ def _summary_lines(summary: TrainSummary) -> list[str]:
         *summary.advice,
         f"{counted(summary.updates, 'update')} by {summary.recipe} in {seconds['total']:.0f} s (engine "
         f"{seconds.get('rollout', 0):.0f} s, trainer {seconds.get('train', 0):.0f} s, concurrently).",
-        f"{summary.episodes:,} episodes on tape; {tokens['sampled']:,} sampled tokens, {tokens['trained']:,} of them "
-        "trained on; "
+        f"{summary.episodes:,} episodes on tape; {spent(tokens)}; {tokens['trained']:,} trained on; "
         + ("all are accounted for." if summary.books_close else "some are NOT accounted for: see tapereel audit."),
         *([UNTAUGHT] if _learned_nothing(summary) else []),
         f"The model: {summary.model}",
@@ -99,7 +100,3 @@ def _summary_lines(summary: TrainSummary) -> list[str]:
         pin_line(summary.run),
         f"Next: open {summary.report} in a browser; {command('explain', summary.run)}",
     ]
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

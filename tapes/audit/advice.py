@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from statistics import fmean, variance
 
 from pydantic import JsonValue
 
+from ..common.stats import interval, mean, variance
 from ..errors import TapereelError
 from ..steps import ParseError
 from ..store.run_directory import Evaluations
@@ -25,6 +25,8 @@ OFTEN = 0.1
 """Share of answers above which those that were cut off are reported."""
 MOST = 0.5
 """Share of answers above which those that could not be read are reported."""
+NEAR = 0.1
+"""Share of the range of rewards by which answers that were cut off may earn less than the best, without a sentence."""
 FEW = 4
 """Least number of rewards, or of called-for answers, that make a sentence."""
 SHORT = 16
@@ -71,29 +73,38 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
             "write calls in a format that is read (docs/tools.md), and does your agent act on reply.tool_calls?"
         )
     misread = Counter(step.problem for tape in newest for step in tape if isinstance(step, ParseError))
-    answers = sum(len(tape.calls) for tape in newest)
-    if answers and misread.total() >= FEW and misread.total() > MOST * answers:
+    asked = sum(len(tape.calls) for tape in newest)
+    if asked and misread.total() >= FEW and misread.total() > MOST * asked:
         problem, _ = misread.most_common(1)[0]
         yield (
-            f"{misread.total() / answers:.0%} of the newest answers could not be read as an action, most often: "
+            f"{misread.total() / asked:.0%} of the newest answers could not be read as an action, most often: "
             f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
             "agent's `parse`?"
         )
     # Limits of a few tokens, and those that an agent sets itself (`max_tokens=1`), mean the cut.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]
-    calls = [
-        call.finish == "length"
+    answers = [
+        (call.finish == "length", tape.reward)
         for tape, limit in zip(newest, limits, strict=True)
         if limit >= SHORT
         for call in tape.calls
         if call.sampling is not None and call.sampling.max_tokens == limit
     ]
-    if len(calls) >= FEW and sum(calls) > OFTEN * len(calls):
+    cut = [reward for is_cut, reward in answers if is_cut]
+    if len(answers) >= FEW and len(cut) > OFTEN * len(answers) and not _earns(cut, [reward for _, reward in answers]):
         yield (
-            f"{sum(calls) / len(calls):.0%} of the newest answers were cut off at sampling.max_tokens "
+            f"{len(cut) / len(answers):.0%} of the newest answers were cut off at sampling.max_tokens "
             f"({max(limits)}), so they earn what half an answer earns. Raise it (loop.sampling.max_tokens in "
             "training), or ask for shorter answers."
         )
+
+
+def _earns(cut: Sequence[float | None], every: Sequence[float | None]) -> bool:
+    """Whether answers that were cut off, by their rewards, come near the best of `every` answer; if all were cut off,
+    near 1 at least."""
+    known, scored = ([reward for reward in rewards if reward is not None] for rewards in (cut, every))
+    best, worst = max([*scored, *[1.0] * (len(known) == len(scored))]), min([*scored, 0.0])
+    return bool(known) and best - mean(known) < NEAR * (best - worst)
 
 
 def _called(tape: Tape) -> bool:
@@ -118,7 +129,7 @@ def _updates(lines: Lines) -> Iterator[str]:
     if known:
         yield (
             f"The reward did not rise beyond its interval: from the first to the last {some} updates it changed by "
-            f"{(low + high) / 2:+.3f} [{low:+.3f}, {high:+.3f}] (what to do: docs/reward_does_not_climb.md)."
+            f"{interval((low + high) / 2, low, high, '+.3f')} (what to do: docs/reward_does_not_climb.md)."
         )
     trained = [line for line in last if line.get("trained_tokens")]
     moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
@@ -126,8 +137,8 @@ def _updates(lines: Lines) -> Iterator[str]:
     # Of all own tokens. Lines of earlier versions have only that of the tokens with an advantage.
     surprise = _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
     still = bool(moves) and not any(moves)
-    alike = bool(flat) and fmean(flat) > (0.5 if known else 0.99)
-    gone = bool(surprise) and fmean(surprise) < GONE
+    alike = bool(flat) and mean(flat) > (0.5 if known else 0.99)
+    gone = bool(surprise) and mean(surprise) < GONE
     if still:
         yield (
             f"The gradient or the learning rate was zero in the last {len(moves)} updates, so the weights did not "
@@ -135,13 +146,13 @@ def _updates(lines: Lines) -> Iterator[str]:
         )
     if alike:
         yield (
-            f"{fmean(flat):.0%} of the groups of the last {len(last)} updates had equal rewards, which teach nothing: "
+            f"{mean(flat):.0%} of the groups of the last {len(last)} updates had equal rewards, which teach nothing: "
             "take tasks that the model solves sometimes (curriculum), a larger loop.group_size, or rewards for parts "
             "of a solution."
         )
     if gone:
         yield (
-            f"The entropy is gone ({fmean(surprise):.3f} nats a token), so all attempts are alike: begin again from an "
+            f"The entropy is gone ({mean(surprise):.3f} nats a token), so all attempts are alike: begin again from an "
             "earlier checkpoint with a lower loop.optimiser.lr, or with a KL or entropy term (loop.changes)."
         )
     if known and not (still or alike or gone):
@@ -157,7 +168,7 @@ def _held_out(evaluations: Evaluations) -> Iterator[str]:
     if change and change["low"] is not None and change["low"] <= 0:
         yield (
             f"On the {change['tasks']} held-out tasks the reward did not rise beyond its interval: it changed by "
-            f"{change['value']:+.3f} [{change['low']:+.3f}, {change['high']:+.3f}]. Train longer (loop.updates, and "
+            f"{interval(change['value'], change['low'], change['high'], '+.3f')}. Train longer (loop.updates, and "
             "warm.updates of a warm start) on more different tasks, and measure with more tasks (evaluation.fraction) "
             "or attempts (evaluation.attempts)."
         )
@@ -173,5 +184,5 @@ def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
     t = 1.96 + 2.8 / (len(before) + len(after) - 2)  # Student's, within 2 % from 8 degrees of freedom on
-    difference = fmean(after) - fmean(before)
+    difference = mean(after) - mean(before)
     return difference - t * error, difference + t * error

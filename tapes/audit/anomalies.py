@@ -30,6 +30,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..arrays import decode
+from ..common.stats import DOWN
 from ..records import Status, Use
 from ..store.summary import CallFacts, RewardFacts, Summary, TapeFold, column_length
 from ..value import Value
@@ -60,7 +61,7 @@ class Component(Value, frozen=False):
     """Mean of the values without their weights."""
     high: float | None = None
     total: float = 0.0
-    """Sum of weight * value."""
+    """Sum of weight * value; scaled by `DOWN`, like `_sum`, until `sealed`."""
     share: float | None = None
     """|total| divided by the sum of |total| over all components; None for metrics, layers, and where that sum is 0."""
     _sum: float = 0.0
@@ -74,15 +75,15 @@ class Component(Value, frozen=False):
             return
         self.low = one.value if self.low is None else min(self.low, one.value)
         self.high = one.value if self.high is None else max(self.high, one.value)
-        self._sum += one.value
-        self.total += one.weight * one.value
+        self._sum += DOWN * one.value
+        self.total += DOWN * one.weight * one.value
 
     def sealed(self, whole: float) -> Component:
-        """A copy with the mean of the scores so far, and the share of `whole`."""
+        """A copy with the mean and the total of the scores so far, and the share of `whole`."""
         n = self.scores - self.unknown
         counts = whole and self.layer is None and not self.metric
-        mean, share = self._sum / n if n else None, abs(self.total) / whole if counts else None
-        return self.model_copy(update={"mean": mean, "share": share})
+        mean, share = self._sum / n / DOWN if n else None, abs(self.total) / whole if counts else None
+        return self.model_copy(update={"mean": mean, "total": self.total / DOWN, "share": share})
 
 
 class Anomaly(Value):
@@ -157,7 +158,7 @@ class Anomalies:
         self._oldest: dict[str, list[str]] = {}
         """call -> the versions that sampled it."""
         self._uses: list[tuple[Use, float, list[str]]] = []
-        """(update, mismatch in nats, its tapes)."""
+        """(update, largest difference of any of its tokens in nats, its tapes)."""
         self._seen: Counter[str] = Counter()
         """Calls, sampled completions and their tokens, ended tapes and updates so far: what anomalies are a part of."""
 
@@ -215,25 +216,29 @@ class Anomalies:
     def update(self, use: Use, only: Container[str] | None) -> None:
         """An update; counted when it trained on a tape in `only` (None: on any)."""
         tapes = [tape for tape in dict.fromkeys(item[0] for item in use.items) if only is None or tape in only]
-        mismatch = use.info.get("mismatch")
-        if not isinstance(mismatch, int | float) or not tapes:
+        moved = use.info.get("moved", use.info.get("mismatch"))
+        if not isinstance(moved, int | float) or not tapes:
             return
         self._seen["updates"] += 1
-        if mismatch > MISMATCH:
-            self._uses.append((use, mismatch, tapes))
+        if moved > MISMATCH:
+            self._uses.append((use, moved, tapes))
 
     def _mismatches(self) -> None:
         """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on.
 
         The trainer compares with the weights that it has. It explains no mismatch of tokens that these weights sampled.
         Older tokens may differ by whatever the updates since moved, which depends on the learning rate and has no
-        bound: only the weights that sampled them tell (`replay --model`), so its verdict is asked for.
+        bound: only the weights that sampled them tell (`replay --model`), so its verdict is asked for. A record without
+        `moved` doesn't tell the two apart.
         """
-        for use, mismatch, tapes in self._uses:
+        for use, moved, tapes in self._uses:
+            own = use.info.get("mismatch") if "moved" in use.info else None
             versions = (version for item in use.items for version in self._oldest.get(item[1], ()))
             older = any(_age(version, use.lineage, use.update) for version in versions)
             if not older or any(tape in self._diverged for tape in tapes):
-                self._note("log-prob mismatch", use.lineage, tapes, most=mismatch)
+                self._note("log-prob mismatch", use.lineage, tapes, most=moved)
+            elif isinstance(own, int | float) and own > MISMATCH:
+                self._note("log-prob mismatch", use.lineage, tapes, most=own)
         self._uses.clear()
 
     def ended(self, tape: TapeFold, repeats: tuple[int, str], rewards: Sequence[RewardFacts]) -> None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from ..common.stats import DOWN, total
 from ..errors import NotATape
 from ..records import Use
 from ..store.books import Books, BooksFold, Lost, bucket
@@ -157,12 +158,13 @@ class _Earnings:
 
     scores: int = 0
     total: float = 0.0
+    """Scaled by `DOWN`."""
     most: list[tuple[float, str]] = field(default_factory=list)
     """(reward, tape) of the tapes that earned most, the most first."""
 
     def add(self, tape: str, earned: float) -> None:
         self.scores += 1
-        self.total += earned
+        self.total += DOWN * earned
         if len(self.most) < EXAMPLES or earned > self.most[-1][0]:
             best = max([earned, *(old for old, at in self.most if at == tape)])
             others = [(old, at) for old, at in self.most if at != tape]
@@ -257,7 +259,7 @@ class AuditFold:
 
     def _call(self, tape: _Tape, call: CallFacts) -> None:
         n, prompt = call.completion_tokens, call.prompt_tokens
-        seconds = math.fsum(one["seconds"] for one in call.attempts) if call.attempts else None
+        seconds = total(one["seconds"] for one in call.attempts) if call.attempts else None
         spans: Sequence[tuple[str | None, int, int]] = call.spans or [(None, 0, n or 0)]
         whole = sum(end - start for _, start, end in call.spans)
         for k, (version, start, end) in enumerate(spans):
@@ -293,7 +295,7 @@ class AuditFold:
 
     def audit(self) -> Audit:
         """The audit of the records so far."""
-        whole = math.fsum(abs(one.total) for one in self._components.values() if one.layer is None)
+        whole = total(abs(one.total) for one in self._components.values() if one.layer is None)
         components = tuple(one.sealed(whole) for _, one in sorted(self._components.items()))
         ends = sorted(self._ends.values(), key=lambda one: (one.status, one.cause or ""))
         return Audit(
@@ -316,8 +318,8 @@ class AuditFold:
                 name=name,
                 kind=kind,
                 scores=of.scores,
-                mean=of.total / of.scores,
-                total=of.total,
+                mean=of.total / of.scores / DOWN,
+                total=of.total / DOWN,
                 share=abs(of.total) / whole[name] if whole[name] else None,
                 tapes=tuple(tape for _, tape in of.most),
             )

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from math import isclose
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import JsonValue, computed_field
 
 from ..common.progress import Progress, silent
+from ..common.stats import mean_of
 from ..records import Reward
 from ..steps import Step, Unknown
 from ..store.summary import attempts_of
@@ -295,8 +295,8 @@ def diff_runs(
         splits=splits,
         counts=changes,
         scored=len(scored),
-        mean_first=fmean(x for x, _ in scored) if scored else None,
-        mean_second=fmean(y for _, y in scored) if scored else None,
+        mean_first=mean_of([x for x, _ in scored]),
+        mean_second=mean_of([y for _, y in scored]),
         tasks=tuple(sorted((task for task in found if task.change != "same"), key=_size)),
     )
 
@@ -349,7 +349,7 @@ def _reward(summary: Summary) -> float | None:
 
 def _mean(attempts: Sequence[Summary]) -> float | None:
     scored = [reward for s in attempts if (reward := _reward(s)) is not None]
-    return fmean(scored) if scored else None
+    return mean_of(scored)
 
 
 def _best(attempts: Sequence[Summary]) -> Summary:

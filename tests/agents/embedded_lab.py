@@ -23,6 +23,7 @@ from transformers import (
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.sampler import as_seed, uniforms
 from tapereel.agents.engines.engine import Completion, Request
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.records import Sampling
 
@@ -52,10 +53,13 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 
 
-class Digits:
+class Digits(Renderer):
     """A renderer for tests: a completion reads as its ids."""
 
     end_ids = (END,)
+
+    def __init__(self) -> None:
+        """It has no tokenizer."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids, without the one that ends a turn."""

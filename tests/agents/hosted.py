@@ -80,6 +80,15 @@ class Provider:
         await runner.cleanup()
 
 
+class OneModel(Provider):
+    """Knows a single model, `right`."""
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        if (await request.json())["model"] != "right":
+            return await refuses(404, "no such model")(request, {})
+        return await super().complete(request)
+
+
 def refuses(code: int, message: str = "not now", kind: str = "", **headers: str) -> Fault:
     """Answers with that status and an error in OpenAI's form."""
 

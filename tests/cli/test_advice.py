@@ -14,10 +14,12 @@ from tapereel.cli.command import main
 from tapereel.envs import Outcome
 from tapereel.envs.adapters.tools import ToolEnvironment
 from tapereel.tapes.audit.advice import advice
+from tapereel.tapes.records import Record, Reward
 from tapereel.tapes.store.run_directory import HeldOut
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.view.overview import overview_of
 
+from ..tapes.audit.test_audit import call, episode
 from .world import EXAMPLE as DIGITS
 from .world import Digits
 
@@ -163,3 +165,34 @@ def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path
     own = tr.run(tr.ChatAgent(max_tokens=1), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "b", settings=small)
     assert any("cut off at sampling.max_tokens (16)" in text for text in ours.summary.advice)
     assert not any("cut off" in text for text in own.summary.advice)
+
+
+@pytest.mark.parametrize(
+    ("cut", "others", "says"),
+    [
+        ([1.0, 1.0, 0.99], [], False),
+        ([0.0, 0.0, 0.0], [], True),
+        ([0.5, 0.5, 0.5], [], True),
+        ([-1.0, -1.0, -1.0], [], True),
+        ([None, None, None], [], True),
+        ([0.5, 0.5, 0.5], [0.5, 0.2], False),
+        ([0.2, 0.2, 0.1], [0.5, 0.5], True),
+        ([90.0, 99.0, 100.0], [100.0, 1.0], False),
+    ],
+)
+def test_answers_that_are_cut_off_and_earn_no_less_are_left_alone(
+    tmp_path: Path, cut: list[float | None], others: list[float], says: bool
+) -> None:
+    """Each episode has two answers, so that three are enough for a sentence."""
+    limit, records = tr.Sampling(max_tokens=16), list[Record]()
+    for k, reward in enumerate([*cut, *others]):
+        finish = "length" if k < len(cut) else "stop"
+        calls = [call(f"t{k}", n, 16, sampling=limit, finish=finish) for n in range(2)]
+        earned = [] if reward is None else [Reward(tape=f"t{k}", value=reward)]
+        records += episode(f"t{k}", *calls, *earned, sampling=limit)
+    with Store.create(tmp_path / "r") as store:
+        for record in records:
+            store.writer.append(record.body())
+        store.writer.commit()
+        found = advice(store)
+    assert any("sampling.max_tokens" in text for text in found) == says, found

@@ -32,3 +32,6 @@ def test_an_update_records_how_far_trainer_and_sampler_differ(trained: Path):
     with Store.open(trained) as store:
         uses = [stored.record for stored in store.run_records("use")]
     assert {use.update: use.info["mismatch"] for use in uses if "mismatch" in use.info} == measured != {}
+    moved = {line["update"] - 1: line["moved/max"] for line in lines if "moved/max" in line}
+    assert {use.update: use.info["moved"] for use in uses if "moved" in use.info} == moved
+    assert max(measured.values()) < 1e-4 < max(moved.values()), "what updates changed is no mismatch"

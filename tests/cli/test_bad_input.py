@@ -58,8 +58,8 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
     "serve env": [("BROKEN.py:x",), (DIGITS, "--port", "99999")],
     "show": [("BROKEN.jsonl",), ("RUN", "zzz"), ("RUN", "--taught", "EMPTY")],
     "view": [
-        ("RUN", "--out", "VIEW", "--weights", "NOWHERE"),
-        ("RUN", "--out", "VIEW", "--tokenizer", "NOWHERE"),
+        ("RUN", "--out", "NEW.html", "--weights", "NOWHERE"),
+        ("RUN", "--out", "NEW.html", "--tokenizer", "NOWHERE"),
         ("RUN", "--out", "FILE"),
     ],
     "explain": [("RUN", "zzz"), ("RUN", "--update", "1"), ("RUN", "--recipe", "own", "--n", "2")],
@@ -80,7 +80,7 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
     "diff": [("RUN", "NOWHERE"), ("RUN:zzz", "RUN:yyy")],
     "verify": [("RUN", "--pin", "nonsense")],
     "reproduce": [("TRAINED", "nope")],
-    "eval": [("RUN", "--split", "nope"), ("RUN", "--plot", "NOWHERE/x.png"), ("RUN", "--k", "0")],
+    "eval": [("RUN", "--split", "nope"), ("RUN", "--k", "0")],
     "explain --recipe": [
         ("TRAINED", "--recipe", "WORDS.yaml"),
         ("TRAINED", "--recipe", "BROKEN.yaml"),
@@ -95,7 +95,6 @@ OTHERS: dict[str, list[tuple[str, ...]]] = {
         (f"{EXAMPLE}:player", "--timeout", "0"),
         (f"{EXAMPLE}:x", "--weights", "NOWHERE"),
     ],
-    "check tasks": [("BROKEN.jsonl", TASKS), ("NOWHERE", TASKS)],
     "check env": [
         ("BROKEN.py:x", "--tasks", TASKS, "--actions", f"{EXAMPLE}:blindly"),
         (DIGITS, "--tasks", "BROKEN.jsonl", "--actions", f"{EXAMPLE}:blindly"),

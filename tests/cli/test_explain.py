@@ -127,7 +127,7 @@ def test_text_of_a_script_has_rows_once_it_has_a_tokenizer(model: str, tmp_path:
     assert "the run has no tokenizer" in err
     assert '"rows": []' in out
     assert "has text but no token ids" in out
-    assert "by --tokenizer DIR" in out
+    assert "name the folder of the tokenizer" in out
     (found,) = explained(capsys, tmp_path / "r", "--tokenizer", model)
     assert [(token["text"], token["logprob"], token["version"]) for token in own(found)] == [
         ("1", None, None),

@@ -16,6 +16,8 @@ import pytest
 import tapereel as tr
 from tapereel.agents.engines.servers.litellm_engine import is_hosted
 from tapereel.cli.command import main
+from tapereel.tapes.common.hub import model_folder
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,6 +135,24 @@ print([name for name in ("torch", "transformers", "datasets") if name in sys.mod
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("wrong", ["runs/tinyy", "rnus/tiny", "runs/deep/modle", "{root}/runs/tinyy"])
+def test_a_mistyped_folder_is_answered_with_the_folder_that_is_there(
+    wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny", "deep/model", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / "tinny").write_text("a file")
+    with pytest.raises(UsageError) as refused:
+        model_folder(wrong.format(root=tmp_path))
+    meant = "runs/deep/model" if "modle" in wrong else "runs/tiny"
+    assert str(refused.value).endswith(f"{tmp_path / meant if 'root' in wrong else meant}?")
+    with pytest.raises(UsageError) as refused:
+        model_folder("nothing/alike")
+    assert "?" not in str(refused.value)
+
+
 def test_a_model_of_the_hub_serves_every_verb_and_function(home: Path, tmp_path: Path) -> None:
     code = f"""
 import tapereel as tr

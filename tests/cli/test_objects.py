@@ -83,7 +83,7 @@ def test_objects_without_a_name_are_recorded_by_their_class_and_passed_again(tmp
         capsys, "run", "--config", str(tmp_path / "r" / "config.yaml"), "--out", str(tmp_path / "r"), "--resume"
     )
     assert "agent was passed as a Python object" in said
-    assert "agent=OBJECT" in said
+    assert "`--agent`" in said
 
 
 def test_plain_values_are_recorded_as_a_list(tmp_path: Path):
@@ -93,7 +93,7 @@ def test_plain_values_are_recorded_as_a_list(tmp_path: Path):
 
 
 def test_a_missing_or_contradicting_part_is_refused():
-    with pytest.raises(UsageError, match="agent is not set: give it as `module:name`"):
+    with pytest.raises(UsageError, match="agent is not set"):
         Setup().resolve(env=Digits, tasks=[1])
     with pytest.raises(UsageError, match="remove one of them"):
         Setup(agent=f"{__name__}:Player").resolve(agent=FunctionAgent(speak), env=Digits, tasks=[1])

@@ -148,7 +148,7 @@ def test_rows_of_a_file_become_tasks(tmp_path: Path):
         (named("few"), named("number"), None, "not a function from a row to a task"),
         (named("by_index"), None, None, "pass `size`"),
         (named("listed_later"), None, None, "is async"),
-        (named("number"), None, None, "not a source of tasks"),
+        (named("number"), None, None, "source is 7"),
         ([], None, None, "holds no tasks"),
         ([1], None, 2, "size is 2"),
         ("missing.jsonl", None, None, "there is no file missing.jsonl"),

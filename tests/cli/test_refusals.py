@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import importlib
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
+import tapereel as tr
 from tapereel.cli import main
+from tapereel.cli.command import commands
 from tapereel.cli.look.view import configure
 from tapereel.envs.load_named import load_named
+from tapereel.tapes.errors import RunExists
 from tapereel.tapes.store.store import Store
 
 from .lab import EXAMPLE, NEXT, SCENE, answer_of, refusal_of, settings
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -75,7 +83,7 @@ def test_no_run_is_begun_where_one_is_or_a_file(run: str, tmp_path: Path, capsys
         ("train", *SCENE, "--model", str(tmp_path / "model")),
         ("demo",),
     ):
-        assert "holds a run already; go on with it by --resume" in refusal_of(capsys, *words, "--out", run)
+        assert "holds a run already; continue it with `--resume`" in refusal_of(capsys, *words, "--out", run)
         told = refusal_of(capsys, *words, "--out", str(tmp_path / "file"))
         assert "is a file; a run is a folder" in told
         assert one_sentence("\n".join(line for line in told.splitlines() if not line.startswith("profile ")))
@@ -86,6 +94,16 @@ def test_a_demo_that_isnt_there_is_not_resumed(tmp_path: Path, capsys: pytest.Ca
     told = refusal_of(capsys, "demo", "--resume", "--out", str(tmp_path / "typo"))
     assert "there is no run in" in told
     assert not (tmp_path / "typo").exists()
+
+
+def test_a_resumed_demo_has_the_seed_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = ("--out", str(tmp_path), "--dry-run")
+    main(["demo", "--seed", "5", "--algo", "rloo", *out])
+    (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
+    for words, seed in (((), 5), (("--seed", "6"), 6)):
+        found = answer_of(capsys, "demo", "--resume", *words, *out)
+        assert (found["seed"], found["algo"]) == (seed, "rloo")
+    assert answer_of(capsys, "demo", *out)["seed"] == 0
 
 
 def test_a_recipe_that_there_is_not(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -121,3 +139,35 @@ def test_view_takes_the_tokenizer_that_its_message_asks_for():
 
 def test_the_newest_minus_three_tapes(run: str, capsys: pytest.CaptureFixture[str]):
     assert "--last" in refusal_of(capsys, "show", run, "--last", "-3")
+
+
+def test_an_error_names_the_argument_in_python_and_the_option_on_a_command_line(run: str, capsys):
+    words = ("run", *SCENE, *settings(f"engine.policy={NEXT}", "count=2"), "--out", run)
+    with pytest.raises(RunExists, match="`resume=True`") as caught:
+        tr.run(tr.ChatAgent(), tr.Environment, [1], ["a"], out=run)
+    assert "--" not in str(caught.value)
+    said = refusal_of(capsys, *words)
+    assert "`--resume`" in said
+    assert "`--out`" in said
+    assert "resume=True" not in said
+
+
+def test_no_error_of_the_library_names_an_option_alone() -> None:
+    """Library code names arguments, as `resume=True`; `cli.command` spells them as options."""
+    flags = set[str]()
+    for path, _ in commands().values():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"tapereel.{path}").configure(parser)
+        flags |= {flag for action in parser._actions for flag in action.option_strings}
+    flags -= {"--set"}  # how a setting is named that was given as the text KEY=VALUE
+    assert "--resume" in flags
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {text}"
+        for floor in ("tapes", "envs", "agents", "finetune")
+        for path in sorted((ROOT / floor).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise)
+        for text in [re.sub(r"tapereel (serve )?[a-z]+ [^`']*", "", ast.unparse(node))]
+        if flags & set(re.findall(r"(?<![\w-])--[a-z-]+", text)) and not re.search(r"\w=|in Python", text)
+    ]
+    assert found == []

@@ -53,7 +53,7 @@ def test_a_run_s_page_tells_what_became_of_it_and_how_to_check_it(trained: Path)
     best, worst = (rewards[tape] for tape in shown[:2])
     assert (best, worst) == (max(rewards.values()), min(rewards.values()))
     assert list(rewards)[-1] in shown
-    calls = data_of(page)["tapes-0"][f"{shown[0]}/calls-0"]
+    calls = data_of(page)[f"{shown[0]}/calls-0"]
     assert all("".join(call["pieces"]) for call in calls.values()), "the text of the tokens"
     assert "at work" not in told
     assert "was ended" not in told
@@ -88,7 +88,7 @@ def test_a_run_that_an_error_ends_leaves_a_page_that_says_so(model: str, tmp_pat
     refusal_of(capsys, *train_words(model, tmp_path / "r", "evaluation.fraction=0", scene=scene), code=1)
     told = words_of(tmp_path / "r" / "report.html")
     assert "The run was ended after 0 of 3 updates" in told
-    assert "--resume continues it" in told
+    assert "Resume it" in told
     assert "environment error OSError: the world broke" in told
     assert f"{WORLD}:" in told, "the line that raised"
     assert "status error cause environment" in told, "among what ended episodes"

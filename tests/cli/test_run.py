@@ -50,8 +50,7 @@ def test_every_task_is_attempted_and_the_summary_says_how_it_ended(tmp_path: Pat
 def test_people_get_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["run", *SCENE, *TEN, *settings('engine.answers=["7"]'), "--out", str(tmp_path / "r")]) == 0
     out, err = capsys.readouterr()
-    share = "0.0% of the tasks have no result (0 of 10); "
-    assert f"{share}mean reward 0.000 ± 0.000 (standard error over tasks) of 10 scored attempts" in out
+    assert "all 10 tasks have a result; mean reward 0.000 ± 0.000 (standard error over tasks) of 10 scored" in out
     assert "10 tasks x 1 attempts: 10 episodes on tape, 10 of them recorded now" in out
     assert "rolling out: 10/10 reward 0.000" in err
 
@@ -162,12 +161,6 @@ def test_a_full_disk_is_told_once_however_many_episodes_meet_it(tmp_path: Path, 
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
-def test_the_old_name_of_retries_is_refused_with_the_new_one(tmp_path: Path, capsys):
-    scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Broken", "--tasks", f"{WORLD}:few")
-    refused = refusal_of(capsys, "run", *scene, *SCRIPT, "--set", "refills=0", "--out", str(tmp_path / "r"))
-    assert "refills is now retries (--set refills=0)" in refused
-
-
 def test_a_run_of_which_nothing_is_of_use_is_broken(tmp_path: Path, capsys):
     scene = ("--agent", f"{EXAMPLE}:player", "--env", f"{WORLD}:Broken", "--tasks", f"{WORLD}:few")
     found = answer_of(capsys, "run", *scene, *SCRIPT, "--set", "retries=0", "--out", str(tmp_path / "r"), code=1)
@@ -198,13 +191,13 @@ def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, ca
 def test_a_used_directory_is_refused_and_so_is_another_configuration(tmp_path: Path, capsys):
     words = ("run", *SCENE, *SCRIPT, *TEN, "--out", str(tmp_path / "r"))
     answer_of(capsys, *words)
-    assert "holds a run already; go on with it by --resume" in refusal_of(capsys, *words)
+    assert "holds a run already; continue it with `--resume`" in refusal_of(capsys, *words)
     other = refusal_of(capsys, *words, "--resume", *settings("seed=4", "limits.turns=3"))
     assert "begun with another configuration" in other
     assert "seed, limits.turns differ" in other
     assert answer_of(capsys, *words, "--resume", "--set", "concurrency=1")["recorded"] == 0
     (tmp_path / "r" / "config.yaml").unlink()
-    assert "holds tapes that another program recorded" in refusal_of(capsys, *words)
+    assert "holds tapes of another program" in refusal_of(capsys, *words)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     shutil.copytree(model, base)
     words = train_words(str(base), tmp_path / "r", "loop.updates=1")
     answer_of(capsys, *words)
-    assert "go on with it by --resume" in refusal_of(capsys, *words)
+    assert "continue it with `--resume`" in refusal_of(capsys, *words)
     said = refusal_of(capsys, *words, "--resume", "--set", "loop.optimiser.lr=0.5")
     assert "loop.optimiser.lr differ" in said
     tiny_model(char_tokenizer("0123456789"), "micro", seed=1, context=32).save_pretrained(str(base))

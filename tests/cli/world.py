@@ -76,6 +76,18 @@ class WaitsForThree(Digits):
         return await super().step(action)
 
 
+class Extreme(Digits):
+    """Rewards as large as a float can be, and some that are too large for their squares; the others are as ever."""
+
+    async def step(self, action: Any) -> Outcome:
+        size = {"4": 1e308, "7": 1e200}.get(self.wanted)
+        outcome = await super().step(action)
+        if size is None:
+            return outcome
+        signed = size if outcome.reward else -size
+        return Outcome(reward={"exact": signed, "brief": 0.25}, metrics={"size": signed}, terminated=True)
+
+
 class Picky(Digits):
     def __init__(self, size: int) -> None:
         self.size = size

@@ -52,15 +52,15 @@ def empty_run(path: Path) -> Path:
     return path
 
 
-def data_of(page: Path) -> dict[str, dict[str, Any]]:
-    """The data of a report: name of the file -> key -> value."""
+def data_of(page: Path) -> dict[str, Any]:
+    """The data of a report: key -> value."""
     (block,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.S)
-    return {name: {key: json.loads(text) for key, text in values.items()} for name, values in json.loads(block).items()}
+    return {key: json.loads(text) for key, text in json.loads(block).items()}
 
 
 def overview_in(page: Path) -> dict[str, Any]:
     """The overview that a report holds."""
-    return data_of(page)["report"]["report"]
+    return data_of(page)["report"]
 
 
 def words_of(page: Path) -> str:

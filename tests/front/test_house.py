@@ -21,6 +21,8 @@ import pytest
 import tapereel
 from tapereel.tapes.common.extras import extra_of
 
+from ..contract.extras import SMOKES
+
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = ["tapes", "envs", "agents", "finetune"]
 """Each may import from those before it, never from those after."""
@@ -317,6 +319,14 @@ def test_the_extras_are_those_that_the_readme_and_the_errors_name():
         "video",
         "dev",
     }
+
+
+def test_each_extra_is_tried_with_the_newest_versions():
+    script = (ROOT / ".ci" / "newest").read_text(encoding="utf-8")
+    (pattern,) = re.findall(r"grep -oP '(.*?)' tests/contract/extras.py", script)
+    listed = subprocess.check_output(["grep", "-oP", pattern, "tests/contract/extras.py"], cwd=ROOT, text=True).split()
+    assert sorted([*listed, "vllm", "dev", ""]) == sorted(_requirements())
+    assert sorted(SMOKES) == sorted(listed)
 
 
 def test_constraints_pin_all_that_the_dev_extra_installs():

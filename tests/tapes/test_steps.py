@@ -107,3 +107,16 @@ def test_a_step_that_can_t_be_written_names_its_field_and_what_is_in_it(cells: A
     with pytest.raises(Unwritable, match="a step of kind 'steps_board' can't be written") as caught:
         record.body()
     assert says in str(caught.value)
+
+
+LONG = "y" * 10_000_000
+
+
+@pytest.mark.parametrize("cells", [LONG * 7, [[LONG] * 4] * 2, {LONG: {"a": (LONG,) * 6}}])
+def test_a_step_that_is_too_long_for_a_record_is_refused_before_it_is_encoded(cells: Any):
+    step = _Board(name="n", cells=cells)
+    record = StepRecord(tape="t", by="env", role="observation", kind="steps_board", content=step, at=0.0)
+    with pytest.raises(Unwritable):
+        record.body()
+    short = StepRecord(tape="t", by="env", role="observation", kind="text", content=Text(text=LONG), at=0.0)
+    assert len(short.body()) > len(LONG)

@@ -20,9 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ....tapes.arrays import ints
+from ....tapes.common.arguments import check_arguments
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Sampling, Usage
 from ...vision.vision import Vision
@@ -41,6 +42,7 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     import torch
+    from peft import PeftModel
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -92,9 +94,10 @@ class EmbeddedEngine:
 
     name = "embedded"
 
+    @check_arguments
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: PreTrainedModel | PeftModel,
         renderer: Renderer | None,
         *,
         version: str,
@@ -106,6 +109,7 @@ class EmbeddedEngine:
         copy: bool = True,
         autocast: torch.dtype | None = None,
     ) -> None:
+        model = cast("PreTrainedModel", model)  # peft's model passes attributes on
         if capacity is None:
             text = model.config.get_text_config()
             longest: int = getattr(text, "max_position_embeddings", None) or DEFAULT_CAPACITY

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from ....tapes.errors import TapereelError
+from ....tapes.errors import TapereelError, UsageError
 from ...vision.vision import Pixels, Vision, body_inputs
 
 
@@ -123,7 +123,7 @@ class SlotDecoder:
         refuse_unfit(model, vision)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
-            raise ValueError(
+            raise UsageError(
                 f"slots={slots}, capacity={capacity}: there must be at least one slot of two tokens, and "
                 f"the model has positions for {longest}"
             )

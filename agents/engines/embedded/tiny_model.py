@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from typing import TYPE_CHECKING, Literal, cast
 
-from ....tapes.errors import MissingExtra
+from ....tapes.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -76,7 +76,7 @@ def tiny_model(
     except ImportError as error:
         raise MissingExtra(error.name or "torch", "train", "the tiny model") from None
     if size not in _SHAPES:
-        raise ValueError(f"size={size!r} must be one of {', '.join(_SHAPES)}")
+        raise UsageError(f"size={size!r} must be one of {', '.join(_SHAPES)}")
     width, layers, heads, feed_forward = _SHAPES[size]
     end, pad = cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)
     config = LlamaConfig(
@@ -97,7 +97,7 @@ def tiny_model(
     )
     # fork_rng restores the global generator, so a new model doesn't change the caller's random numbers.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(seed % 2**64)
         model = LlamaForCausalLM(config)
     assert model.generation_config is not None
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = end, pad

@@ -254,7 +254,7 @@ class LocalServer:
                     if _NO_VLLM in self.printed():
                         raise ServerStart(
                             f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
-                            "interpreter that has it (--python)"
+                            "interpreter that has it (python=, --python)"
                         )
                     raise ServerStart(
                         f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n{self.printed()}"

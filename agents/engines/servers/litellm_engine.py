@@ -400,11 +400,14 @@ def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Messa
 
 def _with_urls(parts: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
     """The parts with `image_url` for pictures, and for the frames of videos behind their times."""
+    sent: list[Message] = []
     (shown,) = frames_of([{"content": parts}])
-    return [
-        {"type": "image_url", "image_url": {"url": urls[str(part["media"])]}} if part.get("type") == "image" else part
-        for part in content_parts(shown)
-    ]
+    for part in content_parts(shown):
+        if part.get("type") == "image":
+            detail = {"detail": part["detail"]} if "detail" in part else {}
+            part = {"type": "image_url", "image_url": {"url": urls[str(part["media"])], **detail}}
+        sent.append(part)
+    return sent
 
 
 def parameters(request: Request, *, seed: bool = True) -> Json:

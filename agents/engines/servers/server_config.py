@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from ....tapes.common.config import Config
+from ....tapes.common.config import Config, FreeAtResume
 from ....tapes.common.redact import refuse_secret
 
 PublishWay = Literal["reload", "lora", "transfer", "nccl"]
@@ -20,14 +20,16 @@ def _without_password(url: str) -> str:
     return url
 
 
-Address = Annotated[str, AfterValidator(_without_password)]
+Address = Annotated[str, AfterValidator(_without_password), FreeAtResume]
 """The address of a server, without user, password or key."""
+Addresses = Annotated[tuple[Address, ...], FreeAtResume]
+"""The addresses of any number of servers."""
 
 
 class RequestConfig(Config):
     """Settings of the requests to a server."""
 
-    key_variable: str | None = None
+    key_variable: Annotated[str | None, FreeAtResume] = None
     """The environment variable with the API key. None: no key, or for a hosted model the provider's own variable, such
     as `OPENAI_API_KEY`."""
     seconds: float = Field(default=600.0, gt=0)
@@ -52,16 +54,16 @@ class ServerSettings(RequestConfig):
     model: str
     """The served model's tokenizer and configuration: a folder in Hugging Face format, or a model of the hub as
     `org/name` or `org/name@revision`."""
-    urls: tuple[Address, ...] = ()
+    urls: Addresses = ()
     """Addresses of the servers, such as `http://127.0.0.1:8000`. Empty: the run starts vLLM on this machine, and stops
     it at its end."""
     publish: PublishWay = "reload"
     """How a weight sync reaches the servers. `reload`: all servers reload a folder. `transfer`: vLLM's weight-transfer
     routes read shared memory. `nccl`: a broadcast. `lora`: adapters (`trainer.lora`), each version under its own
     name."""
-    weights_folder: str | None = None
+    weights_folder: Annotated[str | None, FreeAtResume] = None
     """The folder for new weights in training, which the servers can read. None: a temporary folder."""
     control_seconds: float = Field(default=120.0, gt=0)
     """Time limit, in seconds, of each step of a weight sync, such as a pause or a load. No step is retried."""
-    nccl: NCCLConfig | None = None
+    nccl: Annotated[NCCLConfig | None, FreeAtResume] = None
     """Address and port for `publish: nccl`. None: loopback and free ports."""

@@ -181,7 +181,7 @@ async def sync_servers(
                 f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
                 f"{error}{cleanup}. Nothing is sampled any more, since the weights are unknown; see "
                 "that the server is well, start it anew if it isn't, and connect to all of them again "
-                "(a training run: --resume)"
+                "(a training run: `resume=True`)"
             ) from error
 
 

@@ -13,6 +13,7 @@ import pytest
 from tapereel.agents.gateway import Bounds, Control
 from tapereel.agents.gateway import gateway_control as control
 from tapereel.agents.gateway import gateway_server as server
+from tapereel.tapes.common.stats import REWARD_LIMIT
 
 from .lab import TOKEN, Told, books_close, served
 
@@ -174,7 +175,14 @@ def test_bodies_that_make_no_sense_begin_and_end_nothing(tmp_path: Path):
                 {"split": "../x"},
             ):
                 assert (await there.admin("POST", "/tapereel/tapes", body))[0] == 400, body
-            for body in ({"rewards": {"a": "much"}}, {"rewards": 3}, b'{"rewards": {"a": NaN}}', {"reward": {"a": 1}}):
+            for body in (
+                {"rewards": {"a": "much"}},
+                {"rewards": {"a": 2 * REWARD_LIMIT}},
+                {"rewards": {"a": -1e308}},
+                {"rewards": 3},
+                b'{"rewards": {"a": NaN}}',
+                {"reward": {"a": 1}},
+            ):
                 assert (await there.admin("POST", f"/tapereel/tapes/{tape}/rewards", body))[0] == 400, body
             assert (await there.admin("POST", f"/tapereel/tapes/{tape}/end", {"status": "won"}))[0] == 400
             assert (await there.admin("POST", f"/tapereel/tapes/{'0' * 22}/end", {}))[0] == 404

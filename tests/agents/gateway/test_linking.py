@@ -94,6 +94,40 @@ def test_a_helper_with_other_instructions_is_auxiliary(tmp_path: Path):
     assert trained(tape) == [["re a", "re b"], ["re c"]]
 
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("ids", [True, False])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_conversation_that_goes_on_without_its_tools_stays_the_agents(tmp_path: Path, after: int, ids: bool):
+    """`after` calls without tools, which may outnumber those with them; then a helper that never had any."""
+
+    async def program(ask: Client) -> None:
+        system, asked = {"role": "system", "content": "you play"}, ["a"]
+        for k in range(1 + after):
+            answer = said(await ask.ask(system, *asked, **({"tools": [TOOL]} if k == 0 else {})))
+            asked += [answer, f"b{k}"]
+        await ask.ask({"role": "system", "content": "make a title"}, *asked)
+        await ask.ask(system, "a, in other words")
+
+    tape = play(tmp_path, program, Told(lambda messages: f"re {messages[-1]['content']}", ids=ids))
+    *own, title, other = uses(tape).values()
+    assert own == ["agent"] * (1 + after)
+    assert (title, other) == ("auxiliary", "auxiliary")
+
+
+def test_what_continues_a_helper_is_the_helpers(tmp_path: Path):
+    async def program(ask: Client) -> None:
+        system, helper = ({"role": "system", "content": text} for text in ("you play", "you help"))
+        first = said(await ask.ask(system, "a", tools=[TOOL]))
+        second = said(await ask.ask(system, "a", first, "b", tools=[TOOL]))
+        await ask.ask(system, "a", first, "b", second, "c", tools=[TOOL])
+        helped = said(await ask.ask(helper, "a", tools=[TOOL]))
+        await ask.ask(helper, "a", helped, "b")
+
+    assert list(uses(play(tmp_path, program)).values()) == ["agent"] * 3 + ["auxiliary"] * 2
+
+
 def test_a_branch_that_was_left_is_discarded_with_all_that_followed(tmp_path: Path):
     async def program(ask: Client) -> None:
         root = said(await ask.ask("a"))

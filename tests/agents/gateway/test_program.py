@@ -170,6 +170,16 @@ def test_a_program_that_fails_is_the_agents_fault_and_scored_as_such():
     assert "more than" in (loud.cause.message or "")
 
 
+def test_what_a_failed_program_printed_is_not_compared_in_a_replay():
+    code = "import sys, uuid; sys.exit(f'{{uuid.uuid4()}} failed') if {} == 1 else sys.exit({})"
+    tape = rolled(command(code.format(1, 1)))
+    assert tape.cause is not None
+    assert "failed" in (tape.cause.message or "")
+    for exit_code, outcome in ((1, "verified"), (3, "diverged")):
+        verdict = asyncio.run(replay(tape, Program(command(code.format(exit_code, exit_code)))))
+        assert verdict.outcome == outcome, verdict
+
+
 def test_an_engine_that_fails_is_the_models_fault():
     class Broken(Told):
         async def complete(self, request: Any) -> Any:
@@ -264,7 +274,7 @@ def test_a_question_under_way_when_the_episode_is_given_up_is_recorded():
     bodies: list[bytes] = []
 
     class Kept:
-        durability = Durability.OS
+        durability, media = Durability.OS, None
         append = staticmethod(bodies.append)
 
         async def durable(self) -> None:
@@ -299,7 +309,7 @@ def test_a_program_that_takes_too_long_ends_at_the_limit_of_the_agents_time():
 
 def test_a_store_that_fails_stops_the_episode_and_nothing_is_swallowed():
     class Full:
-        durability = Durability.OS
+        durability, media = Durability.OS, None
 
         def __init__(self) -> None:
             self.left = 4

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents import read_tool_calls
+from tapereel.agents.rendering import tool_calls
 from tapereel.agents.rendering.tool_calls import free_prefix
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -155,11 +159,87 @@ def test_calls_that_an_engine_has_parsed_are_read_alike() -> None:
     assert "arguments are not valid JSON" in broken.problem
 
 
+class Counted(str):
+    """A text that counts the characters that its methods look at or copy."""
+
+    work = 0
+
+    def __getitem__(self, place: Any) -> str:
+        found = super().__getitem__(place)
+        Counted.work += len(found)
+        return found
+
+    def find(self, part: str, start: int = 0, end: Any = None) -> int:
+        found = super().find(part, start, end)
+        Counted.work += (len(self) if found < 0 else found) - start
+        return found
+
+
+class CountedPattern:
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.pattern = pattern
+
+    def match(self, text: str, at: int = 0) -> Any:
+        found = self.pattern.match(text, at)
+        Counted.work += found.end() - at if found else 1
+        return found
+
+    def search(self, text: str, at: int = 0) -> Any:
+        found = self.pattern.search(text, at)
+        Counted.work += (found.end() if found else len(text)) - at
+        return found
+
+
+class CountedDecoder(json.JSONDecoder):
+    def raw_decode(self, s: str, idx: int = 0) -> Any:
+        try:
+            value, end = super().raw_decode(s, idx)
+        except json.JSONDecodeError as error:
+            Counted.work += error.pos - idx + error.pos  # the error counts lines from the beginning of the text
+            raise
+        Counted.work += end - idx
+        return value, end
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
+    """The characters that `read_tool_calls` goes over in a text."""
+    for name, value in vars(tool_calls).items():
+        if isinstance(value, re.Pattern):
+            monkeypatch.setattr(tool_calls, name, CountedPattern(value))
+    monkeypatch.setattr(tool_calls, "_json", CountedDecoder())
+
+    def work(text: str) -> int:
+        Counted.work = 0
+        read_tool_calls(Counted(text), TOOLS)
+        return Counted.work
+
+    return work
+
+
 @pytest.mark.parametrize(
-    "unit", ['<tool_call>{"a": "', "<tool_call>[", '{"name": "add"', "<think>", "[", "<|python_tag|>{"]
+    "unit",
+    [
+        '<tool_call>{"a": "',
+        '<tool_call>{"a": "\\"',
+        '<tool_call>{"\\"',
+        "<tool_call>[",
+        "<tool_call>",
+        "<|python_tag|>{",
+        "<|python_tag|>{};",
+        "<think>",
+        "</think>{",
+        '</think>{"name": "',
+        f"</think>{CALL}{{",
+        f"{CALL};",
+        f"<tool_call>{CALL}</tool_call>",
+        "[",
+    ],
 )
-def test_endless_marks_take_no_time(unit: str) -> None:
-    read_tool_calls(unit * 20_000, TOOLS)
+def test_the_work_of_reading_grows_with_the_text(unit: str, counted: Callable[[str], int]) -> None:
+    once = counted(unit * 200)
+    assert once >= 200
+    assert counted(unit * 800) <= 4.1 * once, "in unclosed marks too: a model can write as many as it likes"
 
 
 PARTS = st.sampled_from(

@@ -46,7 +46,7 @@ def test_an_environment_named_by_a_tape_alone_is_not_run(cls: str) -> None:
     ],
 )
 def test_a_parser_named_by_a_tape_alone_is_not_run(tmp_path: Path, parse: Any) -> None:
-    with pytest.raises(UsageError, match="give --agent"):
+    with pytest.raises(UsageError, match="agent="):
         recorded_agent(tmp_path, None, Identity(name="x", cls=CHAT, config={"parse": parse}))
 
 

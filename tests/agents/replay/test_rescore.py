@@ -134,7 +134,7 @@ def test_the_weight_that_a_failure_takes_from_the_others_is_no_divergence_of_the
     assert any("both/a" in note and "failed" in note for note in verdict.not_checked)
 
 
-@pytest.mark.parametrize(("value", "told"), [(float("nan"), "is nan"), ("1", "is '1'")])
+@pytest.mark.parametrize(("value", "told"), [(float("nan"), "is nan"), ("1", "not '1'")])
 def test_what_is_no_score_is_a_failure_of_the_function_that_gave_it(value: Any, told: str):
     def odd(tape: Tape) -> Any:
         return value
@@ -216,7 +216,7 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     assert (again["added"], again["counts"]["verified"], layers(run)) == (0, TAPES, 2 * TAPES)
     assert answer_of(capsys, "replay", run, "--rewards", f"{run}.py:nothing", "--layer", "two", code=2)["added"] == 0
     without = answer_of(capsys, *words[:-2], code=2)["verdicts"][0]["not_checked"]
-    assert sum("doesn't have it, but layer 'one' does; pass --layer" in note for note in without) == 2, without
+    assert sum("doesn't have it, but layer 'one' does; name that layer" in note for note in without) == 2, without
 
 
 def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, capsys: pytest.CaptureFixture[str]):
@@ -237,7 +237,7 @@ def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, ca
     assert "KeyError: 'seed 0'" in kind["first"]
 
 
-@pytest.mark.parametrize(("name", "told"), [("boom", "ValueError: no key"), ("text", "is '1'")])
+@pytest.mark.parametrize(("name", "told"), [("boom", "ValueError: no key"), ("text", "not '1'")])
 def test_a_failing_reward_is_named_without_a_layer_too(
     run: str, name: str, told: str, capsys: pytest.CaptureFixture[str]
 ):

@@ -83,7 +83,7 @@ def test_an_agent_that_nobody_names_and_one_of_another_name(
 ):
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
-    assert "give --agent" in refusal_of(capsys, "replay", str(tmp_path / "run"))
+    assert "`--agent module:name`" in refusal_of(capsys, "replay", str(tmp_path / "run"))
     name = ids(thousand)[0]
     words = ("replay", str(thousand), name, "--agent", f"{ROOT}/examples/digits.py:player")
     found = answer_of(capsys, *words, code=2)

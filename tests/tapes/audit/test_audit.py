@@ -353,6 +353,16 @@ def test_what_updates_since_the_sampling_may_explain_is_no_mismatch(versions: tu
     assert "log-prob mismatch" in odd(audited(tape, use(0.99), diverged={"a"})), "the weights were asked"
 
 
+@pytest.mark.parametrize("mismatch", [None, 0.01, 0.75])
+def test_an_update_with_older_tokens_is_accused_by_its_other_tokens(mismatch: float | None):
+    tape = episode("a", call("a", 1, 2, spans=(("m:5", 0, 1), ("m:4", 1, 2))))
+    info = {"mismatch": mismatch, "moved": 2.5}
+    found = odd(audited(tape, [Use(lineage="m", update=5, items=(("a", "a.1", 0, 2, 1.0),), info=info)]))
+    assert [one.detail.count("0.75 nats") for name, one in found.items() if name == "log-prob mismatch"] == (
+        [1] if mismatch == 0.75 else []
+    )
+
+
 # Against a slow recomputation from the tapes
 
 

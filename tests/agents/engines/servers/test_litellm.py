@@ -32,7 +32,7 @@ from ....cli.lab import MICRO, SCENE, settings
 from ....cli.world import EXAMPLE
 from ....finetune.loop.lab import RENDERER
 from ...faulty import cut_short, dropped, stuck
-from ...hosted import NO_CHOICES, Provider, refuses, says
+from ...hosted import NO_CHOICES, OneModel, Provider, refuses, says
 from ...worlds import GuessNumber, Player
 
 pytestmark = pytest.mark.timeout(120)
@@ -451,6 +451,11 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
             capsys, "run", *SCENE, "--attempts", "2", *engine, *settings("count=6", "split=demo"), "--out", run
         )
     assert (code, summary["reward"], summary["episodes"]) == (0, 1.0, 12), err
+    assert {name: summary["tokens"][name] for name in ("sampled", "prompt", "completion")} == {
+        "sampled": 0,
+        "prompt": 12 * 10,
+        "completion": 12 * 5,
+    }
     assert "SOME_PROVIDERS_KEY" in (Path(run) / CONFIG).read_text()
     code, replayed, err = answers(capsys, "replay", run)
     assert (code, {one["outcome"] for one in replayed["verdicts"]}) == (0, {"verified"}), err
@@ -473,3 +478,41 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
     assert code == 64
     assert "can't be trained: its answers come without token ids" in err
     assert "warm.tapes=RUN" in err
+
+
+def test_a_wrong_model_name_is_corrected_by_resuming_until_there_is_a_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    provider = OneModel(says=lambda body: {**next_digit(body), "usage": None})
+    with provider.up():
+
+        def run(model: str, *more: str) -> tuple[int, str, str]:
+            engine = settings("engine.kind=litellm", f"engine.model=openai/{model}", "count=6")
+            code = main(
+                [
+                    "run",
+                    *SCENE,
+                    *engine,
+                    "--set",
+                    f"engine.base_url={provider.url}",
+                    "--out",
+                    str(tmp_path / "run"),
+                    *more,
+                ]
+            )
+            return code, *capsys.readouterr()
+
+        code, _, err = run("wrong")
+        assert (code, "engine.model" in err, "--resume" in err) == (78, True, True), err
+        code, out, err = run("right", "--resume", "--json")
+        assert code == 0, err
+        found = json.loads(out)
+        assert (found["scored"], found["tokens"]["unknown"]) == (6, 6)
+        assert "prompt" not in found["tokens"], "what nobody counted is not 0"
+        recorded = (tmp_path / "run" / CONFIG).read_text()
+        assert recorded.startswith("# engine.model was 'openai/wrong' until ")
+        assert "model: openai/right" in recorded
+        code, _, err = run("other", "--resume")
+        assert (code, "engine.model" in err) == (64, True), err
+        assert (tmp_path / "run" / CONFIG).read_text() == recorded
