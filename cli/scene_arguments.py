@@ -7,8 +7,12 @@ import os
 from pathlib import Path
 
 from ..tapes.common.access_token import check_token
+from ..tapes.common.config import Setting, setting_key
 from ..tapes.errors import UsageError
 from ..tapes.store.lease import end_lease
+
+SCRIPTED = ("engine.answers", "engine.policy")
+"""Settings that ask for a scripted engine."""
 
 
 def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,18 +60,25 @@ def add_set_argument(parser: argparse.ArgumentParser, example: str) -> None:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help=what)
 
 
-def scene_settings(args: argparse.Namespace, *more: str) -> list[str]:
+def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
     """The short options as settings, followed by the settings of `--set`, which take precedence."""
-    sets = [f"{name}={value}" for name in ("agent", "env", "tasks", "seed", *more) if (value := getattr(args, name))]
-    return [*sets, *engine_settings(args), *args.sets]
+    return [*option_settings(args, "agent", "env", "tasks", "seed", *more), *engine_settings(args), *args.sets]
 
 
-def engine_settings(args: argparse.Namespace) -> list[str]:
+def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:
+    """The value of each option that was given, as it was typed. names: options that are called as their setting is.
+    keys: the name of an option -> its setting."""
+    options = {**dict.fromkeys(names), **keys}
+    found = [(name, key or name, getattr(args, name)) for name, key in options.items()]
+    return [(key, value, f"--{name.replace('_', '-')} {value}") for name, key, value in found if value is not None]
+
+
+def engine_settings(args: argparse.Namespace) -> list[Setting]:
     """The kind of engine that `--model` or a scripted answer in `--set` asks for."""
     if args.model is not None:
-        return ["engine.kind=embedded", f"engine.model={args.model}"]
-    scripted = any(text.startswith(("engine.answers", "engine.policy")) for text in args.sets)
-    return ["engine.kind=scripted"] if scripted else []
+        return [("engine.kind", "embedded", "--model"), *option_settings(args, model="engine.model")]
+    scripted = any(setting_key(one) in SCRIPTED for one in args.sets)
+    return [("engine.kind", "scripted")] if scripted else []
 
 
 def run_directory(args: argparse.Namespace) -> str:

@@ -20,7 +20,7 @@ from ...envs.checks.reexec import own_environment
 from ...envs.environment import EnvironmentFactory, RestoreMismatch, new_environment
 from ...envs.rewards import load_rewards, rewarded
 from ...tapes import Sampling, Status, Tape
-from ...tapes.common.config import Setting, load_config
+from ...tapes.common.config import Setting, load_config, setting_key
 from ...tapes.common.run_async import run_async
 from ...tapes.common.stats import mean_of
 from ...tapes.errors import TapereelError, UsageError
@@ -344,11 +344,13 @@ def _keeps_engine(model: str | None, sets: Sequence[Setting]) -> bool:
 
 def _is_set(player: str, sets: Sequence[Setting]) -> bool:
     """Whether the settings name another engine for the player."""
-    return _sets_any(sets, "players=", f"players.{player}=", f"players.{player}.engine")
+    whole = {"players", f"players.{player}"}.intersection(map(setting_key, sets))
+    return bool(whole) or _sets_any(sets, f"players.{player}.engine")
 
 
-def _sets_any(sets: Sequence[Setting], *starts: str) -> bool:
-    return any((one if isinstance(one, str) else f"{one[0]}=").startswith(starts) for one in sets)
+def _sets_any(sets: Sequence[Setting], *keys: str) -> bool:
+    """Whether one of these settings, or one inside it, is set."""
+    return any(f"{setting_key(one)}.".startswith(f"{key}.") for one in sets for key in keys)
 
 
 def _speaking(players: dict[str, Any]) -> dict[str, Any]:

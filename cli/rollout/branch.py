@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...tapes.audit.compare import TapeDiff, diff_tapes
 from ...tapes.common.stats import number
 from ..console import Exit, Section, answer, say
-from ..scene_arguments import add_set_argument
+from ..scene_arguments import add_set_argument, option_settings
 
 if TYPE_CHECKING:
     from ...agents.replay.branching import Branched
@@ -58,8 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Roll out, and print the result."""
     from ...agents.replay.branching import PrefixUnverified, branch_run
 
-    more = {"attempts": args.n, "seed": args.seed, "env_seed": args.env_seed}
-    sets = [*(f"{key}={value}" for key, value in more.items() if value is not None), *args.sets]
+    sets = [*option_settings(args, "seed", "env_seed", n="attempts"), *args.sets]
     try:
         found = branch_run(
             args.run,

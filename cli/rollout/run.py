@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ...tapes.common.config import dump_config, load_config
+from ...tapes.common.config import Setting, dump_config, load_config
 from ...tapes.common.stats import fixed
 from ...tapes.store.books import spent
 from ...tapes.store.run_directory import pin_line
@@ -62,11 +62,11 @@ def run(args: argparse.Namespace) -> int:
     return Exit.HOLDS if summary.scored or not summary.episodes else Exit.BROKEN
 
 
-def _k_settings(args: argparse.Namespace) -> list[str]:
+def _k_settings(args: argparse.Namespace) -> list[Setting]:
     if args.k is None:
         return []
     k = read_k(args.k)
-    return [f"k={list(k)}", *([] if args.config else [f"attempts={max(k)}"])]
+    return [("k", list(k), "--k"), *([] if args.config else [("attempts", max(k), "--k")])]
 
 
 def _section(summary: RunSummary) -> Section:

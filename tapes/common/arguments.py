@@ -30,6 +30,8 @@ MOST = 10_000_000
 """Items of a collection: `range(10**9)` would fill the memory."""
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
 _PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
+NO_LONE = "a str without lone surrogates"
+"""The type of every text that Tapereel takes: UTF-8, and so a record, has no lone surrogates."""
 # The other surrogates stand for the bytes of a file name that isn't UTF-8.
 _BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
 _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
@@ -130,7 +132,7 @@ def _wrong(part: Part) -> Part | None:
         return place, value, Annotated[Any, "a number of at most 1,000 bits"]
     if kind is str and isinstance(value, str):
         bad = re.search("[\ud800-\udfff]", value)
-        return (place, value, Annotated[Any, "a str without lone surrogates"]) if bad else None
+        return (place, value, Annotated[Any, NO_LONE]) if bad else None
     if not _is_a(value, kind, args):
         return part
     try:

@@ -9,7 +9,10 @@ equal model. A run's record that this version can't read is an error that says w
 from __future__ import annotations
 
 import difflib
+import json
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -18,9 +21,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError, WrapSerializer, fie
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..errors import USE_ITS_VERSION, UsageError
-from .arguments import check_arguments
-from .config_yaml import LARGEST, YamlProblem, nested, read_value, read_yaml, write_yaml
+from ..errors import USE_ITS_VERSION, UsageError, short_repr
+from .arguments import NO_LONE, check_arguments
+from .config_yaml import DEPTH, LARGEST, YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
 
 NAME = "NAME"
@@ -32,8 +35,10 @@ FreeAtResume = WrapSerializer(lambda value, write, info: None if info.context ==
 updates."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
-Setting = str | tuple[str, object]
-"""`KEY=VALUE` as text, which is read as YAML, or (key, value). The key is dotted, as `train.lr`."""
+Setting = str | tuple[str, object] | tuple[str, object, str]
+"""A setting: (key, value), or (key, value, origin) with the words that errors name it by. The key is dotted, as
+`train.lr`. Text is `KEY=VALUE` of a command line, whose value is read as YAML."""
+_LONE = re.compile("[\ud800-\udfff]")
 
 
 class Config(BaseModel):
@@ -82,11 +87,11 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a setting. Groups inside it are skipped: they validate their own."""
+    """The strings in a setting, and the keys of its mappings. Groups inside it are skipped: they validate their own."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
-        for one in value.values() if isinstance(value, Mapping) else value:
+        for one in (*value, *value.values()) if isinstance(value, Mapping) else value:
             yield from _texts(one)
 
 
@@ -109,6 +114,9 @@ class _Layers(dict[Keys, tuple[Any, str]]):
             for key, item in value.items():
                 self.put((*keys, str(key)), item, origin)
             return
+        if any(map(_LONE.search, (*keys, *_texts(value)))):
+            name = ".".join(keys)
+            raise ConfigError(f"{ascii(name)[1:-1]} is {value!a:.80} ({ascii(origin)[1:-1]}); it must be {NO_LONE}")
         # Settings inside the new value, and a value that is a group from now on (`x: null`, then `x.y`), are replaced.
         for other in [k for k in self if k != keys and (k[: len(keys)] == keys or keys[: len(k)] == k)]:
             del self[other]
@@ -142,8 +150,14 @@ def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, set
         if isinstance(one, str):
             _add_set(layers, one)
         else:
-            layers.put(tuple(one[0].split(".")), one[1], f"settings[{one[0]!r}]")
+            key, value, origin, *_ = (*one, f"settings[{one[0]!r}]")
+            layers.put(tuple(str(key).split(".")), value, str(origin))
     return _validate(cls, layers)
+
+
+def setting_key(setting: Setting) -> str:
+    """The dotted key of a setting."""
+    return setting.partition("=")[0].strip() if isinstance(setting, str) else setting[0]
 
 
 def dump_config(config: BaseModel) -> str:
@@ -178,12 +192,17 @@ def _add_file(layers: _Layers, path: Path) -> None:
         raise ConfigError(f"the configuration file {path} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-    if path.suffix == ".toml":
+    if path.suffix in (".toml", ".json"):
         try:
-            layers.put((), tomllib.loads(text), str(path))
+            values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
         except (ValueError, RecursionError) as error:  # a long number, deep brackets
-            raise ConfigError(f"{path} is not TOML: {error}") from None
-    elif path.suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} is {short_repr(values)}, and a configuration is an object of settings")
+        if _is_deep(values):
+            raise ConfigError(f"{path} has more than {DEPTH} groups and lists inside each other")
+        layers.put((), values, str(path))
+    elif path.suffix in (".yaml", ".yml"):
         try:
             for keys, value, line in read_yaml(text):
                 layers.put(keys, value, f"{path} line {line}")
@@ -191,6 +210,22 @@ def _add_file(layers: _Layers, path: Path) -> None:
             raise ConfigError(f"{path}: {error}") from None
     else:
         raise ConfigError(f"{path}: a configuration file ends in .yaml, .yml, .json or .toml, not {path.suffix!r}")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of one JSON object. ValueError for a repeated key, of which `json` would drop all but the last."""
+    for key, n in Counter(key for key, _ in pairs).items():
+        if n > 1:
+            raise ValueError(f"the key {key!r} appears {n} times in one object")
+    return dict(pairs)
+
+
+def _is_deep(value: object) -> bool:
+    level = [value]
+    for _ in range(DEPTH + 1):
+        inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [part for parts in inside for part in parts]
+    return bool(level)
 
 
 def _add_set(layers: _Layers, text: str) -> None:

@@ -15,10 +15,13 @@ import pytest
 from tapereel.agents.runs.runner import RunConfig
 from tapereel.agents.setup.engine_config import EmbeddedConfig, make_engine
 from tapereel.cli import main
+from tapereel.finetune.api.public import save_tiny_model
 from tapereel.tapes.common.config import load_config
 from tapereel.tapes.store.disk import Disk
+from tapereel.tapes.store.run_directory import recorded_config
 from tapereel.tapes.store.store import Store
 
+from ..tapes.common.test_config import VALUES
 from .lab import DEADLY, NEXT, SCENE, WORLD, answer_of, killed, refusal_of, settings, tapes_of
 from .world import EXAMPLE
 
@@ -159,6 +162,31 @@ def test_a_full_disk_is_told_once_however_many_episodes_meet_it(tmp_path: Path, 
     told = refusal_of(capsys, "run", *scene, *SCRIPT, "--attempts", "4", "--out", str(tmp_path / "r"), code=1)
     assert told.count("No space left on device") == told.count("tapereel run: ") == 1
     assert not [record for record in caplog.records if record.name == "asyncio"]
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_an_option_is_taken_as_it_is_typed(capsys: pytest.CaptureFixture[str], value: str) -> None:
+    names = dict.fromkeys(("agent", "env", "tasks"), value)
+    words = [word for name, text in names.items() for word in (f"--{name}={text}",)]
+    found = answer_of(capsys, "run", *words, f"--model={value}", "--seed=3", "--dry-run")
+    assert {name: found[name] for name in names} == names
+    assert (found["engine"]["model"], found["seed"]) == (value, 3)
+
+
+def test_two_folders_whose_names_differ_behind_a_hash_are_two(tmp_path: Path, capsys) -> None:
+    for k, name in enumerate(("m", "m #2")):
+        save_tiny_model(tmp_path / name, "ab", size="micro", seed=k)
+    found = []
+    for name in ("m", "m #2"):
+        model, out = str(tmp_path / name), tmp_path / f"r{name}"
+        answer_of(capsys, "run", *SCENE, "--model", model, "--set", "count=1", "--out", str(out))
+        (tape,) = tapes_of(out)
+        found.append(tape.calls[0].logprobs)
+        assert recorded_config(out)["engine"]["model"] == model
+        assert main(["branch", str(out), tape.id, "--at", "0", "--seed", "x"]) == 64
+        assert "--seed x" in capsys.readouterr().err
+        answer_of(capsys, "branch", str(out), tape.id, "--at", "0", "--model", model)
+    assert found[0] != found[1]
 
 
 def test_a_run_of_which_nothing_is_of_use_is_broken(tmp_path: Path, capsys):

@@ -12,6 +12,8 @@ import pytest
 import tapereel as tr
 from tapereel.tapes.errors import BadArgument, NoRun, RunExists, UsageError
 
+from ...tapes.common.test_config import VALUES
+
 
 class Guess(tr.Environment):
     """Right when the text is the task's number."""
@@ -140,7 +142,7 @@ def test_training_takes_objects_and_is_reproduced(tmp_path: Path):
         async def step(self, action: tr.Action) -> tr.Outcome:
             return tr.Outcome(reward=float(str(action) == self.word), terminated=True)
 
-    model = tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
+    model = tr.save_tiny_model(tmp_path / "@m #2: 'x' \U0001f600", alphabet="ab", size="micro")
     settings = {
         "loop.groups": 2,
         "loop.group_size": 4,
@@ -197,11 +199,14 @@ def test_an_engine_or_a_recipe_as_an_object_is_refused_with_the_remedy(tmp_path:
 
 
 def test_settings_and_answers_are_values_and_no_text_that_is_read_again(tmp_path: Path) -> None:
-    answers = ["\U0001f600 #2: 'x'\x7f", "7"]
-    run = tr.run(tr.ChatAgent(), Guess, [7], answers, out=tmp_path / "run", settings=TWO_TURNS)
-    assert [str(action) for action in run.tapes()[0].actions] == answers
+    answers = [*filter(None, VALUES), "7"]
+    settings = {"limits.turns": len(answers), "sampling.extra": {"words": VALUES, "\U0001f600 #": None}}
+    run = tr.run(tr.ChatAgent(), Guess, [7], answers, out=tmp_path / "run", settings=settings)
     (again,) = run.branch(run.tapes()[0], 0, model=answers)
-    assert [str(action) for action in again.actions] == answers
+    (same,) = run.branch(run.tapes()[0], 0)
+    for tape in (run.tapes()[0], again, same):
+        assert [str(action) for action in tape.actions] == answers
+        assert tape.calls[0].sampling.extra == settings["sampling.extra"]
     with pytest.raises(UsageError) as caught:
         tr.run(tr.ChatAgent(), Guess, [7], ["7"], out=tmp_path / "other", settings={"limits.turns": "many"})
     assert "settings['limits.turns']" in str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
-from tapereel.tapes.common.config import Config, ConfigError, config_keys, dump_config, load_config
+from tapereel.tapes.common.arguments import NO_LONE
+from tapereel.tapes.common.config import Config, ConfigError, Setting, config_keys, dump_config, load_config
 from tapereel.tapes.common.config_yaml import LARGEST, YamlProblem, read_value, read_yaml, write_yaml
+from tapereel.tapes.errors import UsageError
 
 
 class Optimiser(Config):
@@ -47,8 +50,8 @@ def _file(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def _refusal(base: type[BaseModel] | BaseModel, file: Path | None = None, *sets: str) -> str:
-    with pytest.raises(ConfigError) as caught:
+def _refusal(base: type[BaseModel] | BaseModel, file: Path | None = None, *sets: Setting) -> str:
+    with pytest.raises(UsageError) as caught:
         load_config(base, file, sets)
     return str(caught.value)
 
@@ -166,6 +169,63 @@ def test_a_file_that_is_not_there_and_one_that_is_no_text(tmp_path: Path):
 @pytest.mark.parametrize("text", ["seed", "=1", ".a=1", "a..b=1"])
 def test_a_setting_without_a_key_or_a_value_is_refused(text: str):
     assert "is not KEY=VALUE" in _refusal(Whole, None, text)
+
+
+VALUES = [
+    'it\'s "quoted"',
+    "m #2",
+    "a: b",
+    "two\nlines\n",
+    "\U0001f600 yes",
+    "null",
+    "1e3",
+    "@home",
+    "%x",
+    "- [",
+    " space ",
+    "\x07\u2028",
+    "",
+]
+"""Text that YAML, a shell or JSON could take for something else."""
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_a_value_stays_what_it_is_on_every_way(tmp_path: Path, value: str):
+    whole, notes = Whole(name=value, notes={value: value}), {value: value}
+    data = {"name": value, "notes": notes}
+    files = [_file(tmp_path, "a.yaml", dump_config(whole))]
+    files += [_file(tmp_path, f"{plain}.json", json.dumps(data, ensure_ascii=plain)) for plain in (True, False)]
+    assert [load_config(Whole, file) for file in files] == [whole] * 3
+    assert load_config(whole) == load_config(Whole, None, list(data.items())) == whole
+    assert load_config(Whole, None, [("name", value, "--name"), ("notes", notes)]) == whole
+    quoted = [f"{key}={write_yaml(one).removesuffix('...')}" for key, one in data.items()]
+    assert load_config(Whole, None, quoted) == whole
+
+
+@pytest.mark.parametrize("lone", ["\ud800", "a\udfffb"])
+def test_a_lone_surrogate_is_refused_on_every_way(tmp_path: Path, lone: str):
+    escaped = lone.encode("ascii", "backslashreplace").decode()
+    yaml = _file(tmp_path, "a.yaml", f'name: "{escaped}"\n')
+    json = _file(tmp_path, "a.json", f'{{"notes": {{"{escaped}": 1}}}}')
+    sets: list[list[Setting]] = [[f'name="{escaped}"'], [f"name={lone}"], [("name", lone)], [("notes", {"a": [lone]})]]
+    told = [_refusal(Whole, yaml), _refusal(Whole, json), *(_refusal(Whole, None, *one) for one in sets)]
+    assert all(one.isascii() and NO_LONE in one for one in told), told
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ('{"seed": 1, "train": {"lr": 1, "lr": 2}}', "'lr'"),
+        ("[1]", "[1]"),
+        ('{"notes": ' + '{"a": ' * 70 + "1" + "}" * 71, "64"),
+        ('{"seed": "x"}', "seed"),
+        ('{"seed": 1', "JSON"),
+    ],
+)
+def test_a_json_file_is_read_as_json(tmp_path: Path, text: str, named: str):
+    told = _refusal(Whole, file := _file(tmp_path, "a.json", text))
+    assert str(file) in told
+    assert named in told
 
 
 class Open(BaseModel):
