@@ -241,7 +241,8 @@ class History:
         trainer: dict[str, Any] = {"rng": torch.get_rng_state()}
         if self.trainer is not None:
             trainer |= self.trainer.state_dict()
-            state["schedule"] = {"lr": self.trainer.lr, **self.trainer.schedule.model_dump(mode="json")}
+            options = self.trainer.options
+            state["schedule"] = {"lr": options.lr, **options.schedule.model_dump(mode="json")}
         made = save_checkpoint(
             self.directory,
             self.model,

@@ -257,19 +257,7 @@ class _Bench:
                     f"recipe {recipe.name!r} needs a {what}, and update {self.history.updates} of the run was "
                     f"made without one (by {own.recipe.name!r}): compare recipes that need none"
                 )
-        trainer = Trainer(
-            self.history.model,
-            recipe,
-            lr=own.lr,
-            schedule=own.schedule,
-            critic=own.critic,
-            micro_tokens=own.micro_tokens,
-            autocast=own.autocast,
-            gradient_checkpointing=own.gradient_checkpointing,
-            reference=own.others.get("reference", self.reference) if recipe.needs_reference else None,
-            teacher=own.others.get("teacher") if recipe.needs_teacher else None,
-            vision=own.vision,
-        )
+        trainer = own.with_recipe(recipe, self.reference)
         if mine:
             trainer.moments, trainer.betas = copy.deepcopy(own.moments), list(own.betas)
         prepared = trainer.prepare(

@@ -24,6 +24,7 @@ from ..history.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
+from ..trainer.options import StepOptions, TrainerOptions
 from ..trainer.ranks import Ranks
 from ..trainer.reference import EarlierWeights, OtherModel, ServedTeacher, trainable
 from ..trainer.trainer import Trainer
@@ -97,13 +98,15 @@ class Phases:
         return Trainer(
             work,
             recipe,
-            **_settings(optimiser),
-            ema=optimiser.ema,
-            pack=optimiser.pack,
+            TrainerOptions(
+                **_settings(optimiser),
+                critic_first=self._critic_config.first if recipe.needs_value else 0,
+                ema=optimiser.ema,
+                pack=optimiser.pack,
+            ),
             reference=self._reference(work, ranks) if recipe.needs_reference else None,
             teacher=self._others["teacher"] if recipe.needs_teacher else None,
             critic=self._critic(work, ranks) if recipe.needs_value else None,
-            critic_first=self._critic_config.first if recipe.needs_value else 0,
             ranks=ranks,
             vision=self.policy.vision,
         )
@@ -126,8 +129,8 @@ class Phases:
         critic = make(model, normalised=config.normalised, vision=self.policy.vision)
         return CriticTrainer(
             critic,
+            StepOptions(**_settings(config.optimiser)),
             loss=Value(clip=config.clip),
-            **_settings(config.optimiser),
             passes=config.passes,
             balance=self.recipe.balance,
             ranks=ranks,
@@ -237,7 +240,7 @@ def _plain_digest(model: nn.Module) -> str:
 
 
 def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:
-    """The settings that a policy's trainer and a critic's have in common."""
+    """The settings of a policy's trainer and of a critic's, as `StepOptions` takes them."""
     same = ("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
     return {
         **{name: getattr(optimiser, name) for name in same},

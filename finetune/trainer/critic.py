@@ -24,10 +24,10 @@ from ...agents.vision.vision import Vision, whole_model
 from ..data.rows import Row
 from ..data.stream import Stream
 from ..objective.term import Context, Moments, Sums, Term
-from .logprobs import MICRO_TOKENS, Micro, be_still, casting, parts, plan, reaching, states
+from .logprobs import Micro, be_still, casting, parts, plan, reaching, states
+from .options import StepOptions
 from .ranks import Ranks
 from .router import Load, load, probabilities, routed
-from .schedule import Schedule
 
 
 class Value(Term):
@@ -171,36 +171,25 @@ class CriticTrainer:
     def __init__(
         self,
         critic: Critic,
+        options: StepOptions | None = None,
         *,
         loss: Value | None = None,
-        lr: float = 1e-5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        grad_clip: float | None = 1.0,
-        schedule: Schedule | None = None,
         passes: int = 1,
         balance: float = 0.0,
-        micro_tokens: int = MICRO_TOKENS,
-        autocast: torch.dtype | None = None,
-        gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
     ) -> None:
         """passes: optimiser steps on each update's targets; with one, the critic learns too slowly for a short run.
         balance: coefficient of the balance of experts (`router`) in the loss, for a critic with a body of its own.
-        autocast: dtype of the body's forward pass; the head keeps the dtype of its weights. ranks: the processes that
-        step together, which must be the trainer's."""
+        The head keeps the dtype of its weights under `options.autocast`. ranks: the processes that step together, which
+        must be the trainer's."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
             self.ranks.shard(critic)
         self.loss = loss or Value()
-        self.lr = lr
-        self.grad_clip = grad_clip
-        self.schedule = schedule or Schedule()
+        self.options = options = options or StepOptions()
         self.passes = passes
         self.balance = balance if critic.owns_body else 0.0
-        self.micro_tokens = micro_tokens
         self.moments = Moments()
         self.steps = 0
         """Optimiser steps taken."""
@@ -208,11 +197,15 @@ class CriticTrainer:
         """Updates that met a number that isn't finite and left the critic unchanged."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True
+            self.parameters,
+            lr=options.lr,
+            betas=options.betas,
+            eps=options.eps,
+            weight_decay=options.weight_decay,
+            fused=True,
         )
-        self.autocast = autocast
         if critic.owns_body:
-            be_still(critic.body, checkpointing=gradient_checkpointing)
+            be_still(critic.body, checkpointing=options.gradient_checkpointing)
 
     def values(self, rows: Sequence[Row]) -> Tensor:
         """(T,) value of the state before each own token, without gradient."""
@@ -234,7 +227,7 @@ class CriticTrainer:
         return stream.having(value=found[: len(stream)], after=after)
 
     def _plan(self, rows: Sequence[Row], live: Tensor | None = None) -> list[Micro]:
-        return plan(rows, live=live, micro_tokens=self.micro_tokens, vision=self.critic.vision)
+        return plan(rows, live=live, micro_tokens=self.options.micro_tokens, vision=self.critic.vision)
 
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
         """(n,) values, and the micro-batch's part of the balance of the critic's experts."""
@@ -245,7 +238,7 @@ class CriticTrainer:
             hidden, logits = routed(self.critic.get_decoder(), micro, self.critic.seer)
             return self.critic.read(hidden).cpu(), load.loss(probabilities(logits).cpu())
 
-        with casting(self.critic, self.autocast):
+        with casting(self.critic, self.options.autocast):
             return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
@@ -297,11 +290,11 @@ class CriticTrainer:
         finite = not self.ranks.any(not finite)
         if finite and n:
             self.ranks.add_up_gradients(self.parameters)
-            norm = self.ranks.clip(self.parameters, self.grad_clip)
+            norm = self.ranks.clip(self.parameters, self.options.grad_clip)
             sums.put("value/grad_norm", norm)
             finite = isfinite(norm)
         if finite and n:
-            lr = self.lr * self.schedule.factor(self.steps)
+            lr = self.options.lr_at(self.steps)
             sums.put("value/lr", lr)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

@@ -215,7 +215,7 @@ class DistributedTrainer(PolicyTrainer):
         self._member = own = processes.member
         self._number = 0
         self.model, self.recipe, self.ranks, self.vision = own.model, own.recipe, own.ranks, own.vision
-        self.lr, self.schedule, self.steps, self.others = own.lr, own.schedule, own.steps, own.others
+        self.options, self.steps, self.others = own.options, own.steps, own.others
 
     def prepare(
         self,

@@ -28,7 +28,6 @@ from ..objective import loss as objective
 from ..objective.recipe import Recipe
 from .critic import CriticTrainer
 from .logprobs import (
-    MICRO_TOKENS,
     Micro,
     Scores,
     be_still,
@@ -42,10 +41,10 @@ from .logprobs import (
     shares_prefixes,
     states,
 )
+from .options import TrainerOptions
 from .ranks import Ranks
 from .reference import OtherModel, trainable
 from .router import Load, load, probabilities, routed
-from .schedule import Schedule
 from .updates import Accumulated, PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part, observe
 
 __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
@@ -58,39 +57,23 @@ class Trainer(PolicyTrainer):
         self,
         model: nn.Module,
         recipe: Recipe,
+        options: TrainerOptions | None = None,
         *,
-        lr: float = 1e-5,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        grad_clip: float | None = 1.0,
-        schedule: Schedule | None = None,
         reference: nn.Module | OtherModel | None = None,
         teacher: nn.Module | OtherModel | None = None,
         critic: CriticTrainer | None = None,
-        critic_first: int = 0,
-        ema: float | None = None,
-        autocast: torch.dtype | None = None,
-        gradient_checkpointing: bool = False,
         ranks: Ranks | None = None,
-        micro_tokens: int = MICRO_TOKENS,
-        pack: bool | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """grad_clip: largest gradient norm; None: no bound. reference, teacher: frozen models, or the policy with
-        `EarlierWeights`. critic_first: first updates in which only the critic learns. ema: decay of a running average
-        of the weights, kept in `averaged`. autocast: dtype of the forward pass (bfloat16); weights and output layer
-        keep theirs. ranks: the processes that step together. pack: rows end to end instead of padded; None: packed
-        where the attention kernel supports variable lengths. vision: how `model` sees; None: a model of text."""
+        """reference, teacher: frozen models, or the policy with `EarlierWeights`. ranks: the processes that step
+        together. vision: how `model` sees; None: a model of text."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )
         self.model = model
         self.vision = vision
         self.recipe = recipe
-        self.lr = lr
-        self.grad_clip = grad_clip
-        self.schedule = schedule or Schedule()
+        self.options = options = options or TrainerOptions()
         others = {"reference": reference, "teacher": teacher}
         self.others = {
             name: OtherModel(one) if isinstance(one, nn.Module) else one
@@ -98,15 +81,11 @@ class Trainer(PolicyTrainer):
             if one is not None
         }
         self.critic = critic
-        self.critic_first = critic_first
-        self.ema = ema
-        self.autocast = autocast
         self.ranks = ranks or Ranks()
         for one in (model, *(other.model for other in self.others.values())):
             if next(one.parameters(), None) is not None:  # a teacher behind an engine has none
                 self.ranks.shard(one)
-        self.micro_tokens = micro_tokens
-        self.pack = packs(model) if pack is None else pack
+        self.pack = packs(model) if options.pack is None else options.pack
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self._reward_kl_due = False
@@ -117,11 +96,29 @@ class Trainer(PolicyTrainer):
         self.parameters = trainable(model)
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, eps=eps, fused=True)
-        self.averaged = {name: p.detach().clone() for name, p in self.parameters.items()} if ema is not None else {}
-        self.gradient_checkpointing = gradient_checkpointing
-        be_still(model, checkpointing=gradient_checkpointing)
+        groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=options.lr, betas=options.betas, eps=options.eps, fused=True
+        )
+        kept = self.parameters if options.ema is not None else {}
+        self.averaged = {name: p.detach().clone() for name, p in kept.items()}
+        be_still(model, checkpointing=options.gradient_checkpointing)
+
+    def with_recipe(self, recipe: Recipe, reference: OtherModel | None = None) -> Trainer:
+        """A new trainer of the same model and critic with the same options, by another recipe. Its optimiser is fresh.
+
+        reference: for a recipe that needs one, if this trainer has none.
+        """
+        return Trainer(
+            self.model,
+            recipe,
+            self.options,
+            reference=self.others.get("reference", reference) if recipe.needs_reference else None,
+            teacher=self.others.get("teacher") if recipe.needs_teacher else None,
+            critic=self.critic,
+            ranks=self.ranks,
+            vision=self.vision,
+        )
 
     def update(
         self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
@@ -178,12 +175,12 @@ class Trainer(PolicyTrainer):
         return other.logprobs(rows, lambda model: self._score(model, rows, vision).logprob)
 
     def _score(self, model: nn.Module, rows: Sequence[Row], vision: Vision | None, **options: Any) -> Scores:
-        with casting(self.model, self.autocast):
+        with casting(self.model, self.options.autocast):
             return score(
                 model,
                 rows,
                 self.recipe.score,
-                micro_tokens=self.micro_tokens,
+                micro_tokens=self.options.micro_tokens,
                 ranks=self.ranks,
                 pack=self.pack,
                 vision=vision,
@@ -192,12 +189,12 @@ class Trainer(PolicyTrainer):
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
         batch = prepared.batch
-        lr = self.lr * self.schedule.factor(self.steps)
-        part, done, norm = self._gradient(prepared, episodes, self.grad_clip)
+        lr = self.options.lr_at(self.steps)
+        part, done, norm = self._gradient(prepared, episodes, self.options.grad_clip)
         if done.skipped is None:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            if self.steps >= self.critic_first:
+            if self.steps >= self.options.critic_first:
                 self.optimizer.step()
         if self.critic is not None and batch.target is not None and batch.stream.value is not None:
             done.sums.merge(self.critic.update(prepared.rows, batch.stream, batch.target, part.entered))
@@ -212,7 +209,7 @@ class Trainer(PolicyTrainer):
         and critic don't change."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
-        lr = self.lr * self.schedule.factor(self.steps)
+        lr = self.options.lr_at(self.steps)
         return self._account(prepared, part, done, norm, lr), grads
 
     def pull(self, prepared: Prepared) -> Tensor:
@@ -281,7 +278,7 @@ class Trainer(PolicyTrainer):
             plan(
                 rows,
                 live=part.live,
-                micro_tokens=self.micro_tokens,
+                micro_tokens=self.options.micro_tokens,
                 share=share,
                 pack=self.pack and not self.recipe.balance,
                 vision=self.vision,
@@ -379,7 +376,7 @@ class Trainer(PolicyTrainer):
         recipe, body = self.recipe, parts(self.model)[0]
         how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
         aux = None
-        with casting(self.model, self.autocast):
+        with casting(self.model, self.options.autocast):
             if load is None:
                 hidden = states(body, micro, self.model)
             else:
@@ -398,7 +395,7 @@ class Trainer(PolicyTrainer):
         rows, part = demonstrations
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
         pack = self.pack and not self.recipe.balance
-        found = plan(rows, live=part.live, micro_tokens=self.micro_tokens, pack=pack, vision=self.vision)
+        found = plan(rows, live=part.live, micro_tokens=self.options.micro_tokens, pack=pack, vision=self.vision)
         micros = self.ranks.rounds(found)
         # Before the check: only this rank may have met a bad number, and the load is a sum over all ranks.
         balance = self._load(micros)
@@ -430,10 +427,10 @@ class Trainer(PolicyTrainer):
         if self._reward_kl_due:
             self._adapt(RewardKL, prepared.sums, prepared.batch.entered, part.batch.stream)
             self._reward_kl_due = False
-        if self.ema is not None:
+        if self.options.ema is not None:
             with torch.no_grad():
                 for name, p in self.parameters.items():
-                    self.averaged[name].lerp_(p, 1 - self.ema)
+                    self.averaged[name].lerp_(p, 1 - self.options.ema)
 
     def _adapt(self, kind: type[KL | RewardKL], sums: Sums, entered: Tensor, stream: Stream) -> None:
         """Moves the adaptive coefficients of this kind of KL by the k1 in `sums` of the tokens `entered` (T,) bool."""

@@ -18,9 +18,9 @@ from ..objective.loss import Batch, Part, prepare
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from .critic import CriticState
+from .options import TrainerOptions
 from .ranks import Ranks
 from .reference import OtherModel
-from .schedule import Schedule
 
 
 class TrainerState(TypedDict):
@@ -163,8 +163,7 @@ class PolicyTrainer(ABC):
     others: Mapping[str, OtherModel]
     """`reference` and `teacher`, as far as there are any."""
     vision: Vision | None
-    lr: float
-    schedule: Schedule
+    options: TrainerOptions
     steps: int
     """Updates applied."""
     version: str | None = None

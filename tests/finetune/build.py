@@ -17,6 +17,7 @@ from torch import Tensor
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
 from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.records import Status
 
@@ -179,11 +180,18 @@ def batch(seed: int = 0, model=None) -> tuple[list[Row], list[Episode]]:
     return rows, [Episode(tape=r.tape, group=r.group, reward=x) for r, x in zip(rows, rewards, strict=True)]
 
 
+def trainer_of(model: Any, recipe: Any, **named: Any) -> Trainer:
+    """A trainer. named: its options, and its other arguments."""
+    own = {one.name for one in dataclasses.fields(TrainerOptions)}
+    options = {name: named.pop(name) for name in list(named) if name in own}
+    return Trainer(model, recipe, TrainerOptions(**options), **named)
+
+
 def gradient(
     model: Any, recipe: Any, rows: Sequence[Row], episodes: Sequence[Episode], **options: Any
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradients by name) of one update that isn't taken."""
-    trainer = Trainer(model, recipe, lr=0.0, grad_clip=None, **options)
+    trainer = trainer_of(model, recipe, lr=0.0, grad_clip=None, **options)
     prepared = trainer.prepare(rows, episodes)
     trainer.optimizer.zero_grad()
     done = trainer._accumulate(prepared.rows, prepared.batch.part())
