@@ -26,7 +26,16 @@ from typing import Any, NoReturn, cast
 from ..tapes.common.extras import extra_of
 from ..tapes.common.run_async import GRACE
 from ..tapes.common.text import TerminalHandler, guard_terminal
-from ..tapes.errors import MissingExtra, NoRun, NoSuchTape, RunExists, RunStopped, TapereelError, UsageError
+from ..tapes.errors import (
+    MissingExtra,
+    NewerRecord,
+    NoRun,
+    NoSuchTape,
+    RunExists,
+    RunStopped,
+    TapereelError,
+    UsageError,
+)
 from .console import Exit, Verb, say
 
 VERBS: dict[str, tuple[str, str]] = {
@@ -235,6 +244,8 @@ def _run(name: str, words: list[str]) -> int:
         say(f"{prog}: {_with_options(_sentence(error), parser)}")
         if isinstance(error, RunStopped):
             return Exit[error.reason.upper()]
+        if isinstance(error, NewerRecord):
+            return Exit.UNVERIFIABLE
         return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
 
 

@@ -2,6 +2,7 @@
 
 TapereelError
 ├── NotATape (ValueError)           records that don't make a tape
+│   ├── NewerRecord                 a newer version wrote a part that this one doesn't know
 │   └── Corrupt                     durable bytes differ from those that were written
 ├── HiddenFromAgent (AttributeError)  an agent asked its view of a tape for hidden data
 ├── RunStopped                  no model can answer: the run ended before its work was done
@@ -48,6 +49,15 @@ class Unwritable(TapereelError, TypeError):
 class BadPicture(TapereelError, ValueError):
     """A file, image or array can't become a picture, or a picture's bytes are missing; says which, why and what to
     do."""
+
+
+class NewerRecord(NotATape):
+    """A record is valid but for a part that this version doesn't know: a newer version wrote it."""
+
+    def __init__(self, part: str, record: str = "a record") -> None:
+        super().__init__(f"{record} has {part}, which this version doesn't know: use the version that wrote it")
+        self.part = part
+        """As in `the field "seconds"`."""
 
 
 class Corrupt(NotATape):

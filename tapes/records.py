@@ -12,7 +12,7 @@ import json
 import operator
 from collections.abc import Iterable
 from functools import partial
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from pydantic import (
     BaseModel,
@@ -20,7 +20,6 @@ from pydantic import (
     Field,
     JsonValue,
     SerializeAsAny,
-    TypeAdapter,
     model_validator,
 )
 from pydantic_core import PydanticSerializationError, to_json
@@ -566,33 +565,6 @@ class Seal(Record):
     reason: str = "closed"
     next: str | None = None
     """The next segment of the same writer; None when the writer stopped."""
-
-
-AnyRecord = Annotated[
-    Begin
-    | StepRecord
-    | Call
-    | Reward
-    | End
-    | Label
-    | Tokens
-    | Use
-    | Void
-    | Open
-    | Publish
-    | Lead
-    | Files
-    | Commit
-    | Seal,
-    Field(discriminator="t"),
-]
-
-_adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
-
-
-def parse_record(body: bytes) -> AnyRecord:
-    """The record in `body` (JSON). Raises a pydantic ValidationError, which is a ValueError, for an invalid body."""
-    return _adapter.validate_json(body)
 
 
 def fold(digest: bytes, body: bytes) -> bytes:

@@ -31,9 +31,9 @@ from .records import (
     Reward,
     StepRecord,
     fold,
-    parse_record,
     total_reward,
 )
+from .schema import parse_record, read_record
 from .status import Status, trains
 from .steps import Action, Observation, Step, Thought, role_of
 
@@ -249,10 +249,7 @@ class Tape(Sequence[Step]):
             raise NotATape(f"bodies and layers are lists, not {type(bodies).__name__} and {type(layers).__name__}")
         log: TapeLog | None = None
         for k, body in enumerate(bodies):
-            try:
-                record = parse_record(body)
-            except ValueError as error:
-                raise NotATape(f"record {k} can't be read: {error}") from error
+            record = read_record(body, f"record {k}")
             if log is None:
                 if not isinstance(record, Begin):
                     raise NotATape(f"a tape starts with `begin`, not with {record.t!r}")

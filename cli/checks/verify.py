@@ -55,6 +55,7 @@ def _report_lines(report: Report) -> list[str]:
     lines += [f"broken: {text}" for text in report.broken]
     lines += [f"torn: {text}" for text in report.torn]
     lines += [f"missing: segment {name}, which no pin covers" for name in report.holes]
+    lines += [f"undecided: {text}" for text in report.unknown]
     lines += [f"undecided: {text}; a crash explains that, and so does a deletion" for text in report.unsettled]
     lines += [f"set aside by a recovery: {name}" for name in report.set_aside]
     lines += [f"doesn't count: {text}" for text in report.books.refused]

@@ -29,13 +29,14 @@ from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 from pydantic import Field
 
 from ..common.text import logger
 from ..errors import StoreFailed, UsageError
 from ..records import Lead
+from ..schema import read_record
 from ..value import Value
 from .disk import REAL, Disk, read_file, write_all
 from .index import Index
@@ -121,7 +122,7 @@ def recorded_leads(index: Index) -> list[tuple[Holder, str]]:
     places = index.places("", t="lead")
     found = list[tuple[Holder, str]]()
     for place, body in zip(places, index.bodies(places), strict=True):
-        lead, segment = Lead.model_validate_json(body), place.segment
+        lead, segment = cast(Lead, read_record(body, f"record {place.n} of segment {place.segment}")), place.segment
         while (after := following.get(segment)) is not None and after > segment:
             segment = after
         found.append((Holder(epoch=lead.epoch, host=lead.host, pid=lead.pid, began=lead.at, seen=lead.at), segment))

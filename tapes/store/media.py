@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ..errors import Corrupt, NotATape
 from ..pictures import MEDIA_NAME, MediaReference
-from ..records import Begin, Call, StepRecord, parse_record
+from ..records import Begin, Call, StepRecord
+from ..schema import parse_record
 from .disk import REAL, Disk, file_digest, put_file, read_file
 
 _NAME = re.compile(MEDIA_NAME)

@@ -20,7 +20,8 @@ from pydantic_core import to_json
 
 from ..common.arguments import check_arguments
 from ..errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
-from ..records import IN_TAPE, AnyRecord, Begin, Files, Lead, Publish, Record, Status, Use, Void, parse_record
+from ..records import IN_TAPE, Begin, Files, Lead, Publish, Record, Status, Use, Void
+from ..schema import AnyRecord, parse_record, read_record
 from ..tape import Tape
 from .books import Books, BooksFold
 from .disk import REAL, Disk, changed, damage, file_digest, put_file
@@ -354,7 +355,7 @@ class Store:
         """
         line = [self._read(tape, None)]
         seen = {tape}
-        while (above := Begin.model_validate_json(line[-1][0][0]).parent) is not None:
+        while (above := cast(Begin, read_record(line[-1][0][0], "record 0")).parent) is not None:
             if above.tape in seen:
                 raise NotATape(f"tape {tape} is said to be a fork of itself, by way of {above.tape}")
             if above.tape not in self.index.ids(above.tape):

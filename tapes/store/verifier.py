@@ -1,8 +1,9 @@
 """Verify: read every line of a run without the index, and report what holds, what is broken and what was not checked.
 
 Broken: bytes below a frontier, a seal or a pin differ from what was written; a record names something that is missing;
-a token or episode is not accounted for (`books`). Undecidable: a torn tail that no recovery has set aside, or a missing
-segment that nothing pins. It runs no agent, environment or model, and it changes nothing.
+a token or episode is not accounted for (`books`). Undecidable: a torn tail that no recovery has set aside, a missing
+segment that nothing pins, or a record with a part that only a newer version knows. It runs no agent, environment or
+model, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import cast
 from pydantic import JsonValue, computed_field
 from pydantic_core import from_json
 
-from ..errors import NoRun, UsageError
+from ..errors import NewerRecord, NoRun, UsageError
 from ..messages import image_parts, video_in, visual_parts
 from ..pictures import Video, videos_in
 from ..places import Place
-from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Message, Parent, StepRecord, fold, parse_record
+from ..records import DIGEST_START, IN_TAPE, Begin, Call, Files, Lead, Message, Parent, StepRecord, fold
+from ..schema import parse_record, reason_of
 from ..value import STANDINGS, Standing, Value
 from .books import Books, BooksFold
 from .disk import REAL, Disk, NotAFile, changed, damage, file_digest
@@ -76,6 +78,8 @@ class Report(Value):
     """Numbers of segments that are missing and that nothing pins; exit code 2."""
     unsettled: tuple[str, ...]
     """Sentences on what a crash at one moment explains, and what was cut off or deleted as well; exit code 2."""
+    unknown: tuple[str, ...] = ()
+    """Parts of records that this version doesn't know, each a sentence; exit code 2."""
     set_aside: tuple[str, ...]
     """Files with torn bytes that a recovery kept."""
     pins: int
@@ -111,15 +115,28 @@ class _Fold:
         self.leads: dict[int, str] = {}
         """Epoch -> the segment with its record."""
         self.records = 0
+        self._unknown: dict[tuple[str, str | None], tuple[int, str]] = {}
+        """(part, the version that wrote it) -> how many records have it, and the place of the first."""
+        self._wrote: dict[str, str] = {}
+        """Tape -> version of the package that recorded it."""
 
     def add(self, segment: str, line: Line) -> None:
         self.records += 1
+        place = f"record {line.n} of segment {segment}"
+        t, tape = "", None
         try:
             t, tape = peek(line.body)
             record = parse_record(line.body)
             self.books.add(line.body)
+        except NewerRecord as error:
+            part = (error.part, self._wrote.get(tape or ""))
+            n, first = self._unknown.get(part, (0, place))
+            self._unknown[part] = n + 1, first
+            with contextlib.suppress(ValueError):
+                self.books.add(line.body)
+            return
         except ValueError as error:
-            self.broken.append(f"record {line.n} of segment {segment} can't be read: {str(error).splitlines()[0]}")
+            self.broken.append(f"{place} can't be read: {reason_of(error)}")
             return
         if tape is not None and t in IN_TAPE:
             self.tapes.add(tape)
@@ -131,12 +148,22 @@ class _Fold:
         if isinstance(record, Lead):
             self.leads[record.epoch] = segment
         if isinstance(record, Begin):
+            if "package" in record.versions:
+                self._wrote[record.tape] = record.versions["package"]
             if record.parent is not None:
                 self.forks.append((record.tape, record.parent))
             if record.task.hash != record.task_hash:
                 self.broken.append(
                     f"tape {record.tape}: its task hashes to {record.task.hash}, not to the recorded {record.task_hash}"
                 )
+
+    def unknown(self) -> list[str]:
+        """Sentences on the parts of records that this version doesn't know."""
+        return [
+            f"{first} has {part}, which this version doesn't know"
+            f"{f'; Tapereel {wrote} wrote it' if wrote else ''}{f' (and {n - 1:,} more records)' if n > 1 else ''}"
+            for (part, wrote), (n, first) in self._unknown.items()
+        ]
 
 
 class _Pictures:
@@ -323,11 +350,12 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     if exact:
         after = _after(folder, reports, _Pins(exact, disk), wanted, disk)
         found.broken += [*after, *(f"after the pin: {text}" for text in open_files)]
-    books = found.books.books()
-    found.broken += [f"the books: {finding}" for finding in books.findings]
+    books, unknown = found.books.books(), found.unknown()
+    findings = [f"the books: {finding}" for finding in books.findings]
+    (unknown if unknown else found.broken).extend(findings)  # what isn't accounted for may be in unknown records
     return Report(
         run=str(path),
-        exit_code=1 if found.broken else 2 if torn or holes or unsettled or not sizes else 0,
+        exit_code=1 if found.broken else 2 if torn or holes or unsettled or unknown or not sizes else 0,
         records=found.records,
         episodes=books.begun,
         head=f"{reports[-1].name}:{reports[-1].head}" if reports and reports[-1].lines else None,
@@ -336,6 +364,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
         torn=tuple(torn),
         holes=holes,
         unsettled=tuple(unsettled),
+        unknown=tuple(unknown),
         set_aside=tuple(sorted(name for name in entries if ".torn-" in name)),
         pins=pinned,
         files=compared,

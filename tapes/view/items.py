@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import JsonValue
 
 from ..pictures import videos_in
-from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tokens, parse_record
+from ..records import Begin, Call, End, Identity, Label, Reward, StepRecord, Tokens
+from ..schema import parse_record
 from ..store.summary import Summary
 from ..transcript import call_line, kind_of, reads
 

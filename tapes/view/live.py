@@ -147,6 +147,7 @@ def whole(report: Report) -> Integrity:
         "broken": list(report.broken),
         "holes": [
             *report.torn,
+            *report.unknown,
             *report.unsettled,
             *(f"segment {number} is missing, and no pin names it" for number in report.holes),
             *(f"{name}: bytes that a recovery moved out of the store" for name in report.set_aside),

@@ -18,7 +18,8 @@ from ..audit.faults import Fault, Faults
 from ..common.stats import fixed, mean
 from ..errors import TapereelError
 from ..records import End as EndRecord
-from ..records import Status, parse_record
+from ..records import Status
+from ..schema import parse_record
 from ..store.books import Books, Lost, spent
 from ..store.disk import read_file
 from ..store.run_directory import CONFIG, METRICS, RESULTS, Results, read_metrics, recorded_settings

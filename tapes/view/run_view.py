@@ -18,7 +18,8 @@ from ..audit.verdict_files import Checks
 from ..common.stats import mean_of
 from ..common.text import safe
 from ..errors import NoSuchTape, NotATape, TapereelError
-from ..records import Call, parse_record
+from ..records import Call
+from ..schema import parse_record
 from ..store.media import references
 from ..store.store import Store
 from ..store.summary import Summary

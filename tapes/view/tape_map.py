@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from ..errors import NotATape
 from ..messages import ENV
-from ..records import IN_TAPE, Begin, parse_record
+from ..records import IN_TAPE, Begin
+from ..schema import parse_record
 from ..store.index import Place
 from ..store.segment import BadLine, read_body
 from ..store.store import Store
