@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ID",
-        help="with --out: the tapes of the file (default: those that the overview proposes to read)",
+        help="with --out: a tape of the file; repeatable (default: those that the overview proposes, or the newest)",
     )
 
 

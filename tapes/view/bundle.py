@@ -29,6 +29,8 @@ from .items import SHARD
 from .overview import Overview, overview_of
 from .run_view import PAGE, RunView
 
+NEWEST = 20
+"""Tapes of a file for which none are chosen, and to which the overview proposes none."""
 SCRIPTS = (
     "dom.js",
     "source.js",
@@ -88,7 +90,8 @@ def write_report(
 def write_view(
     view: RunView, out: Path, *, tapes: Sequence[str] = (), progress: Progress = silent
 ) -> dict[str, object]:
-    """Write the page to the new file `out`, with `tapes` or with those that the overview proposes to read."""
+    """Write the page to the new file `out`, with `tapes`, or with those that the overview proposes to read, or with the
+    newest ones if it proposes none."""
     if out.exists():
         raise UsageError(f"{out} exists already: name another file, or remove it first")
     if out.suffix != ".html":
@@ -96,6 +99,7 @@ def write_view(
     view.overview()  # reads the records that the index lacks
     overview = overview_of(view.store)
     chosen = [view.store.tape(tape, refresh=False).id for tape in tapes] or [one.tape for one in overview.tapes]
+    chosen = chosen or [one.id for one in view.store.summaries()[-NEWEST:]]
     rows = view.store.index.among(chosen)
     body = report_of(view, overview, rows, progress).encode()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -245,6 +245,7 @@ def browser() -> None:
         found = os.environ.get("TAPEREEL_CHROMIUM") or shutil.which("chromium")
         page = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"]).new_page()
         page.goto(Path("page.html").resolve().as_uri())
+        page.get_by_role("link", name="Tapes").click()
         page.wait_for_selector(".trow[data-tape]")
         assert page.locator(".trow[data-tape]").count() == 4
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+import tapereel as tr
 from tapereel.cli import main
 from tapereel.cli.console import Exit
 from tapereel.tapes.store.store import Store
-from tapereel.tapes.view import RunView
+from tapereel.tapes.view import RunView, bundle
 from tapereel.tapes.view.bundle import report_of, write_view
 from tapereel.tapes.view.overview import overview_of
 
@@ -41,7 +42,7 @@ def test_a_page_holds_every_answer_of_the_server(run: Path, tmp_path: Path, caps
         assert data["curve"] == view.curve()
     assert data["behind/0"]["tapes"] == ["g0a0", "g0a1"]
     assert data["run"]["tapes"] == 3
-    assert any(hole.startswith("10 of the run's tapes") for hole in data["run"]["integrity"]["holes"])
+    assert any(hole.startswith("10 ") for hole in data["run"]["integrity"]["holes"])
 
 
 def test_a_page_without_chosen_tapes_holds_those_that_the_overview_proposes(run: Path, tmp_path: Path):
@@ -49,6 +50,21 @@ def test_a_page_without_chosen_tapes_holds_those_that_the_overview_proposes(run:
     proposed = {one["tape"] for one in data["report"]["tapes"]}
     assert proposed
     assert set(data["table-0"]["id"]) == proposed
+
+
+def test_a_page_for_which_nothing_is_proposed_holds_the_newest_tapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Same(tr.Environment):
+        async def reset(self, task: int) -> str:
+            return str(task)
+
+        async def step(self, action: tr.Action) -> tr.Outcome:
+            return tr.Outcome("so", reward=0.0, terminated=True)
+
+    monkeypatch.setattr(bundle, "NEWEST", 3)
+    made = tr.run(tr.ChatAgent(), Same, range(4), ["a"], out=tmp_path / "run")
+    data = written(made.path, tmp_path / "page.html")
+    assert not data["report"]["tapes"]
+    assert set(data["table-0"]["id"]) == {tape.id for tape in made.tapes()[-3:]}
 
 
 def test_what_is_there_stays(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -91,4 +107,4 @@ def test_media_are_not_in_the_page_and_it_says_so(tmp_path: Path):
         made.look(store.media.put(b"\x89PNG", ".png"), store.media.put(b"more", ".bin"))
         made.end()
     data = written(tmp_path / "run", tmp_path / "page.html", "t")
-    assert any(hole.startswith("2 media files") for hole in data["run"]["integrity"]["holes"])
+    assert any(hole.startswith("2 media") for hole in data["run"]["integrity"]["holes"])
