@@ -307,7 +307,7 @@ class Served:
             engine._syncs = (Lost(sync.server),)  # type: ignore[attr-defined]
             with pytest.raises(PublishFailed, match="update"):
                 await engine.sync_weights(self.policy(1).state_dict(), f"{engine.version}+lost")
-            with pytest.raises(EngineError, match="publish failed"):
+            with pytest.raises(EngineError, match="publish"):
                 await engine.complete(ask())
 
         runs(test)
@@ -331,7 +331,7 @@ class Served:
             full = array("i", [9] * engine.context)
             with pytest.raises(PromptTooLong, match=str(engine.context)):
                 await engine.complete(Request(messages=[], prompt=full, sampling=Sampling(), seed=0))
-            with pytest.raises(EngineError, match="without prompt ids"):
+            with pytest.raises(EngineError, match="renderer"):
                 await engine.complete(Request(messages=[], prompt=None, sampling=Sampling(), seed=0))
             with pytest.raises(EngineError, match="400"):
                 await engine.complete(ask(extra={"presence_penalty": 7.0}))
@@ -340,7 +340,7 @@ class Served:
                 await engine.complete(outside)
             weights = self.policy(1).state_dict()
             for wrong in ({"nonsense.weight": torch.zeros(2, 2)}, weights | {"model.norm.weight": torch.zeros(3)}):
-                with pytest.raises(ValueError, match=r"the weights lack|has shape"):
+                with pytest.raises(ValueError, match=r"'\w[\w.]*weight'"):
                     await engine.sync_weights(wrong, f"{engine.version}+wrong")
             request = ask()
             assert self.off(0, request, await engine.complete(request)) < CLOSE

@@ -33,12 +33,12 @@ def rows(**wrong: Any) -> Dataset:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"labels": [None, 1, 2]}, "'labels' has null"),
-        ({"labels": None}, "every token column is aligned"),
-        ({"rewards": None}, "'rewards' has 3 values in all, `labels` has 6"),
-        ({"rewards": [math.inf] * 3}, "'rewards' is inf in row 1, token 1"),
-        ({"old_logprobs": [-1.0, -1.0]}, "'old_logprobs' has 5 values in all"),
-        ({"group_id": None}, "'group_id' is null in row 1"),
+        ({"labels": [None, 1, 2]}, "'labels'.*null"),
+        ({"labels": None}, "`input_ids`"),
+        ({"rewards": None}, r"'rewards'.*\b3\b.*`labels`.*\b6\b"),
+        ({"rewards": [math.inf] * 3}, r"'rewards'.*\binf\b.*row 1, token 1"),
+        ({"old_logprobs": [-1.0, -1.0]}, r"'old_logprobs'.*\b5\b"),
+        ({"group_id": None}, r"'group_id'.*null.*row 1"),
     ],
 )
 def test_a_wrong_row_is_refused_by_the_pass(wrong: dict[str, Any], why: str):
@@ -49,12 +49,12 @@ def test_a_wrong_row_is_refused_by_the_pass(wrong: dict[str, Any], why: str):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"input_ids": [0, 1, 2, 3]}, r"'labels' of row 1 has the shape \(3,\), `input_ids` has 4 values"),
-        ({"temperature": None}, r"'temperature' of row 1 has the shape \(\)"),
-        ({"temperature": [math.nan, 0.0, 1.0]}, "'temperature' is 0 in row 1, token 1"),
-        ({"temperature": [math.nan, 1.0, -1.0]}, "'temperature' is -1 in row 1, token 2"),
-        ({"labels": [-100, 2, 1]}, "not shifted"),
-        ({"old_logprobs": [math.nan, 3.0, -1.0]}, "'old_logprobs' is 3 in row 1, token 1"),
+        ({"input_ids": [0, 1, 2, 3]}, r"'labels'.*row 1\b.*\(3,\).*`input_ids`.*\b4\b"),
+        ({"temperature": None}, r"'temperature'.*row 1\b.*\(\)"),
+        ({"temperature": [math.nan, 0.0, 1.0]}, r"'temperature'.* 0 .*row 1, token 1"),
+        ({"temperature": [math.nan, 1.0, -1.0]}, r"'temperature'.* -1 .*row 1, token 2"),
+        ({"labels": [-100, 2, 1]}, "shifted"),
+        ({"old_logprobs": [math.nan, 3.0, -1.0]}, r"'old_logprobs'.* 3 .*row 1, token 1"),
     ],
 )
 def test_a_wrong_row_is_refused_by_the_step(wrong: dict[str, Any], why: str):
@@ -63,14 +63,14 @@ def test_a_wrong_row_is_refused_by_the_step(wrong: dict[str, Any], why: str):
 
 
 def test_a_reference_is_not_asked_at_an_unknown_temperature():
-    with pytest.raises(BadBatch, match="'temperature' is nan in row 1, token 1"):
+    with pytest.raises(BadBatch, match=r"'temperature'.*\bnan\b.*row 1, token 1"):
         fill_ref_logprobs(rows(temperature=[math.nan, math.nan, 1.0]), tiny_model(), CONFIG)
 
 
 def test_no_row_an_empty_row_and_a_row_that_begins_with_a_target():
     assert len(populate_rl_data(rows().select([]), CONFIG)) == 0
     for features, side in (([], "right"), (list(rows()), "middle")):
-        with pytest.raises(BadBatch, match="give at least one row, and 'right' or 'left'"):
+        with pytest.raises(BadBatch, match=r"'right'.*'left'"):
             collate(features, side=side)
     got = populate_rl_data(rows(labels=[0, 1, 2], old_logprobs=[-1.0, -1.0, -2.0]), CONFIG)
     assert math.isnan(got["weights"][1][0]), "the first token of a row has no logits before it"

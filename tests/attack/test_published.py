@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -243,7 +244,7 @@ def test_a_run_trains_without_a_place_for_the_index_or_its_secret(
     (run / "tapes" / "index.sqlite").mkdir()
     assert train(run, model, 4, resume=True).summary.updates == 4
     assert verify(run).exit_code == 0
-    assert "can't be written" in caplog.text
+    assert "index.sqlite" in caplog.text
 
 
 # Files that are published
@@ -259,7 +260,7 @@ def test_what_is_no_file_is_named_and_nothing_hangs(run: Path, name: str, kind: 
         (run / name).mkdir()
     (sentence,) = verify(run).broken
     assert name in sentence
-    assert ("is gone" if kind == "gone" else "is not a regular file") in sentence
+    assert ("gone" if kind == "gone" else "regular") in sentence
 
 
 def test_a_deleted_checkpoint_is_no_damage(run: Path) -> None:
@@ -322,7 +323,7 @@ def test_a_checkpoint_that_no_record_knows_is_passed_over(
     shutil.copytree(run / "checkpoints" / "update-000002", forged.with_name("update-000009"))
     assert any("update-000009" in text for text in verify(run).not_checked)
     train(run, model, 4, resume=True)
-    assert "no record has the digests" in caplog.text
+    assert "digests" in caplog.text
     assert "update-000009" in caplog.text
 
 
@@ -343,7 +344,7 @@ def test_no_damaged_model_is_served_sampled_or_compared(
     ):
         assert main(words) in (1, 64), words
         assert name in capsys.readouterr().err
-    with pytest.raises(Corrupt, match="is not the one that was trained"):
+    with pytest.raises(Corrupt, match=re.escape(str(folder))):
         LocalServer(folder)
 
 
@@ -354,10 +355,10 @@ def test_what_was_edited_after_the_close_is_not_shown_and_not_gone_on_from(run: 
     (run / "results.json").write_bytes(before.replace(b"{", b'{"idle_share": 0.99, ', 1))
     with Store.open(run) as store:
         page = overview_of(store)
-    assert "results.json was changed" in page.notes[0]
+    assert "results.json" in page.notes[0]
     assert not page.scores
     assert not page.plots
-    with pytest.raises(Corrupt, match=r"results\.json was changed"):
+    with pytest.raises(Corrupt, match=r"results\.json"):
         train(run, model, 4, resume=True)
     (run / "results.json").write_bytes(before)
     assert train(run, model, 4, resume=True).summary.updates == 4
@@ -381,7 +382,7 @@ def test_verify_reads_no_file_outside_the_run(run: Path, name: str) -> None:
     with Store.open(run, write=True) as store:
         store.writer.append(Files(files={name: "0" * 64}, at=0.0).body())
     (sentence,) = verify(run).broken
-    assert sentence == f"a record has the digest of {name}, which is outside the run"
+    assert re.search(rf"{re.escape(name)}\b.*outside", sentence)
 
 
 def test_a_crashed_run_says_what_was_not_checked(run: Path, model: str, tmp_path: Path) -> None:

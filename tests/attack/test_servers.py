@@ -406,7 +406,7 @@ def test_a_session_whose_client_may_come_back_keeps_its_place():
             env = await begun(service)
             await env._line.hang_up(goodbye=False)
             await until(lambda: all(session.connection is None for session in service.sessions.values()))
-            with pytest.raises(Exception, match="no free place"):
+            with pytest.raises(Exception, match=r"status (429|503)"):
                 await begun(service, patience=0.3)
             assert len(service.sessions) == 1
             await env.close()
@@ -453,7 +453,7 @@ def test_a_client_with_a_wrong_token_does_not_try_again(monkeypatch: pytest.Monk
 
     async def scene() -> None:
         async with Service(GuessNumber).serving() as service:
-            with pytest.raises(Refused, match="is the token right"):
+            with pytest.raises(Refused, match="401"):
                 await begun(service, patience=60.0, key_variable="SOME_TOKEN")
 
     asyncio.run(scene())

@@ -151,7 +151,8 @@ def test_a_second_train_exits_and_harms_nothing(tmp_path: Path, model: str, atte
         go(second)
         said = second.communicate(timeout=120)[1]
         assert second.returncode == 64, said
-        assert f"is led by process {first.pid} on {os.uname().nodename} (started 20" in said
+        assert f"process {first.pid} " in said
+        assert os.uname().nodename in said
         said = first.communicate(timeout=240)[1]
         assert first.returncode == 0, said
     assert list(read_leads(run)) == [1]
@@ -178,7 +179,7 @@ def test_a_lead_that_slept_through_its_lease_stops(tmp_path: Path, model: str, a
         first.send_signal(signal.SIGCONT)
         said = first.communicate(timeout=120)[1]
         assert first.returncode == 1, said
-        assert "was taken over by process" in said
+        assert f"process {second.pid} " in said
         said = second.communicate(timeout=240)[1]
         assert second.returncode == 0, said
     check(run)

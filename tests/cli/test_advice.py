@@ -58,15 +58,15 @@ def rolled(tmp_path: Path, capsys: Any, *answers: str, **more: Any) -> tuple[str
 
 def test_a_run_in_which_no_tool_was_called_says_so(tmp_path: Path, capsys: Any) -> None:
     (equal, tools) = rolled(tmp_path, capsys, "call note please")
-    assert equal.startswith("All 6 rewards are 0:")
-    assert tools.startswith("Tools were offered in 6 of the newest 6 episodes, and none was called.")
+    assert re.search(r"\b6\b.*\b0\b.*tapereel show", equal)
+    assert re.search(r"\b6\b.*\b6\b.*docs/tools\.md", tools)
 
 
 @pytest.mark.parametrize("call", ['{"name": "note", "parameters": {"text": "a"}}', "<tool_call>{"])
 def test_a_run_that_calls_tools_or_tries_to_is_told_apart(tmp_path: Path, capsys: Any, call: str) -> None:
     said = rolled(tmp_path, capsys, call, "3", "3", "3")
-    assert any("none was called" in text for text in said) == (call == "<tool_call>{")
-    assert not any("rewards are" in text for text in said)
+    assert any("docs/tools.md" in text for text in said) == (call == "<tool_call>{")
+    assert not any("rewards" in text for text in said)
 
 
 def test_a_parser_that_can_read_no_answer_is_named(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_parser_that_can_read_no_answer_is_named(tmp_path: Path) -> None:
 
     made = tr.run(tr.ChatAgent(parse=parse), Digits, TASKS, ["e4"] * 3, out=tmp_path / "r")
     assert made.summary is not None
-    (said,) = (text for text in made.summary.advice if "could not be read" in text)
+    (said,) = (text for text in made.summary.advice if "`parse`" in text)
     assert "'e4 is no move'" in said
     assert "`parse`" in said
 
@@ -99,17 +99,17 @@ def trained(tmp_path: Path, model: str, env: str, *sets: str) -> list[str]:
 def test_training_on_equal_rewards_says_so(tmp_path: Path, model: str, capsys: Any) -> None:
     main(trained(tmp_path, model, f"{WORLD}:Flat", "loop.updates=2"))
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"All [0-9]+ rewards are 0.5:", said)
-    assert "100% of the groups of the last 2 updates had equal rewards" in said
-    assert "100% of the groups" in (tmp_path / "r" / "report.html").read_text()
+    assert re.search(r"\b0\.5\b.*tapereel show", said)
+    assert re.search(r"100%.*\b2\b.*loop\.group_size", said)
+    assert re.search(r"100%[^%]*loop\.group_size", (tmp_path / "r" / "report.html").read_text())
 
 
 def test_training_that_does_not_rise_says_so(tmp_path: Path, model: str, capsys: Any) -> None:
     sets = ("loop.updates=12", "loop.optimiser.lr=1e-9", "loop.group_size=24")
     assert main([*trained(tmp_path, model, f"{DIGITS}:Digits", *sets), "--json"]) == 0
     rise, what = json.loads(capsys.readouterr().out)["advice"]
-    assert rise.startswith("The reward did not rise beyond its interval: from the first to the last 5 updates")
-    assert "so try other steps" in what
+    assert re.search(r"\b5\b.*docs/reward_does_not_climb\.md", rise)
+    assert "warm.tapes" in what
 
 
 def lines(n: int, reward: Any, **more: Any) -> list[dict[str, Any]]:
@@ -123,14 +123,14 @@ def lines(n: int, reward: Any, **more: Any) -> list[dict[str, Any]]:
     [
         (lines(40, lambda k: k / 40 + k % 2 / 10), []),
         (lines(40, lambda k: k / 40, **{"group/flat": 1.0, "logprob": 0.0}), []),  # solved: that is what success is
-        (lines(40, lambda k: 0.5 + k % 2 / 10), ["did not rise", "try other steps"]),
-        (lines(40, lambda k: -k / 40), ["did not rise", "try other steps"]),
-        (lines(40, lambda k: 0.5 + k % 3 / 10, logprob=-0.01), ["did not rise", "entropy is gone (0.010"]),
-        (lines(40, lambda k: 0.5 + k % 3 / 10, logprob=-0.01, entropy=1.0), ["did not rise", "try other steps"]),
-        (lines(40, lambda k: 0.1, **{"group/flat": 0.9}), ["did not rise", "90% of the groups"]),
-        (lines(40, lambda k: 0.5 + k % 3 / 10, grad_norm=0.0), ["did not rise", "was zero in the last 10 updates"]),
+        (lines(40, lambda k: 0.5 + k % 2 / 10), ["reward_does_not_climb", "warm.tapes"]),
+        (lines(40, lambda k: -k / 40), ["reward_does_not_climb", "warm.tapes"]),
+        (lines(40, lambda k: 0.5 + k % 3 / 10, logprob=-0.01), ["reward_does_not_climb", "(0.010"]),
+        (lines(40, lambda k: 0.5 + k % 3 / 10, logprob=-0.01, entropy=1.0), ["reward_does_not_climb", "warm.tapes"]),
+        (lines(40, lambda k: 0.1, **{"group/flat": 0.9}), ["reward_does_not_climb", "90%"]),
+        (lines(40, lambda k: 0.5 + k % 3 / 10, grad_norm=0.0), ["reward_does_not_climb", " 10 updates"]),
         (lines(3, lambda k: 0.1), []),
-        (lines(3, lambda k: None, **{"group/flat": 1.0}), ["100% of the groups"]),
+        (lines(3, lambda k: None, **{"group/flat": 1.0}), ["100%"]),
         (lines(3, lambda k: 0.1, logprob=None, grad_norm=None), []),
         ([], []),
     ],
@@ -153,18 +153,15 @@ def test_a_held_out_reward_that_may_not_have_risen_says_so(
     after = HeldOut(mean=0.7, error=0.1, n=21, metrics={}, reward=None, pass_at={}, change=change)
     with Store.create(tmp_path / "r") as store:
         found = advice(store, "train", lines(updates, lambda k: k / 40), {"sampled": after})
-    said = (
-        "On the 21 held-out tasks the reward did not rise beyond its interval: it changed by +0.200 [-0.100, +0.500]."
-    )
-    assert [text.startswith(said) for text in found] == [True] * says
+    assert [bool(re.search(r"\b21\b.*\+0\.200 \[-0\.100, \+0\.500\]", text)) for text in found] == [True] * says
 
 
 def test_answers_that_are_cut_off_are_counted_unless_the_agent_wants_it(tmp_path: Path, model: str) -> None:
     small = {"sampling.max_tokens": 16, "count": 6}
     ours = tr.run(tr.ChatAgent(), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "a", settings=small)
     own = tr.run(tr.ChatAgent(max_tokens=1), Digits, f"{DIGITS}:tasks", model, out=tmp_path / "b", settings=small)
-    assert any("cut off at sampling.max_tokens (16)" in text for text in ours.summary.advice)
-    assert not any("cut off" in text for text in own.summary.advice)
+    assert any("sampling.max_tokens (16)" in text for text in ours.summary.advice)
+    assert not any("sampling.max_tokens" in text for text in own.summary.advice)
 
 
 @pytest.mark.parametrize(

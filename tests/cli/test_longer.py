@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,8 @@ def test_what_is_done_is_not_undone(model: str, tmp_path: Path, capsys):
     answer_of(capsys, *words(model, run, 3))
     kept = {path: (run / path).read_bytes() for path in ("config.yaml", "results.json", "metrics.jsonl")}
     less = refusal_of(capsys, *words(model, run, 2), "--resume")
-    assert "loop.updates is 2" in less
-    assert "has made 3 updates" in less
-    assert "loop.groups differ" in refusal_of(capsys, *words(model, run, 4, "loop.groups=5"), "--resume")
+    assert re.search(r"loop\.updates\b.*\b2\b.*\b3\b", less)
+    assert "loop.groups" in refusal_of(capsys, *words(model, run, 4, "loop.groups=5"), "--resume")
     assert kept == {path: (run / path).read_bytes() for path in kept}
 
 
@@ -123,8 +123,7 @@ def test_a_schedule_is_not_stretched(model: str, tmp_path: Path, capsys):
     run = tmp_path / "r"
     answer_of(capsys, *words(model, run, 1, *schedule))
     found = refusal_of(capsys, *words(model, run, 4, *schedule), "--resume")
-    assert "loop.optimiser.schedule is linear and ends at 0 after 12 optimiser steps" in found
-    assert "loop.updates to at most 3" in found
+    assert re.search(r"loop\.optimiser\.schedule\b.*\b12\b.*loop\.updates\b.*\b3\b", found)
     answer_of(capsys, *words(model, run, 3, *schedule), "--resume")
     with Store.open(run) as store:
         rates = [stored.record.info["lr"] for stored in store.run_records("use")]

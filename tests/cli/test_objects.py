@@ -77,12 +77,12 @@ def test_objects_without_a_name_are_recorded_by_their_class_and_passed_again(tmp
     assert str(recorded.env).endswith(".<locals>.make>")
     assert str(recorded.tasks).startswith("<object of builtins.list, 8 tasks, ")
     assert run(SCRIPTED, tmp_path / "r", **given, resume=True).recorded == 0
-    with pytest.raises(ConfigError, match="tasks differ"):
+    with pytest.raises(ConfigError, match=r": tasks\b"):
         run(SCRIPTED, tmp_path / "r", **{**given, "tasks": list(numbers())[1:]}, resume=True)
     said = refusal_of(
         capsys, "run", "--config", str(tmp_path / "r" / "config.yaml"), "--out", str(tmp_path / "r"), "--resume"
     )
-    assert "agent was passed as a Python object" in said
+    assert str(recorded.agent) in said
     assert "`--agent`" in said
 
 
@@ -93,17 +93,17 @@ def test_plain_values_are_recorded_as_a_list(tmp_path: Path):
 
 
 def test_a_missing_or_contradicting_part_is_refused():
-    with pytest.raises(UsageError, match="agent is not set"):
+    with pytest.raises(UsageError, match="`agent="):
         Setup().resolve(env=Digits, tasks=[1])
-    with pytest.raises(UsageError, match="remove one of them"):
+    with pytest.raises(UsageError, match=f"{__name__}:Player.*agent="):
         Setup(agent=f"{__name__}:Player").resolve(agent=FunctionAgent(speak), env=Digits, tasks=[1])
-    with pytest.raises(UsageError, match=r"env=<object of .*Digits> is one instance of Digits"):
+    with pytest.raises(UsageError, match=r"env=<.*Digits>"):
         Setup().resolve(agent=Player, env=Digits(), tasks=[1])
 
 
 def test_a_command_without_an_agent_is_refused(tmp_path: Path, capsys):
     words = ("run", "--env", "x:y", "--tasks", "x:z", "--set", 'engine.answers=["1"]', "--out", str(tmp_path / "r"))
-    assert "agent is not set" in refusal_of(capsys, *words)
+    assert "`--agent`" in refusal_of(capsys, *words)
     assert not (tmp_path / "r").exists()
 
 

@@ -51,7 +51,7 @@ def test_a_file_imports_what_lies_beside_it(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("x = 1\nimport no_such_thing_at_all", r"ModuleNotFoundError: No module named 'no_such_thing_at_all' \(.*:2\)"),
+        ("x = 1\nimport no_such_thing_at_all", r"ModuleNotFoundError: .*'no_such_thing_at_all' \(.*:2\)"),
         ("x = 1\n\nx.y", r"AttributeError: .* \(.*broken_\d.py:3\)"),
         ("x = (", "SyntaxError"),
     ],
@@ -67,12 +67,12 @@ def test_a_file_that_cannot_be_loaded_is_told_with_its_line(tmp_path: Path, text
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("number", "is an object of type int, not an agent"),
-        ("undecorated", "put @agent above it"),
-        ("make_nothing", "the function make_nothing, which gave an object of type NoneType, not an agent"),
-        ("Digits", "the class Digits, not an agent"),
-        ("Picky", "that needs size"),
-        ("nothing_of_the_kind", "has no 'nothing_of_the_kind'"),
+        ("number", r":number\b.*\bint\b.*agent"),
+        ("undecorated", "@agent"),
+        ("make_nothing", "make_nothing.*NoneType.*agent"),
+        ("Digits", r"\bDigits\b.*agent"),
+        ("Picky", r"\bPicky\b.*\bsize\b"),
+        ("nothing_of_the_kind", "'nothing_of_the_kind'"),
     ],
 )
 def test_what_is_no_agent_is_refused(name: str, says: str):
@@ -83,9 +83,9 @@ def test_what_is_no_agent_is_refused(name: str, says: str):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("no_such_module:agent", "there is no module 'no_such_module'"),
-        ("player", "is not the name of an object; write package.module:name"),
-        ("nowhere.py:player", "there is no file"),
+        ("no_such_module:agent", "'no_such_module'"),
+        ("player", r"'player'.*package\.module:name"),
+        ("nowhere.py:player", r"nowhere\.py"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, says: str):
@@ -106,11 +106,11 @@ def test_an_environment_is_a_class_or_a_factory_and_the_probe_is_closed():
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("instance", "one instance of Digits, and an instance lives for one episode"),
-        ("make_nothing", "gave an object of type NoneType, not an environment"),
-        ("make_later", "is async; name a plain function"),
-        ("Picky", "the class Picky that needs size"),
-        ("number", "an object of type int, not an environment"),
+        ("instance", r":instance\b.*\bDigits\b.*episode"),
+        ("make_nothing", "make_nothing.*NoneType.*environment"),
+        ("make_later", r"make_later\b.*async"),
+        ("Picky", r"\bPicky\b.*\bsize\b"),
+        ("number", r":number\b.*\bint\b.*environment"),
     ],
 )
 def test_what_is_no_environment_is_refused(name: str, says: str):
@@ -143,15 +143,15 @@ def test_rows_of_a_file_become_tasks(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "row", "count", "says"),
     [
-        (named("few"), None, 3, "count is 3, but there are 2 tasks"),
-        (named("few"), named("to_task"), None, "gives tasks already; leave task_row and dataset.columns out"),
-        (named("few"), named("number"), None, "not a function from a row to a task"),
+        (named("few"), None, 3, r"count\b.*\b3\b.*\b2\b"),
+        (named("few"), named("to_task"), None, r":few\b.*task_row.*dataset\.columns"),
+        (named("few"), named("number"), None, r":number\b.*\bint\b.*\brow\b"),
         (named("by_index"), None, None, "pass `size`"),
-        (named("listed_later"), None, None, "is async"),
-        (named("number"), None, None, "source is 7"),
-        ([], None, None, "holds no tasks"),
-        ([1], None, 2, "size is 2"),
-        ("missing.jsonl", None, None, "there is no file missing.jsonl"),
+        (named("listed_later"), None, None, r"listed_later\b.*async"),
+        (named("number"), None, None, r"source\b.*\b7\b"),
+        ([], None, None, "holds"),
+        ([1], None, 2, r"size\b.*\b2\b"),
+        ("missing.jsonl", None, None, r"missing\.jsonl"),
     ],
 )
 def test_what_gives_no_tasks_is_refused(source: Any, row: str | None, count: int | None, says: str):

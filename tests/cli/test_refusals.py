@@ -50,13 +50,13 @@ def one_sentence(text: str) -> bool:
 )
 def test_a_split_that_no_tape_is_of(words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]):
     told = refusal_of(capsys, words[0], run, "--split", "nope", *words[1:])
-    assert "no tape of the split 'nope'; its splits are eval" in told
+    assert re.search(r"'nope'.*\beval$", told.strip())
 
 
 def test_requery_says_why_there_is_nothing_to_ask(run: str, capsys: pytest.CaptureFixture[str]):
-    assert "none of the 2 closed tapes" in answer_of(capsys, "replay", run, "--model", code=2)["reason"]
+    assert " 2 " in answer_of(capsys, "replay", run, "--model", code=2)["reason"]
     assert main(["replay", run, "--model"]) == 2
-    assert "holds a token that a model sampled" in capsys.readouterr().out
+    assert "sampled" in capsys.readouterr().out
 
 
 def test_a_torn_tail_is_told_with_every_verdict(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -67,12 +67,12 @@ def test_a_torn_tail_is_told_with_every_verdict(run: str, tmp_path: Path, capsys
     path.write_bytes(b"".join(lines) + seal[:15])
     for verb, *more in (("replay",), ("audit",), ("replay", "--model"), ("replay", "--env")):
         main([verb, run, *more])
-        assert capsys.readouterr().out.startswith("15 bytes at the tail of segment "), (verb, more)
+        assert re.match(rf"15 .*{segment}", capsys.readouterr().out), (verb, more)
     (told,) = answer_of(capsys, "audit", run)["torn"]
-    assert told.endswith(f"see tapereel verify {run}")
+    assert told.endswith(f"tapereel verify {run}")
     assert answer_of(capsys, "replay", run)["torn"] == [told]
     assert main(["audit", run, "--markdown"]) == 0
-    assert "15 bytes at the tail" in capsys.readouterr().out
+    assert re.search(rf"\b15\b.*{segment}", capsys.readouterr().out)
 
 
 def test_no_run_is_begun_where_one_is_or_a_file(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -83,16 +83,17 @@ def test_no_run_is_begun_where_one_is_or_a_file(run: str, tmp_path: Path, capsys
         ("train", *SCENE, "--model", str(tmp_path / "model")),
         ("demo",),
     ):
-        assert "holds a run already; continue it with `--resume`" in refusal_of(capsys, *words, "--out", run)
+        assert "`--resume`" in refusal_of(capsys, *words, "--out", run)
         told = refusal_of(capsys, *words, "--out", str(tmp_path / "file"))
-        assert "is a file; a run is a folder" in told
+        assert str(tmp_path / "file") in told
         assert one_sentence("\n".join(line for line in told.splitlines() if not line.startswith("profile ")))
     assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_a_demo_that_isnt_there_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     told = refusal_of(capsys, "demo", "--resume", "--out", str(tmp_path / "typo"))
-    assert "there is no run in" in told
+    assert "--resume: " in told
+    assert str(tmp_path / "typo") in told
     assert not (tmp_path / "typo").exists()
 
 
@@ -107,9 +108,9 @@ def test_a_resumed_demo_has_the_seed_of_its_run(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_recipe_that_there_is_not(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert "there is no recipe 'nope': take one of" in refusal_of(capsys, "explain", run, "--recipe", "nope")
+    assert "'nope'" in refusal_of(capsys, "explain", run, "--recipe", "nope")
     words = ("train", *SCENE, "--model", str(tmp_path), "--out", str(tmp_path / "new"))
-    assert "there is no recipe 'nope'" in refusal_of(capsys, *words, "--set", "loop.recipe=nope")
+    assert "'nope'" in refusal_of(capsys, *words, "--set", "loop.recipe=nope")
 
 
 @pytest.mark.parametrize("target", ["no/such/folder/x.md", "."])
@@ -124,11 +125,11 @@ def test_an_address_where_nothing_can_listen(run: str, capsys: pytest.CaptureFix
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         told = refusal_of(capsys, "view", run, "--no-browser", "--port", str(taken.getsockname()[1]))
-        assert "can't listen on 127.0.0.1" in told
+        assert re.search(rf"127\.0\.0\.1\b.*\b{taken.getsockname()[1]}\b", told)
         assert one_sentence(told)
     # An address of the documentation's range: none of this machine, and nobody is asked for its name.
     told = refusal_of(capsys, "view", run, "--no-browser", "--host", "192.0.2.1")
-    assert "can't listen on 192.0.2.1" in told
+    assert "192.0.2.1" in told
 
 
 def test_view_takes_the_tokenizer_that_its_message_asks_for():

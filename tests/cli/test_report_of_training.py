@@ -104,9 +104,9 @@ def test_control_c_leaves_a_page_and_no_failure_of_the_page_hides_what_ended_the
             raise KeyboardInterrupt
         assert "was ended after 0 of 4 updates" in words_of(tmp_path / "r" / "report.html")
         directory.results.before = {"no such": HeldOut.model_construct()}
-        with pytest.raises(OSError, match="the disk"), reporting(Reporter(directory, "t", "grpo", 4, 1)):
+        with pytest.raises(OSError, match="disk"), reporting(Reporter(directory, "t", "grpo", 4, 1)):
             raise OSError("the disk")
-    assert "report.html was not written; the run is not affected (KeyError" in caplog.text
+    assert re.search(r"report\.html.*\(KeyError", caplog.text)
 
 
 def test_a_command_line_is_read_by_a_shell_as_it_was_meant():

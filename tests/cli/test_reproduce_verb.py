@@ -67,7 +67,7 @@ def test_one_checkpoint_is_found_by_path_name_and_update(
     away = shutil.copytree(path, tmp_path / "away")
     assert answer_of(capsys, "reproduce", str(demo), str(away))["checkpoint"] == str(away)
     said = refusal_of(capsys, "reproduce", str(demo), "update-000999")
-    assert "it has " in said
+    assert "'update-000999'" in said
     assert f"update-{WARM + UPDATES:06d}" in said
 
 
@@ -95,13 +95,13 @@ def test_a_run_of_train_is_verified_while_its_model_is_there(
     config = run / "config.yaml"
     config.write_text(config.read_text().replace(model, str(tmp_path / "gone")))
     found = answer_of(capsys, "reproduce", str(run), code=2)
-    assert (found["outcome"], "a model that the run began with is gone" in found["reason"]) == ("unverifiable", True)
+    assert (found["outcome"], str(tmp_path / "gone") in found["reason"]) == ("unverifiable", True)
     config.write_text(config.read_text().replace(str(tmp_path / "gone"), str(run / "checkpoints/update-000003/hf")))
     assert "have" in answer_of(capsys, "reproduce", str(run), code=2)["reason"]
     config.write_text(config.read_text().replace(str(run / "checkpoints/update-000003/hf"), model) + "colour: red\n")
     assert "colour" in answer_of(capsys, "reproduce", str(run), code=2)["reason"]
     config.unlink()
-    assert "no config.yaml" in answer_of(capsys, "reproduce", str(run), code=2)["reason"]
+    assert "config.yaml" in answer_of(capsys, "reproduce", str(run), code=2)["reason"]
 
 
 def test_an_edited_checkpoint_of_a_run_breaks_the_verdict(
@@ -117,7 +117,7 @@ def test_an_edited_checkpoint_of_a_run_breaks_the_verdict(
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     Store.create(tmp_path / "run").close()
-    assert "has no checkpoint" in refusal_of(capsys, "reproduce", str(tmp_path / "run"))
+    assert "checkpoint" in refusal_of(capsys, "reproduce", str(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("words", [(), ("40",)])
@@ -126,7 +126,7 @@ def test_a_folder_that_is_not_there_is_said_to_be_that(
 ):
     (tmp_path / "file").write_text("")
     for name in ("nowhere", "file", "nowhere/checkpoints/update-000040"):
-        assert f"there is no folder {tmp_path / name}" in refusal_of(capsys, "reproduce", str(tmp_path / name), *words)
+        assert str(tmp_path / name) in refusal_of(capsys, "reproduce", str(tmp_path / name), *words)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -168,7 +168,7 @@ def test_a_demo_has_one_recipe_and_writes_down_which():
     config = DemoConfig(algo="ppo")
     assert config.loop.recipe == "ppo"
     assert load_config(DemoConfig, None, ["algo=ppo", "loop.recipe=ppo"]) == config
-    with pytest.raises(ConfigError, match=r"loop\.recipe is 'rloo' and algo is 'grpo'"):
+    with pytest.raises(ConfigError, match=r"loop\.recipe\b.*'rloo'.*\balgo\b.*'grpo'"):
         load_config(DemoConfig, None, ["loop.recipe=rloo"])
-    with pytest.raises(ConfigError, match="no task is left to train on"):
+    with pytest.raises(ConfigError, match=r"held_out\b.*\b60\b.*\b64\b"):
         load_config(DemoConfig, None, ["tasks=64", "held_out=60"])

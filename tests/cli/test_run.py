@@ -219,25 +219,25 @@ def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(tmp_path: Path, ca
 def test_a_used_directory_is_refused_and_so_is_another_configuration(tmp_path: Path, capsys):
     words = ("run", *SCENE, *SCRIPT, *TEN, "--out", str(tmp_path / "r"))
     answer_of(capsys, *words)
-    assert "holds a run already; continue it with `--resume`" in refusal_of(capsys, *words)
+    assert "`--resume`" in refusal_of(capsys, *words)
     other = refusal_of(capsys, *words, "--resume", *settings("seed=4", "limits.turns=3"))
-    assert "begun with another configuration" in other
-    assert "seed, limits.turns differ" in other
+    assert str(tmp_path / "r" / "config.yaml") in other
+    assert "seed, limits.turns" in other
     assert answer_of(capsys, *words, "--resume", "--set", "concurrency=1")["recorded"] == 0
     (tmp_path / "r" / "config.yaml").unlink()
-    assert "holds tapes of another program" in refusal_of(capsys, *words)
+    assert "config.yaml" in refusal_of(capsys, *words)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--set", "enginee.policy=x"), "unknown key enginee"),
+        (("--set", "enginee.policy=x"), "enginee"),
         (("--set", "engine.kind=magic"), "engine"),
-        (("--set", "engine.kind=scripted"), "a scripted engine has `answers` or a `policy`, one of them"),
+        (("--set", "engine.kind=scripted"), "`answers`"),
         ((*SCRIPT, "--set", "attempts=0"), "attempts = 0"),
-        (("--model", "nowhere"), "there is no model folder 'nowhere'"),
-        (("--set", f"engine.policy={WORLD}:number"), "not a function from a Request to an answer"),
-        ((*SCRIPT, "--env", f"{WORLD}:instance"), "an instance lives for one episode"),
+        (("--model", "nowhere"), "'nowhere'"),
+        (("--set", f"engine.policy={WORLD}:number"), "Request"),
+        ((*SCRIPT, "--env", f"{WORLD}:instance"), f"{WORLD}:instance"),
     ],
 )
 def test_a_wrong_configuration_is_refused_before_anything_is_written(words: Any, says: str, tmp_path: Path, capsys):
@@ -247,7 +247,7 @@ def test_a_wrong_configuration_is_refused_before_anything_is_written(words: Any,
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
-    assert "agent is not set" in refusal_of(capsys, "run", *SCRIPT, "--out", str(tmp_path / "r"))
+    assert "`--agent`" in refusal_of(capsys, "run", *SCRIPT, "--out", str(tmp_path / "r"))
     assert "--out DIR" in refusal_of(capsys, "run", *SCENE, *SCRIPT)
     monkeypatch.setitem(sys.modules, "transformers", None)
     said = refusal_of(capsys, "run", *SCENE, "--model", str(tmp_path), "--out", str(tmp_path / "r"), code=1)
@@ -261,14 +261,14 @@ def test_a_broken_model_directory_is_a_sentence(model: str, tmp_path: Path, caps
         return refusal_of(capsys, "run", *SCENE, "--model", str(tmp_path / name), "--out", str(tmp_path / "r"))
 
     (tmp_path / "empty").mkdir()
-    assert "the tokenizer in" in refused("empty")
+    assert "tokenizer" in refused("empty")
     shutil.copytree(model, tmp_path / "bare")
     (tmp_path / "bare" / "chat_template.jinja").unlink()
-    assert "chat template" in refused("bare")
+    assert "template" in refused("bare")
     shutil.copytree(model, tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    assert "can't be loaded" in refused("cut")
+    assert f"{tmp_path / 'cut'}" in refused("cut")
     shutil.copytree(model, tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))

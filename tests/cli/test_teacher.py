@@ -93,20 +93,20 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("loop.recipe=distill",), "set loop.teacher to another model's folder"),
-        (("loop.recipe=distill", "loop.teacher={model}"), "is the model that is trained: name another model"),
-        (("loop.recipe=distill", "loop.teacher={copy}"), "has the same weights as the model that is trained"),
-        (("loop.recipe=distill", "loop.teacher={copy}", "trainer.lora.rank=2"), "has the same weights"),
+        (("loop.recipe=distill",), "loop.teacher"),
+        (("loop.recipe=distill", "loop.teacher={model}"), "loop.teacher={model}"),
+        (("loop.recipe=distill", "loop.teacher={copy}"), "loop.teacher={copy}"),
+        (("loop.recipe=distill", "loop.teacher={copy}", "trainer.lora.rank=2"), "loop.teacher={copy}"),
         (("loop.recipe=distill", "loop.teacher={other}"), "token 'x' is"),
-        (("loop.recipe=distill", "loop.teacher={model}/nowhere"), "there is no model folder"),
-        (("loop.teacher={teacher}",), "reads no teacher, so loop.teacher"),
-        (("loop.reference={teacher}",), "reads no reference, so loop.reference"),
-        (("loop.reference=warm", KL), "the model after the warm start, and there is none"),
-        (("loop.reference=none", KL), "with a reference, and loop.reference names none"),
+        (("loop.recipe=distill", "loop.teacher={model}/nowhere"), "'{model}/nowhere'"),
+        (("loop.teacher={teacher}",), "loop.teacher={teacher}"),
+        (("loop.reference={teacher}",), "loop.reference={teacher}"),
+        (("loop.reference=warm", KL), "loop.reference=warm"),
+        (("loop.reference=none", KL), "(beta)"),
         (("loop.reference={other}", KL), "token 'x' is"),
         (
             ("loop.recipe=distill", 'loop.changes={"regulariser": [{"kind": "kl", "beta": 1.0}]}'),
-            "compares the policy with itself alone",
+            "itself",
         ),
         (
             (
@@ -114,10 +114,10 @@ def test_a_student_comes_to_its_teacher_and_the_run_can_be_derived_again(
                 'loop.changes={"regulariser": [{"kind": "kl", "beta": 1.0}]}',
                 "loop.reference={copy}",
             ),
-            "loop.reference={copy} has the same weights",
+            "loop.reference={copy}",
         ),
-        (('loop.reference={{"model": "{teacher}", "every": 2}}', KL), "only base and warm are refreshed"),
-        (('loop.reference={{"model": "base", "decay": 0.5}}', KL), "set both or neither"),
+        (('loop.reference={{"model": "{teacher}", "every": 2}}', KL), "every=2"),
+        (('loop.reference={{"model": "base", "decay": 0.5}}', KL), "every=None"),
     ],
 )
 def test_a_comparison_that_can_t_teach_is_refused_before_anything_is_written(
@@ -185,7 +185,7 @@ def test_resume_refuses_another_teacher(model: str, teacher: str, tmp_path: Path
     shutil.rmtree(folder)
     saved(Path(folder), seed=6)
     capsys.readouterr()
-    assert "put the recorded model back" in refusal_of(capsys, *line, "--resume", code=1)
+    assert f"{folder} sha256:" in refusal_of(capsys, *line, "--resume", code=1)
     found = answer_of(capsys, "reproduce", str(out), code=1)
     assert (found["outcome"], found["difference"]["field"]) == ("diverged", "teacher")
     shutil.rmtree(folder)
@@ -239,4 +239,4 @@ def test_what_a_served_teacher_said_is_all_that_reproduce_needs(
     assert (found["outcome"], found["difference"]["field"]) == ("diverged", "teacher")
     first.unlink()
     found = answer_of(capsys, "reproduce", str(out), code=2)
-    assert (found["outcome"], "lacks what its teacher said" in found["reason"]) == ("unverifiable", True)
+    assert (found["outcome"], first.name in found["reason"]) == ("unverifiable", True)

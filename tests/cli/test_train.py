@@ -148,27 +148,27 @@ def test_a_used_directory_another_configuration_and_another_model_are_refused(mo
     shutil.copytree(model, base)
     words = train_words(str(base), tmp_path / "r", "loop.updates=1")
     answer_of(capsys, *words)
-    assert "continue it with `--resume`" in refusal_of(capsys, *words)
+    assert "`--resume`" in refusal_of(capsys, *words)
     said = refusal_of(capsys, *words, "--resume", "--set", "loop.optimiser.lr=0.5")
-    assert "loop.optimiser.lr differ" in said
+    assert "loop.optimiser.lr" in said
     tiny_model(char_tokenizer("0123456789"), "micro", seed=1, context=32).save_pretrained(str(base))
-    assert "began with weights of digest" in refusal_of(capsys, *words, "--resume", code=1)
+    assert str(base) in refusal_of(capsys, *words, "--resume", code=1)
 
 
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("evaluation.fraction=0.00001",), "leaves 100 of 100 tasks to train on and 0 to evaluate"),
-        ((f"evaluation.tasks={EXAMPLE}:tasks",), "100 of the 100 held-out tasks are tasks to train on too"),
-        (("loop.recipe=grop",), "there is no recipe 'grop': take one of grpo"),
-        (("engine.kind=scripted",), "expected tags: 'embedded', 'vllm'"),
-        (("loop.group_sise=3",), "did you mean loop.group_size"),
-        (("warm.updates=3",), "warm.tapes is not set"),
-        (("loop.forks={}",), "compares by group"),
-        (("loop.demonstrations=3",), "no nll regulariser"),
-        (("loop.rollouts=2", "loop.minibatches=2"), "set one of them to 1"),
-        (("loop.sampling.top_p=0.9",), "can't be trained on"),
-        (("loop.sampling.temperature=0",), "can't be trained on"),
+        (("evaluation.fraction=0.00001",), "evaluation.fraction"),
+        ((f"evaluation.tasks={EXAMPLE}:tasks",), "held-out"),
+        (("loop.recipe=grop",), "'grop'"),
+        (("engine.kind=scripted",), "'embedded', 'vllm'"),
+        (("loop.group_sise=3",), "loop.group_size"),
+        (("warm.updates=3",), "warm.tapes"),
+        (("loop.forks={}",), "loop.forks"),
+        (("loop.demonstrations=3",), "loop.demonstrations"),
+        (("loop.rollouts=2", "loop.minibatches=2"), "minibatches=2"),
+        (("loop.sampling.top_p=0.9",), "`stop`"),
+        (("loop.sampling.temperature=0",), "`stop`"),
     ],
 )
 def test_a_wrong_configuration_is_refused_before_anything_is_written(
@@ -181,7 +181,7 @@ def test_a_wrong_configuration_is_refused_before_anything_is_written(
 
 def test_held_out_tasks_of_their_own(model: str, tmp_path: Path, capsys):
     words = train_words(model, tmp_path / "r", "loop.updates=1", f"evaluation.tasks={WORLD}:by_other")
-    assert "has no 'by_other'" in refusal_of(capsys, *words)
+    assert "'by_other'" in refusal_of(capsys, *words)
     row = f"{WORLD}:to_task"
     words = train_words(
         model,
@@ -236,9 +236,9 @@ def test_tapes_of_another_run_are_imitated_first(model: str, demonstrations: Pat
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        (("warm.min_reward=2.0",), "no tape to imitate"),
-        (("warm.split=eval",), "split 'eval' is held out"),
-        (("warm.batch=101",), "has 100 tapes to imitate, and warm.batch is 101"),
+        (("warm.min_reward=2.0",), " 2 or"),
+        (("warm.split=eval",), "'eval'"),
+        (("warm.batch=101",), "101"),
     ],
 )
 def test_tapes_that_can_t_be_imitated(model: str, demonstrations: Path, more: Any, says: str, tmp_path: Path, capsys):
@@ -255,7 +255,7 @@ def test_tapes_in_the_tokens_of_another_model_are_refused(model: str, tmp_path: 
     answer_of(capsys, *words)
     warm = (f"warm.tapes={tmp_path / 'd'}", "warm.updates=1", "warm.batch=8")
     said = refusal_of(capsys, *train_words(model, tmp_path / "r", *warm))
-    assert "recorded with another tokenizer" in said
+    assert "tokenizer" in said
 
 
 def test_a_copied_tape_that_a_kill_cut_off_is_left_out(model: str, demonstrations: Path, tmp_path: Path):
@@ -390,6 +390,6 @@ def test_a_resumed_run_samples_nothing_with_weights_that_did_not_arrive(
 
     monkeypatch.setattr(Policy, "sampler", stale)
     assert main([*train_words(model, out, "loop.updates=3"), "--resume"]) == 1
-    assert "did not arrive at embedded" in capsys.readouterr().err
+    assert "loop.sampler_tolerance" in capsys.readouterr().err
     with Store.open(out) as store:
         assert len(store.summaries()) == before

@@ -57,7 +57,7 @@ def test_an_edited_byte_breaks_both_verdicts(run: Path, capsys: pytest.CaptureFi
 
 def test_a_pin_that_is_not_met_and_one_that_is_none(run: Path, capsys: pytest.CaptureFixture[str]):
     report = _json(capsys, Exit.BROKEN, "verify", str(run), "--pin", "0" * 64)
-    assert any("that was pinned" in text for text in report["broken"])
+    assert any("0" * 64 in text for text in report["broken"])
     (run / "bad.json").write_text("[1]")
     for none in ("zz", "", str(run / "bad.json"), str(run / "results.json")):
         assert main(["verify", str(run), "--pin", none]) == Exit.USAGE, none

@@ -26,11 +26,10 @@ from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.reference import EarlierWeights
-from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.store.store import Store
 
 from ..agents.served import ask, servers
-from ..finetune.build import batch, row, tiny_model
+from ..finetune.build import batch, row, tiny_model, trainer_of
 from ..finetune.loop.lab import RENDERER, WORDS, model
 
 SCENE = Path(__file__).resolve().parents[1] / "finetune" / "loop" / "lab.py"
@@ -74,14 +73,14 @@ def updated(
     if critic is not None:
         read = Critic.of(there, normalised=True) if critic == "own" else Critic.on(there, normalised=True)
         value = CriticTrainer(read, passes=2)
-    trainer = Trainer(
+    trainer = trainer_of(
         there,
         recipe,
         lr=1e-2,
-        critic=value,
         ema=0.9,
         micro_tokens=20,
         autocast=autocast,
+        critic=value,
         reference=reference if recipe.needs_reference else None,
         **how,
     )

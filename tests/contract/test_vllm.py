@@ -275,7 +275,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(with_engine: Callable[
         assert engine.context == CONTEXT
         with pytest.raises(PromptTooLong, match=str(CONTEXT)):
             await engine.complete(Request(messages=[], prompt=array("i", [9] * CONTEXT), sampling=Sampling(), seed=0))
-        with pytest.raises(EngineError, match="without prompt ids"):
+        with pytest.raises(EngineError, match="renderer"):
             await engine.complete(Request(messages=[], prompt=None, sampling=Sampling(), seed=0))
         with pytest.raises(EngineError, match="400"):
             await engine.complete(ask(extra={"presence_penalty": 7.0}))
@@ -283,7 +283,7 @@ def test_what_cannot_be_served_is_refused_with_the_reason(with_engine: Callable[
             await engine.complete(Request(messages=[], prompt=array("i", [70_000]), sampling=Sampling(), seed=0))
         weights = policy(1).state_dict()
         for wrong in ({"nonsense.weight": torch.zeros(2, 2)}, weights | {"model.norm.weight": torch.zeros(3)}):
-            with pytest.raises(ValueError, match=r"the weights lack|has shape"):
+            with pytest.raises(ValueError, match=r"'\w[\w.]*weight'"):
                 await engine.sync_weights(wrong, f"{engine.version}+wrong")
         request = ask()
         assert off(0, request, await engine.complete(request)) < CLOSE

@@ -89,7 +89,7 @@ def test_an_engine_killed_in_mid_update(mortal: LocalServer, folder: Path, tmp_p
         )
         proxy.moment = Moment("/collective_rpc", "asked", 3, lambda: kill_engine(mortal))
         # What notices first: the publish, or the episodes, which have no other server.
-        told = rf"failed at `update` on {proxy.url}.*start it anew|{proxy.url}.*(resume the run|engine.patience is 20)"
+        told = rf"`update`.*{proxy.url}.*resume=True|{proxy.url}.*(resume|engine\.patience.*20)"
         with pytest.raises((PublishFailed, NothingUsable, EngineStopped), match=told):
             train(config, run)
         assert proxy.moment.happened
@@ -119,13 +119,14 @@ def test_a_server_whose_update_was_cut_off_takes_the_next_one(
         config = servers(server, model=folder, way=way, weights_folder=tmp_path / "later")
         later = await connect(config, RENDERER, weights=True)
         try:
-            assert later.version == "unknown: the server was found paused"
+            assert later.version.startswith("unknown: ")
+            assert "paused" in later.version
             for k, cut_off in enumerate((True, True, False)):
                 version = f"{way}/{tmp_path.name}/{k}"
                 if cut_off:
                     whole = later._syncs[0].update
                     later._syncs[0].update = partial(cut, whole if (way, k) == ("transfer", 1) else None)
-                    with pytest.raises(PublishFailed, match="failed at `update`"):
+                    with pytest.raises(PublishFailed, match="`update`"):
                         await later.sync_weights(policy(1).state_dict(), version)
                     await later.close()
                     config = servers(server, model=folder, way=way, weights_folder=tmp_path / f"later-{k}")

@@ -91,15 +91,15 @@ def test_a_fault_is_found_in_the_update_that_it_hits(
         sentence = str(error.value)
         updates = 1 if kind == "a stale cache" else BEGIN + 1
         assert history.updates == updates, sentence
-        assert f"the weights {history.version} did not arrive at http://" in sentence
+        assert re.search(rf"{re.escape(history.version)}\b.* http://", sentence), sentence
         if kind in ("nothing arrives", "an older version"):
-            named = re.search(rf"it has {history.lineage}:(\d+), and no weights arrived since", sentence)
+            named = re.search(rf"\bhas {history.lineage}:(\d+)", sentence)
             assert named, sentence
             served = past[BEGIN - (kind == "an older version")]
             # An update without a token to train on leaves two versions with the same weights.
             assert all(torch.equal(tensor, served[name]) for name, tensor in past[int(named[1])].items())
         else:
-            assert f"the last that surely arrived: {history.lineage}:{updates - 1}. " in sentence
+            assert f": {history.lineage}:{updates - 1}. " in sentence
 
     with_engine(test, way)
 

@@ -222,7 +222,7 @@ def test_a_sampled_marker_is_refused_before_a_picture_and_harmless_behind_the_la
     marker = sight.renderer.marker
     assert marker is not None
     begin, request, _ = two_turns(sight, [65, marker, 66])
-    with pytest.raises(EngineError, match=rf"sampled token {marker} at .* not at {request.places[1].offset}"):
+    with pytest.raises(EngineError, match=rf"\b{marker}\b.*\b{request.places[1].offset}\b"):
         sight.run(lambda engine: engine.complete(request))
     longer = replace(begin, prompt=(begin.prompt or []) + type(request.prompt)("i", [65, marker, 66]))
     text = asked(sight.renderer.prompt([user("no picture")]))
@@ -246,7 +246,7 @@ def test_what_vllm_answers_to_a_wrong_request_is_refused(sight: Sight, wrong: st
         "another size": {"content_parts": [parts[0], {**parts[1], "url": f"data:image/png;base64,{other}"}]},
     }
     found = Generate().parse(sight.sent(request, **changes[wrong]))
-    with pytest.raises(EngineError, match=r"the server read picture \d of 2, [0-9a-f]{64}"):
+    with pytest.raises(EngineError, match=r"\d of 2, [0-9a-f]{64}"):
         same_prompt(request, found)
     same_prompt(request, Generate().parse(sight.sent(request)))
 
@@ -286,7 +286,7 @@ def test_new_weights_of_tower_and_text_arrive_and_other_pixels_are_found(sight: 
         assert pictures_of is not None
         dialect: Any = engine._dialect
         dialect._pictures = Inverted(pictures_of)
-        with pytest.raises(NotDelivered, match="or reads other pixels of pictures"):
+        with pytest.raises(NotDelivered, match="pixels"):
             await delivery.check(engine, "old", None)
 
     sight.run(test, weights=True)

@@ -120,12 +120,12 @@ def test_what_is_sampled_is_a_completion(stub: str, folder: Path, route: str) ->
 @pytest.mark.parametrize(
     ("scene", "retry", "match"),
     [
-        ("breaks", True, "500|broke off"),
-        ("says_error", True, "500|broke off"),
-        ("full", False, "(503|broke off).*engine.patience"),
+        ("breaks", True, "500|broke"),
+        ("says_error", True, "500|broke"),
+        ("full", False, r"(503|broke).*engine\.patience"),
         ("minus_infinity", True, "-9999|unknown"),
-        ("nan", True, "nan|None|-9999|500|400|no JSON|broke off"),
-        ("no_logprobs", True, "500|broke off|log-probs"),
+        ("nan", True, "nan|None|-9999|500|400|JSON|broke"),
+        ("no_logprobs", True, "500|broke|log-probs"),
     ],
 )
 def test_what_would_train_wrongly_is_an_error(
@@ -138,7 +138,7 @@ def test_what_would_train_wrongly_is_an_error(
 
 
 @pytest.mark.parametrize("route", ["generate", "heard"])
-@pytest.mark.parametrize(("scene", "match"), [("hole", "don't follow"), ("foreign", "not published here")])
+@pytest.mark.parametrize(("scene", "match"), [("hole", "spans.*follow"), ("foreign", "published")])
 def test_versions_that_cannot_be_are_refused(stub: str, folder: Path, scene: str, match: str, route: str) -> None:
     """By the route of tokens: the others of vLLM 0.32 name no versions."""
     with pytest.raises(EngineError, match=match):
@@ -168,7 +168,7 @@ def test_answers_of_two_versions_are_told_apart_and_one_that_names_none_is_not_g
         assert found.spans == (("run:1", 0, 2), ("run:2", 2, 6))
         found = await engine.complete(ask("silent"))
         assert found.spans == (("run:2", 0, 6),), "nothing was published meanwhile"
-        with pytest.raises(ForeignWeights, match="not published here since 'run:2'"):
+        with pytest.raises(ForeignWeights, match="'run:2'"):
             await engine.complete(ask("old"))
 
     using(stub, folder, test, weights=tmp_path)
@@ -180,7 +180,7 @@ def test_weights_that_the_server_cannot_read_end_the_engine_and_leave_the_server
     async def test(engine: RemoteEngine) -> None:
         with pytest.raises(PublishFailed, match="update"):
             await engine.sync_weights(policy(0).state_dict(), "broken")
-        with pytest.raises(EngineError, match="publish failed"):
+        with pytest.raises(EngineError, match="publish"):
             await engine.complete(ask("healthy"))
         label = await engine._servers[0].get("/weight_info")
         assert "unknown" in label["weight_version"]

@@ -92,9 +92,9 @@ def test_an_adapter_that_cannot_be_loaded_changes_nothing(with_engine: Callable[
     async def test(engine: AdapterEngine) -> None:
         first = f"{engine.version}+1"
         await engine.sync_weights(adapted(1).state_dict(), first)
-        with pytest.raises(ValueError, match="none of the"):
+        with pytest.raises(ValueError, match=r"engine\.publish=reload"):
             await engine.sync_weights(policy(1).state_dict(), f"{first}+none")
-        with pytest.raises(ValueError, match="keeps the adapter"):
+        with pytest.raises(ValueError, match="'reprefill'"):
             await engine.sync_weights(adapted(2).state_dict(), f"{first}+mode", "reprefill")
         wide = {
             name: torch.cat([tensor] * 99, 0 if "lora_A" in name else 1)
@@ -180,7 +180,7 @@ def test_chat_after_another_prompt_is_refused(with_engine: Callable[[Test], Any]
         other = Request(
             messages=[{"role": "user", "content": "dcba"}], prompt=request.prompt, seed=1, sampling=request.sampling
         )
-        with pytest.raises(EngineError, match="read another prompt") as caught:
+        with pytest.raises(EngineError, match=r"limits\.keep_prompt") as caught:
             await talking.complete(other)
         assert not caught.value.retry
         await talking.close()
@@ -218,7 +218,7 @@ def test_a_server_with_another_template_is_found_out(with_engine: Callable[[Test
         messages = [{"role": "user", "content": "ab"}]
         request = Request(messages=messages, prompt=renderer.prompt(messages).ids, seed=1, sampling=ask().sampling)
         talking = by_chat(engine, server)
-        with pytest.raises(EngineError, match="same chat template"):
+        with pytest.raises(EngineError, match=r"limits\.keep_prompt"):
             await talking.complete(request)
         await talking.close()
 

@@ -206,7 +206,7 @@ def test_the_hash_names_the_video_processor_and_a_checkpoint_has_it_again(family
     assert changed is not None
     assert changed.hash != at.vision.hash
     settings.write_text(json.dumps({"video_processor_type": "LlavaOnevisionVideoProcessor"}))
-    with pytest.raises(UnsupportedVision, match=r"it is LlavaOnevisionVideoProcessor; the type .* needs"):
+    with pytest.raises(UnsupportedVision, match=r"LlavaOnevisionVideoProcessor.*video_preprocessor_config\.json"):
         load_pictures(folder, tokenizer, "native")
 
 
@@ -218,7 +218,7 @@ def test_a_model_that_reads_videos_otherwise_is_refused(family: str, monkeypatch
     monkeypatch.setattr(
         type(at.vision.video), "positions", lambda self, grid, times: (positions(self, grid, times)[0] * 2, 9)
     )
-    with pytest.raises(UnsupportedVision, match="differ from those of the model's own forward"):
+    with pytest.raises(UnsupportedVision, match=r"\(tolerance \d"):
         prove_vision(at.model, at.vision)
 
 
@@ -230,15 +230,15 @@ def test_a_bad_frame_is_refused_by_its_name(family: str) -> None:
     ids, grid = at.vision.expand(24, 16, (0.0, 1.0, 2.0, 3.0))
     place = Place(names, "video", 0, len(ids), grid, (0.0, 1.0, 2.0, 3.0))
     for data in (b"no picture", FILES[names[2]][:60]):
-        with pytest.raises(ValueError, match=f"{names[2]} can't be processed"):
+        with pytest.raises(ValueError, match=f"{names[2]}.*processed"):
             at.vision.pixels(place, {**FILES, names[2]: data}.__getitem__)
-    with pytest.raises(ValueError, match="can't be processed"):
+    with pytest.raises(ValueError, match="processed"):
         at.vision.pixels(place, {**FILES, names[2]: FILES[file(40, 16, 1)]}.__getitem__)
-    with pytest.raises(ValueError, match=f"the video {names[-1]} has the grid"):
+    with pytest.raises(ValueError, match=f"{names[-1]}.*grid"):
         at.vision.pixels(place._replace(grid=(2, 8, 8)), FILES.__getitem__)
     frames = load_pictures(at.folder, at.found.tokenizer)
     assert frames is not None
-    with pytest.raises(ValueError, match="this model was loaded to read videos as frames"):
+    with pytest.raises(ValueError, match="frames"):
         frames.positions([place], place.end)
 
 

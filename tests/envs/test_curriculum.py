@@ -26,7 +26,7 @@ def test_pools_by_pass_rate() -> None:
     assert {name: len(part) for name, part in parts.items()} == {"easy": 18, "normal": 54, "hard": 18, "new": 10}
     assert all(task.private % 5 == 0 for task in parts["hard"])  # type: ignore[operator]
     assert sum(len(part) for part in parts.values()) == len(ALL)
-    with pytest.raises(BadTasks, match="they need 0 <= hard <= easy <= 1"):
+    with pytest.raises(BadTasks, match=r"hard=0\.5.*easy=0\.2"):
         pools(ALL, RATES, easy=0.2, hard=0.5)
 
 
@@ -57,18 +57,18 @@ def test_stages_change_the_weights() -> None:
 def test_an_empty_pool_gives_its_share_to_the_others() -> None:
     parts = {**pools(ALL, RATES), "hard": Taskset(())}
     assert {Curriculum(parts, {"hard": 9, "easy": 1}).pool(k) for k in range(30)} == {"easy"}
-    with pytest.raises(BadTasks, match=r"leave no task to draw; the pools hold: easy 18, .*hard 0"):
+    with pytest.raises(BadTasks, match=r"\{'hard': 1\}.*\beasy 18, .*\bhard 0\b"):
         Curriculum(parts, {"hard": 1})
 
 
 @pytest.mark.parametrize(
     ("weights", "sentence"),
     [
-        ({"harder": 1}, "there is no pool 'harder' to weight; the pools are 'easy'"),
-        ({"easy": -1}, "finite numbers of 0 or more"),
-        ([(1, {"easy": 1})], r"must begin at 0 and increase; they begin at \[1\]"),
-        ([], "begin at 0"),
-        ({"easy": float("nan")}, "finite numbers of 0 or more"),
+        ({"harder": 1}, "'harder'.*'easy'"),
+        ({"easy": -1}, r"\{'easy': -1\}"),
+        ([(1, {"easy": 1})], r"\b0\b.*\[1\]"),
+        ([], r"\b0\b.*\[\]"),
+        ({"easy": float("nan")}, r"\{'easy': nan\}"),
     ],
 )
 def test_wrong_weights(weights: Any, sentence: str) -> None:
@@ -131,5 +131,5 @@ def test_the_cursor_of_a_taskset_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize(("passed", "tried"), [(5, 4), (0, 0), (-1, 3), (1, -1)])
 def test_a_rate_that_cannot_be_is_refused_where_it_is_made(passed: int, tried: int) -> None:
-    with pytest.raises(BadTasks, match=f"{passed} of {tried} attempts passed"):
+    with pytest.raises(BadTasks, match=rf"{passed} of {tried}\b"):
         Rate(passed, tried)

@@ -34,9 +34,9 @@ def test_one_column_is_the_part_itself() -> None:
 
 
 def test_a_missing_column_is_named_with_those_that_are_there() -> None:
-    with pytest.raises(BadTasks, match="no column 'question'; it has 'name', 'q', 'a', 'seed'"):
+    with pytest.raises(BadTasks, match=r"'question'.*'name', 'q', 'a', 'seed'"):
         Taskset(ROWS, row=columns("question"))
-    with pytest.raises(BadTasks, match="is a int, not a row with columns"):
+    with pytest.raises(BadTasks, match=r"\b3\b.*\bint\b"):
         Taskset([3], row=columns("question"))
 
 
@@ -47,7 +47,8 @@ def test_a_hub_that_can_t_be_reached(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     with pytest.raises(BadTasks) as caught:
         hub_tasks("nobody/nothing", row=columns("question"))
     sentence = str(caught.value)
-    assert "the data set 'nobody/nothing' (split 'train') can't be loaded" in sentence
+    assert "'nobody/nothing'" in sentence
+    assert "'train'" in sentence
     assert "hf download --repo-type dataset nobody/nothing" in sentence
 
 

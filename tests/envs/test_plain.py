@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,7 @@ def test_a_factory_is_a_class_or_a_function(make: Any):
 
 def test_an_instance_serves_one_episode_only():
     assert _played(Spell()).reward == 1.0
-    says = "one instance of Spell, and an instance serves one episode: pass an Environment class, or a function"
+    says = r"instance.*\bSpell\b.*Environment"
     with pytest.raises(NotAnEnvironment, match=says):
         asyncio.run(rollout_group(Speller(), Spell(), "cat", n=2, engine=ScriptedEngine(["tac"])))  # type: ignore[arg-type]
     for use in (
@@ -101,26 +102,24 @@ def test_an_instance_serves_one_episode_only():
 
 
 def test_a_factory_of_something_else_is_refused_before_the_episode():
-    with pytest.raises(NotAnEnvironment, match=r"the factory returned 'x'.*, which is not an Environment: pass an"):
+    with pytest.raises(NotAnEnvironment, match=r"returned.*'x'.*Environment"):
         _played(lambda: "x")
-    with pytest.raises(NotAnEnvironment, match=r"3 .*is not an environment factory: pass an Environment class"):
+    with pytest.raises(NotAnEnvironment, match=r"^3 .*Environment"):
         _played(3)
 
 
 def test_other_values_are_the_fault_of_the_environment():
     cause = _played(Wrong).cause
     assert cause is not None
-    assert (cause.error, cause.message) == (
-        "EnvironmentFault",
-        "the value that reset returns must be an Observation or a str, not float",
-    )
+    assert cause.error == "EnvironmentFault"
+    assert re.search(r"reset.*Observation.*\bstr\b.*\bfloat\b", cause.message or "")
     assert as_observation("a") == Text(text="a")
     assert as_observation(Text(text="a")) == Text(text="a")
     assert Outcome("a") == Outcome(Text(text="a"))
     for bad in (b"a", ["a"], None, 1):
-        with pytest.raises(EnvironmentFault, match="must be an Observation or a str"):
+        with pytest.raises(EnvironmentFault, match=rf"Observation.*\b{type(bad).__name__}\b"):
             as_observation(bad)
-    with pytest.raises(EnvironmentFault, match="finish must return an Outcome or None, not float"):
+    with pytest.raises(EnvironmentFault, match=r"finish.*Outcome.*None.*float"):
         as_outcome(1.0, "finish")
     with pytest.raises(EnvironmentFault, match=r"Outcome\.observation"):
         Outcome(1)  # type: ignore[arg-type]

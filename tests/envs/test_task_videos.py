@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -153,21 +154,21 @@ def test_videos_and_pictures_stand_at_their_parts_of_the_prompt() -> None:
     (task,) = Taskset(column((0, 1, 2), key="video", indices=None), row=trl_row)
     assert task.shown == (Video.of(FILM.frames, fps=FPS),)
     tape = play(Plain, trl_row({**row, "video": None}))
-    assert "1 content parts of type 'video', and its row 0 videos" in str(tape.cause)
+    assert re.search(r"\b1\b.*'video'.*\b0\b", str(tape.cause))
 
 
 @pytest.mark.parametrize(
     ("videos", "says"),
     [
-        ([[file_of(0), file_of(1)]], r"item 0: the column 'videos' holds \[.*, which is no video: write each video as"),
-        ([{"frames": [file_of(0)], "fps": None}], "no video"),
-        ([{"frames": [file_of(0)], "fps": 1, "start": 2}], "no video"),
-        ([{"frames": [file_of(0), "/etc/passwd"], "fps": 1}], "no video"),
-        ([{"frames": [], "fps": 1}], "no video"),
-        ([file_of(0)], "no video"),
-        ([{"frames": [file_of(0)], "fps": 0}], "item 0: a video has fps=0.0: give the frames"),
-        ([{"frames": [file_of(0)], "fps": 1, "indices": [0, 1]}], "1 frames and 2 indices"),
-        ([{"bytes": b"\0\0\0\x18ftypmp42", "path": None}], "item 0: .* is no PNG, JPEG or WebP file"),
+        ([[file_of(0), file_of(1)]], r"item 0: .*'videos'.*\[.*\bfps\b"),
+        ([{"frames": [file_of(0)], "fps": None}], "'videos'"),
+        ([{"frames": [file_of(0)], "fps": 1, "start": 2}], "'videos'"),
+        ([{"frames": [file_of(0), "/etc/passwd"], "fps": 1}], "'videos'"),
+        ([{"frames": [], "fps": 1}], "'videos'"),
+        ([file_of(0)], "'videos'"),
+        ([{"frames": [file_of(0)], "fps": 0}], r"item 0: .*fps=0\.0"),
+        ([{"frames": [file_of(0)], "fps": 1, "indices": [0, 1]}], r"\b1 frames\b.*\b2 indices\b"),
+        ([{"bytes": b"\0\0\0\x18ftypmp42", "path": None}], "item 0: .*PNG.*JPEG.*WebP"),
     ],
 )
 def test_a_row_with_what_is_no_video_is_refused(videos: list[Any], says: str) -> None:

@@ -60,7 +60,7 @@ def test_a_task_is_one_by_its_parts_not_by_its_name():
 
 def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_pretend():
     assert [task.given for task in Taskset(_squares, size=3)] == [0, 1, 4]
-    with pytest.raises(BadTasks, match=r"size is 10, but the source has 3 distinct tasks \(1 duplicates\)"):
+    with pytest.raises(BadTasks, match=r"size.*\b10\b.*\b3\b.*\b1\b"):
         Taskset([3, 1, 3, 2], size=10)
     # Of a function of the index, `size` counts the calls: there is no other end to them.
     assert (len(Taskset(_mod_7, size=10)), Taskset(_mod_7, size=10).dropped) == (7, 3)
@@ -69,15 +69,15 @@ def test_size_takes_so_many_distinct_tasks_of_an_endless_source_and_refuses_to_p
 @pytest.mark.parametrize(
     ("source", "options", "says"),
     [
-        ("tasks.jsonl", {}, "to read a file, use Taskset.load"),
-        ({"q": 1}, {}, "is not a list of tasks"),
-        (7, {}, "source is 7"),
-        (lambda: 7, {}, "is not a source of tasks"),
-        (_mod_7, {}, "function of the index and has no end"),
-        (lambda a, b: 0, {}, "takes 2 arguments"),
-        ([1], {"size": 0}, "size is 0"),
-        ([1, {2}], {}, r"item 1 is not a task: .*\{2\}.*JSON"),
-        ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, "item 0 is not a task"),
+        ("tasks.jsonl", {}, r"'tasks\.jsonl'.*Taskset\.load"),
+        ({"q": 1}, {}, r"\{'q': 1\}.*Taskset\.load"),
+        (7, {}, r"source.*\b7\b"),
+        (lambda: 7, {}, r"^7 .*\biterable\b"),
+        (_mod_7, {}, "_mod_7.*`size`"),
+        (lambda a, b: 0, {}, r"lambda.*\b2 arguments\b"),
+        ([1], {"size": 0}, r"size.*\b0\b"),
+        ([1, {2}], {}, r"item 1\b.*\{2\}.*JSON"),
+        ([{"q": 1}], {"row": lambda row: Task(public=(1, 2))}, r"item 0\b.*JSON"),
     ],
 )
 def test_what_is_no_source_of_tasks_is_refused_with_its_remedy(source, options, says: str):
@@ -117,7 +117,7 @@ def test_another_salt_is_an_independent_split():
 
 @pytest.mark.parametrize("fractions", [(), (0.5,), (0.9, 0.2), (1.5, -0.5)])
 def test_fractions_that_are_no_partition_are_refused(fractions):
-    with pytest.raises(BadTasks, match="add up to 1"):
+    with pytest.raises(BadTasks, match=re.escape(str(list(fractions)))):
         Taskset([1, 2]).split(*fractions)
 
 
@@ -152,9 +152,9 @@ def test_a_resumed_cursor_goes_on_where_it_was(n: int, before: int, after: int, 
 
 
 def test_a_cursor_without_tasks_or_before_the_first_is_refused():
-    with pytest.raises(BadTasks, match="no tasks to draw"):
+    with pytest.raises(BadTasks, match=r"Taskset.*\b0 tasks\b"):
         Taskset([]).cursor()
-    with pytest.raises(BadTasks, match="start is -1"):
+    with pytest.raises(BadTasks, match=r"start.*-1\b"):
         Taskset([1]).cursor(start=-1)
 
 
@@ -221,9 +221,9 @@ def test_a_row_of_a_data_set_arrives_as_a_task_whether_or_not_columns_are_named(
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(BadTasks, match=r"has the suffix '\.txt'"):
+    with pytest.raises(BadTasks, match=r"'\.txt'"):
         Taskset.load(tmp_path / "t.txt")
-    with pytest.raises(BadTasks, match="there is no file"):
+    with pytest.raises(BadTasks, match=r"t\.jsonl$"):
         Taskset.load(tmp_path / "t.jsonl")
     (tmp_path / "t.jsonl").write_text('{"n": 1}')
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -234,29 +234,29 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "content", "sentence"),
     [
-        ("t.jsonl", b"", "t.jsonl is empty: a task file needs at least one row"),
-        ("t.csv", b"", "t.csv is empty"),
-        ("t.jsonl", b"\n\n", "t.jsonl can't be read: it has no rows"),
-        ("t.csv", b"q,a\n", "t.csv can't be read: it has no rows"),
+        ("t.jsonl", b"", r"t\.jsonl .*\bempty\b"),
+        ("t.csv", b"", r"t\.csv .*\bempty\b"),
+        ("t.jsonl", b"\n\n", r"t\.jsonl .*\brows\b"),
+        ("t.csv", b"q,a\n", r"t\.csv .*\brows\b"),
         (
             "t.jsonl",
             b'{"q": 1}\n\n{bad\n',
-            "t.jsonl can't be read: line 3 is not JSON (column 2: Expecting property name",
+            r"t\.jsonl .*line 3\b.*JSON \(column 2: Expecting property name",
         ),
-        ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', "line 2 is not JSON (column 2"),
-        ("t.jsonl", b'{"q": 1}\n3\n', "line 2 is not an object; every line must be one row, a JSON object: correct"),
-        ("t.jsonl", b"[" * 100_000, "line 1 is not JSON ("),
-        ("t.json", b'[{"q": 1},\n{bad]', "line 2 is not JSON (column 2"),
-        ("t.json", b"3", "line 1 is not a list; the file must be a JSON list of rows"),
-        ("t.parquet", b"hi", "t.parquet can't be read: ArrowInvalid: Parquet file size is 2 bytes"),
-        ("t.csv", b'q,a\n"x,1\n', "t.csv can't be read: ParserError"),
+        ("t.jsonl", b'\xef\xbb\xbf{"q": 1}\n{bad\n', r"line 2\b.*JSON \(column 2\b"),
+        ("t.jsonl", b'{"q": 1}\n3\n', r"line 2\b.*\bobject\b.*JSON"),
+        ("t.jsonl", b"[" * 100_000, r"line 1\b.*JSON \("),
+        ("t.json", b'[{"q": 1},\n{bad]', r"line 2\b.*JSON \(column 2\b"),
+        ("t.json", b"3", r"line 1\b.*\blist\b.*JSON"),
+        ("t.parquet", b"hi", r"t\.parquet .*ArrowInvalid: Parquet file size is 2 bytes"),
+        ("t.csv", b'q,a\n"x,1\n', r"t\.csv .*ParserError"),
     ],
 )
 def test_a_broken_file_is_refused_with_its_name_the_line_and_the_remedy(
     name: str, content: bytes, sentence: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(BadTasks, match=re.escape(sentence)):
+    with pytest.raises(BadTasks, match=sentence):
         Taskset.load(tmp_path / name)
     assert capfd.readouterr().err == "", "what `datasets` logs of it is said once, by us"
 
@@ -268,7 +268,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path):
 
 def test_a_row_that_makes_no_task_is_named_with_its_file(tmp_path: Path):
     (tmp_path / "t.jsonl").write_text('{"q": 1}\n{"q": 2, "z": 3}\n')
-    with pytest.raises(BadTasks, match=r"t\.jsonl: item 0: a row has no column 'a'; it has 'q', 'z'"):
+    with pytest.raises(BadTasks, match=r"t\.jsonl: item 0: .*'a'.*'q', 'z'"):
         Taskset.load(tmp_path / "t.jsonl", row=columns("a"))
 
 
@@ -289,5 +289,5 @@ def test_a_task_that_no_tape_can_record_is_named_before_a_run_begins(task):
 
 
 def test_a_huge_collection_is_refused_before_it_is_read():
-    with pytest.raises(UsageError, match="at most"):
+    with pytest.raises(UsageError, match="10,000,000"):
         Taskset(range(10**9))

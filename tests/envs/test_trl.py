@@ -238,22 +238,22 @@ def test_the_ids_of_several_turns_are_one_sequence_with_what_was_said_between() 
             fork=tape.at_turn(1),
         )
     )
-    with pytest.raises(NotATape, match="no token ids"):
+    with pytest.raises(NotATape, match=rf"{fork.id}.*\bids\b"):
         completion_ids(fork)
 
 
 @pytest.mark.parametrize(
     ("function", "sentence"),
     [
-        (long, "long requires `completion_ids`: call"),
-        (late, "late requires `trainer_state`: no TRL trainer"),
+        (long, r"\blong\b.*`completion_ids`.*\bcall\b"),
+        (late, r"\blate\b.*`trainer_state`.*TRL"),
     ],
 )
 def test_what_a_function_asks_for_and_is_not_there_is_named_and_never_none(function: Any, sentence: str) -> None:
     tape = play(says("ada"), lambda: TRLEnvironment(rewards=[function]))
     assert tape.reward is None
     assert tape.cause is not None
-    assert sentence in (tape.cause.message or "")
+    assert re.search(sentence, tape.cause.message or "")
 
 
 def test_the_environments_are_given_while_the_episode_runs_and_refused_by_name_later() -> None:
@@ -261,7 +261,7 @@ def test_the_environments_are_given_while_the_episode_runs_and_refused_by_name_l
     assert {reward.name: reward.value for reward in tape.rewards} == {"WordGame": 0.5, "found": 1.0}
     (record,) = asyncio.run(Rewards([trl_reward(found)]).score(tape, layer="later"))
     assert record.failed
-    assert "found requires `environments`" in str(record.evidence)
+    assert "`environments`" in str(record.evidence)
 
 
 def test_nan_is_no_score_either() -> None:
@@ -281,16 +281,16 @@ def test_rewards_that_a_run_names_come_beside_those_of_the_instance() -> None:
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
-        ({"goal": 1}, "a row needs a column `prompt`, a text or a list of messages; this is the columns 'goal'"),
-        ({}, "this is {}"),
-        ([1], "this is [1]"),
-        ({"prompt": 5}, "the prompt 5 is neither a text nor a list"),
-        ({"prompt": []}, "the prompt [] is neither"),
-        ({"prompt": [{"role": "user"}]}, "is neither"),
+        ({"goal": 1}, "`prompt`.*'goal'"),
+        ({}, r"`prompt`.*\{\}"),
+        ([1], r"`prompt`.*\[1\]"),
+        ({"prompt": 5}, r"\b5\b.*`role`"),
+        ({"prompt": []}, r"\[\].*`role`"),
+        ({"prompt": [{"role": "user"}]}, r"\[\{'role': 'user'\}\].*`content`"),
     ],
 )
 def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentence: str) -> None:
-    with pytest.raises(NotTRL, match=re.escape(sentence)):
+    with pytest.raises(NotTRL, match=sentence):
         trl_row(row)
     assert trl_row({"prompt": None, "goal": 1}).public == {"prompt": None}
 
@@ -298,8 +298,8 @@ def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentenc
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([0.1, 0.2], "returned [0.1, 0.2] for one completion"),
-        (0.5, "returned 0.5 for one completion"),
+        ([0.1, 0.2], r"NotTRL: .*\[0\.1, 0\.2\]"),
+        (0.5, r"NotTRL: .*\b0\.5\b"),
     ],
 )
 def test_a_function_that_breaks_the_contract_ends_the_episode_unscored(given: Any, sentence: str) -> None:
@@ -310,7 +310,7 @@ def test_a_function_that_breaks_the_contract_ends_the_episode_unscored(given: An
     assert tape.reward is None
     assert tape.cause is not None
     assert tape.cause.type == "environment"
-    assert sentence in (tape.cause.message or "")
+    assert re.search(sentence, tape.cause.message or "")
 
 
 def test_what_is_no_environment_class_is_named() -> None:
@@ -323,10 +323,10 @@ def test_what_is_no_environment_class_is_named() -> None:
 
     tape = play(says("x"), lambda: TRLEnvironment(Bare))
     assert tape.cause is not None
-    assert "Bare has no method `reset`" in (tape.cause.message or "")
+    assert re.search("Bare.*`reset`", tape.cause.message or "")
     tape = play(says("x"), lambda: TRLEnvironment(Painter))
     assert tape.cause is not None
-    assert "reset returned list, but only a text, content parts with an image, or None" in (tape.cause.message or "")
+    assert re.search(r"Painter\.reset.*\blist\b", tape.cause.message or "")
 
 
 def test_rows_become_tasks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -191,23 +192,23 @@ def test_images_that_do_not_fit_are_named():
         (
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
             two,
-            "1 content parts of type 'image', and its row 2 images",
+            r"\b1\b.*'image'.*\b2\b",
         ),
         (
             [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
             [],
-            "1 content parts of type 'image', and its row 0 images",
+            r"\b1\b.*'image'.*\b0\b",
         ),
     ]:
         tape = play(TRLEnvironment, trl_row({"prompt": prompt, "images": images}))
         assert tape.cause is not None
-        assert says in (tape.cause.message or "")
-    with pytest.raises(BadTasks, match=r"item 1: .* is no PNG, JPEG or WebP file"):
+        assert re.search(says, tape.cause.message or "")
+    with pytest.raises(BadTasks, match=r"item 1: .*PNG.*JPEG.*WebP"):
         Taskset([{"prompt": "a", "images": two}, {"prompt": "b", "images": [b"<svg/>"]}], row=trl_row)
 
 
 def test_an_image_without_bytes_is_refused_by_its_path():
-    with pytest.raises(BadTasks, match=r"'photo.png' has no bytes: decode the column"):
+    with pytest.raises(BadTasks, match=r"'photo\.png'.*cast_column"):
         list(Taskset([{"prompt": "?", "images": [{"bytes": None, "path": "photo.png"}]}], row=trl_row))
 
 
@@ -226,11 +227,11 @@ def test_a_task_names_no_file_or_url(hostile: Any, tmp_path: Path):
             assert isinstance(tape.messages()[0]["content"], str)
     said = [{"role": "user", "content": [{"type": "image"}]}]
     tape = play(Plain, Task(public={"prompt": said, "images": [URL, named]}))
-    assert "its row 0 images" in str(tape.cause)
+    assert re.search(r"'image'.*\b0\b", str(tape.cause))
 
 
 def test_a_bomb_in_a_task_is_refused():
     url = f"data:image/png;base64,{base64.b64encode(b'GIF89a' + bytes(100)).decode()}"
     tape = play(Plain, Task(public={"prompt": "?", "images": [url]}))
     assert tape.cause is not None
-    assert "is no PNG, JPEG or WebP file" in (tape.cause.message or "")
+    assert "WebP" in (tape.cause.message or "")

@@ -156,5 +156,5 @@ def test_a_killed_run_goes_on_with_its_critic(model: str, tmp_path: Path) -> Non
 
 
 def test_a_critic_that_nothing_would_use_is_refused(model: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="takes no values"):
+    with pytest.raises(UsageError, match=r"loop\.critic\b"):
         train(config_of(model, "grpo", critic=CriticConfig()), tmp_path / "run")

@@ -26,7 +26,8 @@ from pydantic import ValidationError
 from tapereel.tapes import BadPicture, MediaReference, Observation, Picture, ToolResult, Video
 from tapereel.tapes.messages import heard
 from tapereel.tapes.pictures import MAX_BYTES, media_of, pictures_of
-from tapereel.tapes.records import StepRecord, parse_record
+from tapereel.tapes.records import StepRecord
+from tapereel.tapes.schema import parse_record
 from tapereel.tapes.steps import Prompt, ToolResults, parts_of
 from tapereel.tapes.value import Value
 
@@ -170,17 +171,17 @@ def scan_bombs() -> dict[str, bytes]:
 BOMB = png(5000, 5000, zlib.compress(bytes(5000 * 15_001), 1))
 TEXT_BOMB = chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(9 << 20)))
 HOSTILE: dict[str, tuple[bytes, str]] = {
-    "bomb": (BOMB, "pixels"),
-    "larger bomb": (png(60_000, 60_000, b""), "pixels"),
-    "header alone": (png(4000, 4000, b""), "can't be decoded"),
-    "truncated": (encoded(np.random.default_rng(0).integers(0, 255, (99, 99, 3), "uint8"))[:9000], "can't be decoded"),
-    "truncated JPEG": (encoded(RED.repeat(30, 0).repeat(30, 1), "JPEG")[:700], "can't be decoded"),
-    "empty": (b"", "it is empty"),
-    "text": (b"this is no picture", "no PNG, JPEG or WebP file"),
-    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "no PNG, JPEG or WebP file"),
-    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "no PNG, JPEG or WebP file"),
-    "GIF": (encoded(RED, "GIF"), "no PNG, JPEG or WebP file"),
-    "TIFF": (encoded(RED, "TIFF"), "no PNG, JPEG or WebP file"),
+    "bomb": (BOMB, "5000x5000"),
+    "larger bomb": (png(60_000, 60_000, b""), "60000x60000"),
+    "header alone": (png(4000, 4000, b""), "decoded"),
+    "truncated": (encoded(np.random.default_rng(0).integers(0, 255, (99, 99, 3), "uint8"))[:9000], "decoded"),
+    "truncated JPEG": (encoded(RED.repeat(30, 0).repeat(30, 1), "JPEG")[:700], "decoded"),
+    "empty": (b"", "empty"),
+    "text": (b"this is no picture", r"b'this\b"),
+    "EPS": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "b'%!PS"),
+    "SVG": (b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', "b'<svg"),
+    "GIF": (encoded(RED, "GIF"), "b'GIF8"),
+    "TIFF": (encoded(RED, "TIFF"), r"b'II\*"),
     "10,000 frames": (
         frames("PNG", 2).replace(*(chunk(b"acTL", struct.pack(">II", n, 0)) for n in (2, 10_000))),
         "frames",
@@ -189,10 +190,10 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "animated WebP": (frames("WEBP", 3), "3 frames"),
     "1 x 30,000": (encoded(np.zeros((30_000, 1, 3), "uint8")), "1x30000 pixels"),
     "30,000 x 1": (encoded(np.zeros((1, 30_000, 3), "uint8")), "30000x1 pixels"),
-    "no side": (png(0, 5, zlib.compress(b"")), "can't be decoded"),
+    "no side": (png(0, 5, zlib.compress(b"")), "decoded"),
     "no palette": (png(9, 9, zlib.compress(bytes(90)), color=3), "PLTE"),
     "too many bytes": (encoded(RED) + bytes(MAX_BYTES), "20,000,000 bytes"),
-    "damaged checksum": (encoded(RED)[:40] + b"\xff" + encoded(RED)[41:], "can't be decoded"),
+    "damaged checksum": (encoded(RED)[:40] + b"\xff" + encoded(RED)[41:], "decoded"),
     **{f"{n:,} segments": (many(*parts), "10,000") for n, parts in MANY.items()},
     **{name: (data, "32 scans") for name, data in scan_bombs().items()},
     "arithmetic coding": (encoded(RED, "JPEG").replace(b"\xff\xc0", b"\xff\xc9"), "rare"),
@@ -241,22 +242,22 @@ def test_hostile_files_take_little_memory():
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("http://localhost/a.png", "never fetched"),
-        ("file:///etc/passwd", "never fetched"),
-        ("/dev/zero", "is no file"),
-        ("/nowhere/a.png", "is no file"),
-        ("data:image/gif;base64,AAAA", "never fetched"),
-        ("data:image/png;base64,AAA", "is not base64"),
-        ("data:image/png;base64,AAAA", "is no PNG"),
+        ("http://localhost/a.png", "'http://localhost/a.png'.*URL"),
+        ("file:///etc/passwd", "'file:///etc/passwd'.*URL"),
+        ("/dev/zero", "'/dev/zero'.*path"),
+        ("/nowhere/a.png", "'/nowhere/a.png'.*path"),
+        ("data:image/gif;base64,AAAA", "'data:image/gif;base64,AAAA'.*URL"),
+        ("data:image/png;base64,AAA", "padding"),
+        ("data:image/png;base64,AAAA", r"b'\\x00\\x00\\x00'"),
         (RED.astype("float32") / 255, "uint8"),
         (RED.transpose(2, 0, 1), "shape"),
-        (np.zeros((0, 5, 3), "uint8"), "at least 1"),
+        (np.zeros((0, 5, 3), "uint8"), "5x0"),
         (np.zeros((1, 5000, 5000, 3), "uint8"), "shape"),
         (np.zeros((5000, 5000), "uint8"), "16,777,216"),
         (Image.fromarray(np.zeros((4, 4), "float32")), "32 bits"),
         (Image.new("RGB", (5000, 5000)), "16,777,216"),
-        (None, "convert it"),
-        ([1, 2], "convert it"),
+        (None, "NoneType"),
+        ([1, 2], r"\blist\b"),
     ],
 )
 def test_a_source_that_is_no_picture_is_refused(source: Any, says: str):
@@ -318,11 +319,11 @@ def test_a_decoder_ends_when_it_has_used_its_cpu_time(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(pictures, "SECONDS", 0.0)
     for file in (FILE, JPEG, encoded(CORNER, "WEBP")):
-        with pytest.raises(BadPicture, match="CPU time"):
+        with pytest.raises(BadPicture, match="CPU"):
             Picture.of(file)
     assert Picture.of(CORNER) == Picture.of(Image.fromarray(CORNER))
     monkeypatch.setattr(pictures, "SECONDS", 0.03)  # enough for its header; its decoder reads no second time
-    with pytest.raises(BadPicture, match="CPU time"):
+    with pytest.raises(BadPicture, match="CPU"):
         Picture.of(encoded(Image.new("RGB", (4096, 4096)), "WEBP", lossless=True, method=0))
 
 
@@ -483,7 +484,7 @@ def test_messages_have_parts_where_a_step_has_pictures():
         {"role": "system", "content": "s"},
         {"role": "user", "content": [image(A), {"type": "text", "text": "which?"}, image(B)]},
     ]
-    with pytest.raises(ValidationError, match="2 parts of type 'image' for 1 pictures"):
+    with pytest.raises(ValidationError, match=r"\b2\b.*'image'.*\b1\b"):
         Prompt(text="", messages=prompt.messages, pictures=(A,))
 
 
@@ -508,9 +509,9 @@ def test_a_picture_is_its_file_and_never_its_bytes():
 
 def test_no_text_becomes_a_picture():
     forged = {"media": A.media.__str__(), "width": 5, "height": 4}
-    with pytest.raises(ValidationError, match="not a text"):
+    with pytest.raises(ValidationError, match=r"Media\.put"):
         Captioned.model_validate({"caption": "", "picture": forged})
-    with pytest.raises(ValidationError, match="not a text"):
+    with pytest.raises(ValidationError, match=r"Media\.put"):
         Captioned.model_validate_json(json.dumps({"caption": "", "picture": {**forged, "media": str.__str__(A.media)}}))
     with pytest.raises(ValidationError):
         Picture(media=MediaReference("media:../../etc/passwd"), width=1, height=1)
@@ -521,5 +522,5 @@ def test_a_damaged_profile_costs_no_picture_and_a_damaged_pixel_does():
     whole = encoded(CORNER)
     assert Picture.of(whole[:33] + struct.pack(">I", 4) + b"iCCPoops\0\0\0\0" + whole[33:]) == Picture.of(whole)
     at = whole.index(b"IDAT") + 6
-    with pytest.raises(BadPicture, match="save it again"):
+    with pytest.raises(BadPicture, match="decoded"):
         Picture.of(whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :])

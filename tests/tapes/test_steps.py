@@ -72,7 +72,7 @@ def test_a_kind_that_nobody_imported_keeps_its_content():
 
 
 def test_a_kind_under_another_role_is_refused():
-    with pytest.raises(ValueError, match="says that 'play_card' is a thought"):
+    with pytest.raises(ValueError, match=r"'play_card'.*thought.*PlayCard"):
         read_step("thought", "play_card", {"card": 1})
 
 
@@ -95,18 +95,17 @@ class _Board(Observation, kind="steps_board"):
 @pytest.mark.parametrize(
     ("cells", "says"),
     [
-        (object(), "its field 'cells' holds a value of type object, for which JSON has no form"),
-        ({"a": [1, {object}]}, "its field 'cells' holds a value of type type"),
-        ("\ud800", "the text of its field 'cells' holds half a character"),
+        (object(), r"'cells'.*\bobject\b"),
+        ({"a": [1, {object}]}, r"'cells'.*\stype,"),
+        ("\ud800", "'cells'.*surrogate"),
     ],
 )
 def test_a_step_that_can_t_be_written_names_its_field_and_what_is_in_it(cells: Any, says: str):
     record = StepRecord(
         tape="t", by="env", role="observation", kind="steps_board", content=_Board(name="n", cells=cells), at=0.0
     )
-    with pytest.raises(Unwritable, match="a step of kind 'steps_board' can't be written") as caught:
+    with pytest.raises(Unwritable, match=f"'steps_board'.*{says}"):
         record.body()
-    assert says in str(caught.value)
 
 
 LONG = "y" * 10_000_000

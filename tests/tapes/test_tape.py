@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from tapereel.tapes import Action, HiddenFromAgent, NotATape, Observation, Tape, Task
-from tapereel.tapes.records import Begin, Call, Cause, End, Identity, Parent, Reward, parse_record
+from tapereel.tapes.records import Begin, Call, Cause, End, Identity, Parent, Reward
+from tapereel.tapes.schema import parse_record
 from tapereel.tapes.status import CauseType, Status, trains
 from tapereel.tapes.tape import TapeLog, step_record
 
@@ -81,12 +82,12 @@ def test_a_closed_tape_round_trips_as_one_document_also_inside_another_model():
 def test_an_edited_document_is_refused():
     document = Tape(build(2)).model_dump()
     document["records"][3]["content"]["text"] = "did something else"
-    with pytest.raises(NotATape, match="it was edited"):
+    with pytest.raises(NotATape, match=document["digest"]):
         Tape.model_validate(document)
 
 
 def test_an_open_tape_is_no_document():
-    with pytest.raises(NotATape, match="still running"):
+    with pytest.raises(NotATape, match="running"):
         Tape(build(1, end=False)).model_dump_json()
 
 
@@ -154,7 +155,7 @@ def test_a_view_stays_as_it_was_while_the_tape_grows():
 def test_a_fork_continues_its_parent(turns, at):
     parent = Tape(build(turns))
     if at > turns:
-        with pytest.raises(ValueError, match="can't be cut"):
+        with pytest.raises(ValueError, match=rf"\b{turns}\b.*\b{at}$"):
             parent.at_turn(at)
         return
     cut = parent.at_turn(at)
@@ -182,23 +183,23 @@ def test_a_fork_of_another_parent_is_refused():
     pin = Parent(tape="t", digest="0" * 64, records=len(cut.bodies), turn=1)
     with pytest.raises(NotATape, match="digest"):
         TapeLog(begin("child", pin), parent=cut)
-    with pytest.raises(NotATape, match="give that tape as its parent"):
+    with pytest.raises(NotATape, match=r"child\b.*parent$"):
         TapeLog(begin("child", pin))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda r: r[1:], "starts with `begin`"),
-        (lambda r: [], "no records"),
-        (lambda r: [*r, r[1]], "has ended"),
-        (lambda r: [r[0], r[1], r[2], r[2]], "stands twice"),
-        (lambda r: [r[0], r[3]], "has no call"),
-        (lambda r: [r[0], r[1], r[4]], "reward on step"),
-        (lambda r: [r[0], r[1].replace(b'"tape":"t"', b'"tape":"u"')], "of tape 'u'"),
-        (lambda r: [r[0], r[1][:-3]], "can't be read"),
-        (lambda r: [r[0], b'{"t":"nonsense"}'], "can't be read"),
-        (lambda r: [r[0], b'{"t":"commit"}'], "of tape|no part of a tape|has no"),
+        (lambda r: r[1:], "`begin`.*'step'"),
+        (lambda r: [], "records"),
+        (lambda r: [*r, r[1]], "ended.*StepRecord"),
+        (lambda r: [r[0], r[1], r[2], r[2]], r"t\.0\b.*twice"),
+        (lambda r: [r[0], r[3]], r"'t\.0'$"),
+        (lambda r: [r[0], r[1], r[4]], r"reward.*\b1$"),
+        (lambda r: [r[0], r[1].replace(b'"tape":"t"', b'"tape":"u"')], "'u'.*'t'"),
+        (lambda r: [r[0], r[1][:-3]], r"^record 1\b"),
+        (lambda r: [r[0], b'{"t":"nonsense"}'], r"\b1\b.*nonsense"),
+        (lambda r: [r[0], b'{"t":"commit"}'], "Commit"),
     ],
 )
 def test_records_that_make_no_tape_are_refused(change, message):
@@ -216,7 +217,7 @@ def test_a_tape_cut_anywhere_reads_as_an_open_tape():
 
 
 def test_log_probs_and_spans_must_fit_the_completion():
-    with pytest.raises(ValueError, match="1 log-probs for 2"):
+    with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
         Call(tape="t", call="c", by="a", completion=[1, 2], logprobs=[-1.0], at=0.0)
     for spans in ((("v", 0, 1),), (("v", 0, 3),), (("v", 1, 2),), (("v", 0, 1), ("w", 0, 2))):
         with pytest.raises(ValueError, match="spans"):

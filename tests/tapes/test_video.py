@@ -14,7 +14,8 @@ import tapereel as tr
 from tapereel.tapes import BadPicture, ToolResult, ToolResults
 from tapereel.tapes.messages import content_of, frames_of, heard, image_of, image_parts, part_of, text_of, video_in
 from tapereel.tapes.pictures import media_of, pictures_of, visuals_of
-from tapereel.tapes.records import StepRecord, parse_record
+from tapereel.tapes.records import StepRecord
+from tapereel.tapes.schema import parse_record
 from tapereel.tapes.steps import Prompt, parts_of
 
 
@@ -59,29 +60,29 @@ def test_a_video_is_frames_and_their_times(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("frames", "more", "says"),
     [
-        ([], {}, "a video has no frames: pass at least one"),
-        (pixels(1, 2), {"fps": 0}, "fps=0.0: give the frames of its source in a second"),
+        ([], {}, "least"),
+        (pixels(1, 2), {"fps": 0}, r"fps=0\.0"),
         (pixels(1, 2), {"fps": float("nan")}, "fps=nan"),
-        (pixels(1, 2), {"fps": "fast"}, "fps: Input should be a valid number"),
-        (pixels(1, 2), {"indices": [3]}, "2 frames and 1 indices"),
-        (pixels(1, 2), {"indices": [3, 3]}, r"indices \(3, 3\): they must rise"),
-        (pixels(1, 2), {"indices": [-1, 3]}, "from 0 or above"),
+        (pixels(1, 2), {"fps": "fast"}, "fps: .*number"),
+        (pixels(1, 2), {"indices": [3]}, r"\b2\b.*\b1 indices"),
+        (pixels(1, 2), {"indices": [3, 3]}, r"\(3, 3\)"),
+        (pixels(1, 2), {"indices": [-1, 3]}, r"\(-1, 3\)"),
         (pixels(1, 2), {"fps": "fast"}, "'fast'"),
-        (pixels(1, 2), {"fps": 1e-308, "indices": [0, 7]}, "index 7 at fps=1e-308"),
+        (pixels(1, 2), {"fps": 1e-308, "indices": [0, 7]}, r"\b7\b.*fps=1e-308"),
         (pixels(1, 2), {"indices": (0, 1.5)}, r"\(0, 1\.5\)"),
         (pixels(1, 2), {"indices": 7}, "7"),
         (pixels(1, 2), {"indices": ["a", None]}, "'a', None"),
         (pixels(1, 2), {"indices": (0, 10**400)}, "10000"),
-        (7, {}, "frames of a video are 7"),
-        (None, {}, "frames of a video are None"),
-        (["film.mp4"], {}, "the file 'film.mp4'"),
-        ([STILL, pixels(1, height=5)[0]], {}, "frames of 8x6 and of 8x5 pixels: resize them"),
-        (pixels(1)[0], {}, r"shape \(6, 8, 3\), not \(frames, height, width, 3\)"),
-        ("film.mp4", {}, "'film.mp4' is one file, and video files are not decoded: pass the frames"),
-        (b"\0\0\0\x18ftypmp42", {}, "video files are not decoded"),
-        ([STILL, "https://example.com/a.png"], {}, "frame 1 of a video: .* is a URL, which is never fetched"),
-        ([STILL, b"GIF89a"], {}, "frame 1 of a video: .* is no PNG"),
-        (pixels(1, 2).astype("float32"), {}, "frame 0 of a video: .* not uint8"),
+        (7, {}, r"frames\b.*\b7\b"),
+        (None, {}, r"frames\b.*\bNone\b"),
+        (["film.mp4"], {}, r"\b0\b.*'film\.mp4'"),
+        ([STILL, pixels(1, height=5)[0]], {}, "8x6.*8x5"),
+        (pixels(1)[0], {}, r"\(6, 8, 3\)"),
+        ("film.mp4", {}, r"'film\.mp4'.*decoded"),
+        (b"\0\0\0\x18ftypmp42", {}, r"\b12\b.*decoded"),
+        ([STILL, "https://example.com/a.png"], {}, r"frame 1\b.*URL"),
+        ([STILL, b"GIF89a"], {}, r"frame 1\b.*b'GIF89a'"),
+        (pixels(1, 2).astype("float32"), {}, r"frame 0\b.*uint8"),
     ],
 )
 def test_a_bad_video_is_an_error_that_says_why(frames: Any, more: dict[str, Any], says: str) -> None:
@@ -109,7 +110,7 @@ def test_a_recorded_video_is_read_back_without_its_bytes() -> None:
     assert (read.content, read.media) == (step, media_of(step))
     assert read.body() == body
     assert [frame.data for frame in pictures_of(read.content)] == [None, None, None]
-    with pytest.raises(ValidationError, match=r"is what Media\.put returned"):
+    with pytest.raises(ValidationError, match=r"Media\.put"):
         tr.Video.model_validate(CLIP.model_dump(mode="json"))
 
 
@@ -144,5 +145,5 @@ def test_a_prompt_has_a_place_of_the_type_of_each_picture_and_video() -> None:
     (message,) = heard(Prompt(text="", messages=messages, pictures=(CLIP, STILL)))
     assert message["content"] == [part_of(CLIP), places[1], part_of(STILL)]
     for wrong in ((STILL, CLIP), (STILL,), (CLIP, STILL, STILL)):
-        with pytest.raises(ValidationError, match=r"1 parts of type 'image' for .* 1 parts of type 'video' for"):
+        with pytest.raises(ValidationError, match=r"\b1\b.*'image'.*\b1\b.*'video'"):
             Prompt(text="", messages=messages, pictures=wrong)

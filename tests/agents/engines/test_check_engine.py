@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 from array import array
 from collections.abc import Mapping
 from dataclasses import replace
@@ -79,8 +80,8 @@ def test_a_scripted_engine_passes() -> None:
     report = check_engine(ScriptedEngine(lambda request: "one two three"))
     assert report.ok, str(report)
     assert not report.trainable
-    assert report.checks["tokens"].startswith("skipped: the engine gives texts")
-    assert "samples only" in str(report)
+    assert re.match("skipped: .*texts", report.checks["tokens"])
+    assert "(samples" in str(report)
 
 
 def test_an_embedded_engine_passes_with_new_weights() -> None:
@@ -155,31 +156,31 @@ class Hanging(Minimal):
 @pytest.mark.parametrize(
     ("engine", "check", "state", "sentence"),
     [
-        (Uneven, "tokens", "failed", "3 ids come with 1 log-probs"),
-        (Gaps, "spans", "failed", "don't cover 3 ids"),
-        (Counting, "determinism", "warned", "the same seed gave"),
-        (Deaf, "cancellation", "failed", "a cancelled complete returned a completion"),
-        (Stale, "weights", "failed", "version is 'v0' after sync_weights"),
-        (ClosesOnce, "close", "failed", "a second close raised EngineError: closed already"),
-        (Failing, "completes", "failed", "complete raised RuntimeError: no model here"),
-        (Hanging, "completes", "failed", "takes longer than 1 s"),
-        (not_an_engine, "members", "failed", "lacks context, complete, forget, close of `Engine`"),
+        (Uneven, "tokens", "failed", "3 ids.*1 log-probs"),
+        (Gaps, "spans", "failed", r"\('v0', 0, 1\).*3 ids"),
+        (Counting, "determinism", "warned", r"seed.*\[5, 5, \d\].*\[5, 5, 1\]"),
+        (Deaf, "cancellation", "failed", "returned.*CancelledError"),
+        (Stale, "weights", "failed", "'v0'.*sync_weights"),
+        (ClosesOnce, "close", "failed", "second.*EngineError: closed"),
+        (Failing, "completes", "failed", "complete.*RuntimeError: "),
+        (Hanging, "completes", "failed", "complete.* 1 s"),
+        (not_an_engine, "members", "failed", "context, complete, forget, close .*`Engine`"),
     ],
 )
 def test_a_broken_engine_is_reported(engine: Any, check: str, state: str, sentence: str) -> None:
     report = check_engine(engine, messages=[{"role": "user", "content": "a"}], weights={}, timeout=1.0)
     assert report.checks[check] == state, str(report)
-    assert sentence in str(report)
+    assert re.search(sentence, str(report))
     assert report.ok == (state == "warned")
 
 
 def test_a_scripted_engine_can_not_be_trained() -> None:
     report = check_engine(ScriptedEngine(lambda request: "a"), trainable=True)
-    assert "lacks stats, version, changing, sync_weights of `TrainableEngine`" in str(report)
-    with pytest.raises(IncompleteEngine, match="ScriptedEngine lacks stats, version, changing, sync_weights"):
+    assert re.search("stats, version, changing, sync_weights .*`TrainableEngine`", str(report))
+    with pytest.raises(IncompleteEngine, match=r"ScriptedEngine.*stats, version, changing, sync_weights"):
         check_engines([ScriptedEngine(["a"])], settings_of())
     assert missing_members(Minimal(), SleepingEngine) == ["sleep", "wake"]
-    with pytest.raises(ValueError, match=r"`loop\.sleep` needs a server engine .* minimal can't sleep"):
+    with pytest.raises(ValueError, match=r"`loop\.sleep`.* minimal "):
         check_engines([Minimal()], settings_of(sleep=True, max_lag=0))
 
 
@@ -194,13 +195,13 @@ def test_a_configuration_names_an_engine_of_ones_own() -> None:
     made = asyncio.run(make_engine(config_of(f"{here}Minimal", options={"length": 2})))
     assert isinstance(made.engine, Minimal)
     assert (made.engine.length, made.publish) == (2, None)
-    with pytest.raises(UsageError, match=r"engine\.options doesn't fit .*unexpected keyword argument 'size'"):
+    with pytest.raises(UsageError, match=r"engine\.options.*'size'"):
         config_of(f"{here}Minimal", options={"size": 2}).make()
-    with pytest.raises(UsageError, match="not a class or a function that makes an engine"):
+    with pytest.raises(UsageError, match=r":RENDERER .*engine\.kind"):
         config_of(f"{here}RENDERER").make()
-    with pytest.raises(IncompleteEngine, match=r"not_an_engine needs .* lacks context, complete, forget, close"):
+    with pytest.raises(IncompleteEngine, match=r"not_an_engine.* context, complete, forget, close"):
         config_of(f"{here}not_an_engine").make()
-    with pytest.raises(ValueError, match="options api_key would be recorded"):
+    with pytest.raises(ValueError, match=r"api_key.*key_variable"):
         config_of(f"{here}Minimal", options={"api_key": "x"})
 
 
@@ -238,11 +239,11 @@ def test_train_uses_an_engine_of_ones_own_and_refuses_one_without_weights(tmp_pa
         settings["engine"] = {"kind": f"{module}:{name}", "model": str(folder), "options": {"folder": str(folder)}}
         return TrainConfig.model_validate({**settings, "loop": settings_of(updates=1, max_lag=0)})
 
-    with pytest.raises(IncompleteEngine, match="lacks stats, version, changing, sync_weights"):
+    with pytest.raises(IncompleteEngine, match="stats, version, changing, sync_weights"):
         train(config("texts"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     summary = train(config("engine"), tmp_path / "run")
     assert (summary.updates, summary.books_close) == (1, True)
     settings = scene(folder, "http://127.0.0.1:1")
-    with pytest.raises(ValueError, match=r"engine\.model is missing: training needs the folder"):
+    with pytest.raises(ValueError, match=r"engine\.model"):
         TrainConfig.model_validate({**settings, "engine": {"kind": f"{module}:engine"}})

@@ -50,14 +50,14 @@ def test_a_misread_answer_is_a_thought_that_the_model_sees():
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "inside each other"),
-        ('{"name": "w_guess", "arguments": ' + '{"a": ' * 400 + "1" + "}" * 401, "inside each other"),
-        ('{"name": "w_guess", "arguments": "' + "[" * 100_000 + '"}', "inside each other"),
-        (r'{"name": "w_guess", "arguments": {"number": "\ud800"}}', "half of a character"),
-        ('{"name": "w_guess", "arguments": {"number": NaN}}', "NaN is no JSON number"),
-        ('{"name": "w_guess", "arguments": {"number": 1e999}}', "beyond all numbers"),
-        ('{"name": "w_guess", "arguments": {"number": ' + "9" * 5000 + "}}", "5000 digits"),
-        ('<tool_call>{"function": []}</tool_call>', "A call is a JSON object"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", " 64 "),
+        ('{"name": "w_guess", "arguments": ' + '{"a": ' * 400 + "1" + "}" * 401, " 64 "),
+        ('{"name": "w_guess", "arguments": "' + "[" * 100_000 + '"}', " 64 "),
+        (r'{"name": "w_guess", "arguments": {"number": "\ud800"}}', "surrogate"),
+        ('{"name": "w_guess", "arguments": {"number": NaN}}', "NaN"),
+        ('{"name": "w_guess", "arguments": {"number": 1e999}}', "1e999"),
+        ('{"name": "w_guess", "arguments": {"number": ' + "9" * 5000 + "}}", "5000"),
+        ('<tool_call>{"function": []}</tool_call>', '"name" and "arguments"'),
     ],
 )
 def test_json_that_nobody_could_record_is_misread_too(answer: str, says: str):
@@ -82,7 +82,7 @@ def test_a_system_prompt_alone_makes_an_agent_that_answers_with_text():
 
 
 def test_parse_and_actions_exclude_each_other():
-    with pytest.raises(ValueError, match="`parse` or `actions`, not both"):
+    with pytest.raises(ValueError, match=r"`parse`.*`actions`"):
         ChatAgent(actions=[Guess], parse=lambda text: Guess(number=1))
 
 
@@ -133,12 +133,12 @@ def test_tools_are_spelled_out_once_per_tape():
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        ("hello", "Answer with a call of one of: w_guess"),
-        ('{"name": "w_guess", "arguments": {"number": "x"}}', "number: Input should be a valid integer"),
-        ('{"name": "other", "arguments": {}}', "Answer with a call of one of: w_guess, as {"),
-        ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', "There is no 'other'"),
-        ('{"name": "w_guess", ', "not valid JSON"),
-        ("[1]", "Answer with a call"),
+        ("hello", 'w_guess, as {"name": ..., "arguments": {...}}'),
+        ('{"name": "w_guess", "arguments": {"number": "x"}}', "number: "),
+        ('{"name": "other", "arguments": {}}', 'w_guess, as {"name": ..., "arguments": {...}}'),
+        ('<tool_call>{"name": "other", "arguments": {}}</tool_call>', "'other'"),
+        ('{"name": "w_guess", ', "line 1 column "),
+        ("[1]", '{"name": ..., "arguments": {...}}'),
         ('<tool_call>{"arguments": 3}</tool_call>', '"name" and "arguments"'),
     ],
 )
@@ -222,9 +222,11 @@ def test_replay_gives_the_recorded_answers_and_finds_a_changed_prompt():
 
     bad = run(type("Player", (Other,), {})(), GuessNumber(), 7, engine=ReplayEngine(tape), seed=4)
     assert (bad.status, bad.cause.type) == (Status.ERROR, CauseType.MODEL)
-    assert "`messages[0].content` was" in bad.cause.message
+    assert "`messages[0].content`" in bad.cause.message
     longer = run(Player(), GuessNumber(), 9, engine=ReplayEngine(tape), seed=4)
-    assert "`messages[5].content` was 'lower', it is now 'higher'" in longer.cause.message
+    assert "`messages[5].content`" in longer.cause.message
+    assert "'lower'" in longer.cause.message
+    assert "'higher'" in longer.cause.message
     assert issubclass(Diverged, EngineError)
 
 

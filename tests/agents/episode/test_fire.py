@@ -101,10 +101,10 @@ def test_without_a_first_temperature_an_answer_is_one_call() -> None:
 
 
 def test_an_engine_of_texts_and_an_engine_asked_directly_refuse_it() -> None:
-    with pytest.raises(EngineError, match="is an engine of texts"):
+    with pytest.raises(EngineError, match=r"sampling\.first_temperature.*scripted"):
         asyncio.run(fire.complete(ScriptedEngine(["a"]), replace(ask(HOT), prompt=None)))
     engine = EmbeddedEngine(model(), RENDERER, version="v0", slots=2)
-    with pytest.raises(EngineError, match="takes two requests"):
+    with pytest.raises(EngineError, match=r"fire\.complete"):
         asyncio.run(engine.complete(ask(HOT)))
 
 

@@ -232,11 +232,11 @@ def test_a_picture_for_an_engine_that_cannot_see_ends_the_episode_and_names_both
     assert tape.cause is not None
     assert tape.cause.type is CauseType.ENVIRONMENT
     (picture,) = pictures_of(tape[0])
-    assert "'blind' can't see" in (tape.cause.message or "")
+    assert "'blind'" in (tape.cause.message or "")
     assert str(picture) in (tape.cause.message or "")
     assert asyncio.run(replay(tape, Player())).outcome == "verified"
     with_tokens = played(Corners, ScriptedEngine(["1"], renderer=RENDERER))
-    assert "'scripted' can't see" in (with_tokens.cause.message or "" if with_tokens.cause else "")
+    assert "'scripted'" in (with_tokens.cause.message or "" if with_tokens.cause else "")
 
 
 def test_an_agent_that_reads_no_picture_may_ask_an_engine_that_cannot_see():
@@ -274,9 +274,9 @@ def test_a_task_of_text_makes_no_picture_be_sent(content: list[Any]):
 
 def test_a_tape_with_pictures_is_not_trained_on_as_text():
     (tape,) = hosted(Corners, 1)
-    with pytest.raises(NotATape, match="the model that will be trained can't see"):
+    with pytest.raises(NotATape, match="pictures"):
         rows(tape, renderer=RENDERER)
-    with pytest.raises(NotATape, match="has text but no token ids"):
+    with pytest.raises(NotATape, match="`Renderer`"):
         rows(tape)
 
 
@@ -302,7 +302,7 @@ def test_a_picture_without_its_bytes_is_refused(tmp_path: Path):
         second = played(Echo, ScriptedEngine(["1"]), journal=store.writer)
     assert second.cause is not None
     assert second.cause.type is CauseType.ENVIRONMENT
-    assert "was read from another run" in (second.cause.message or "")
+    assert "Picture.of" in (second.cause.message or "")
     assert verify(tmp_path / "b").broken == ()
 
 
@@ -358,7 +358,7 @@ def test_a_conversation_with_pictures_is_exported_with_the_names_of_the_files(tm
         (tape,) = hosted(Corners, 1, journal=store.writer)
     with Store.open(tmp_path / "run") as store:
         assert write(store.tapes(closed=True), tmp_path / "out.jsonl", "sft").records == 1
-        with pytest.raises(UsageError, match=r"messages with pictures have parts.*images=True"):
+        with pytest.raises(UsageError, match=r"out\.parquet.*images=True"):
             write(store.tapes(closed=True), tmp_path / "out.parquet", "sft")
     messages = json.loads((tmp_path / "out.jsonl").read_text())["messages"]
     shown = [part for message in messages for part in message["content"] if isinstance(part, dict) and "media" in part]

@@ -103,7 +103,7 @@ def test_a_tape_that_is_read_again_has_the_same_rows_and_files(tmp_path: Path) -
         assert then.file is not None
         for place in row.places:
             assert row.file(place.media[0]) == then.file(place.media[0])
-        with pytest.raises(BadPicture, match="shows no picture"):
+        with pytest.raises(BadPicture, match=r"\.\./\.\./etc/passwd"):
             row.file("../../etc/passwd")
     assert Tape.model_validate_json(tape.model_dump_json()).call_places(tape.calls[-1]) == then.places
     assert verify(tmp_path / "run").exit_code == 0
@@ -113,7 +113,7 @@ def test_a_row_whose_files_are_nowhere_says_so() -> None:
     tape = Tape.model_validate_json(played().model_dump_json())
     (row,) = rows(tape)
     assert row.file is not None
-    with pytest.raises(BadPicture, match="is in no run that has the file"):
+    with pytest.raises(BadPicture, match=rf"{row.places[0].media[0]}.*store"):
         row.file(row.places[0].media[0])
 
 
@@ -129,7 +129,7 @@ def test_authored_text_has_its_pictures_by_the_renderer(scripted: bool) -> None:
         for place in row.places:
             assert set(row.input_ids[place.offset : place.end].tolist()) == {MARKER}
         assert row.file is not None
-    with pytest.raises(NotATape, match="the model that will be trained can't see"):
+    with pytest.raises(NotATape, match="pictures"):
         rows(played(engine=ScriptedEngine(["1", "2", "3"])), renderer=Renderer(tokenizer(QWEN)))
 
 
@@ -211,7 +211,8 @@ def test_replay_compares_places_and_asks_for_the_same_processor() -> None:
     assert run_async(replay(tape, Player())).outcome == "verified"
     other = run_async(replay(tape, Player(), renderer=Renderer(tokenizer(QWEN), Wider())))
     assert other.outcome == "diverged"
-    assert "the pictures of the prompt stand at other tokens" in str(other)
+    assert other.divergence is not None
+    assert (other.divergence.cause, "places" in other.divergence.field) == ("rendering", True)
     newer = run_async(replay(tape, Player(), renderer=Renderer(tokenizer(QWEN), Newer())))
     assert newer.outcome == "unverifiable"
     assert newer.reason is not None
@@ -330,16 +331,13 @@ def test_a_part_that_a_text_wrote_shows_no_picture(content: list[Any]) -> None:
     tape = played(Forging, engine)
     assert (engine.asked, tape.status) == ([], Status.ERROR)
     assert tape.cause is not None
-    assert (tape.cause.type, "is not that of a picture which a step shows" in (tape.cause.message or "")) == (
-        CauseType.ENVIRONMENT,
-        True,
-    )
+    assert (tape.cause.type, repr(content[0]) in (tape.cause.message or "")) == (CauseType.ENVIRONMENT, True)
 
 
 def test_an_engine_with_a_renderer_of_text_is_refused_where_the_first_picture_stands() -> None:
     tape = played(engine=ScriptedEngine(["1"], renderer=Renderer(tokenizer(QWEN))))
     assert tape.cause is not None
-    assert "can't see" in (tape.cause.message or "")
+    assert "'scripted'" in (tape.cause.message or "")
 
 
 def test_the_renderer_of_a_folder_sees_where_its_model_does(tmp_path: Path) -> None:

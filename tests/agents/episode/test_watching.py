@@ -25,6 +25,7 @@ from tapereel.finetune.data.rows import Row, rows
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.interchange.formats import write
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, CauseType, Status, Tape, Video
 from tapereel.tapes.common.run_async import run_async
@@ -182,7 +183,8 @@ def test_an_engine_that_cannot_see_is_refused_and_the_video_named() -> None:
     first: Any = tape[0]
     assert (tape.status, tape.trains, engine.asked) == (Status.ERROR, False, 0)
     assert tape.cause is not None
-    assert f"'blind' can't see, and the prompt holds {first.film}" in (tape.cause.message or "")
+    assert "'blind'" in (tape.cause.message or "")
+    assert str(first.film) in (tape.cause.message or "")
 
 
 SHOWN = Video.of([square(1), square(2)], fps=2)
@@ -207,7 +209,7 @@ def test_a_video_that_a_text_wrote_is_refused(part: dict[str, Any]) -> None:
     assert (engine.asked, tape.status) == ([], Status.ERROR)
     assert tape.cause is not None
     assert tape.cause.type is CauseType.ENVIRONMENT
-    assert "is not that of a picture which a step shows, nor of a video" in (tape.cause.message or "")
+    assert f"{part!r:.200}" in (tape.cause.message or "")
 
 
 def test_show_export_and_view_have_the_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -273,7 +275,7 @@ def test_frames_are_sampled_after_and_trained_on_as_the_model_itself_reads_them(
         swapped = replace(row, places=row.places[::-1])
         assert np.abs(oracle(family, _with_files(swapped, row)).numpy() - row.old).max() > 1e-3
     model: Any = copy.deepcopy(loaded.model)
-    trainer = Trainer(model, get_recipe("grpo"), vision=loaded.vision, lr=1e-3)
+    trainer = Trainer(model, get_recipe("grpo"), TrainerOptions(lr=1e-3), vision=loaded.vision)
     update = trainer.update(found, [Episode(tape=row.tape, group="g", reward=float(k)) for k, row in enumerate(found)])
     assert update.applied
     assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), loaded.model.parameters(), strict=True))

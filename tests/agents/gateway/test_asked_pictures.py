@@ -132,7 +132,9 @@ def test_files_of_requests_are_verified_and_shown(tmp_path: Path):
         calls = [one for one in view.items(tape.id, 0)["items"] if one["t"] == "call"]  # type: ignore[union-attr]
         assert [one["media"] for one in calls] == [list(call.media) for call in tape.calls]
     (tmp_path / "run/tapes/media" / tape.calls[0].media[0]).unlink()
-    assert "is gone, but a record names it" in verify(tmp_path / "run").broken[0]
+    (broken,) = verify(tmp_path / "run").broken
+    assert tape.calls[0].media[0] in broken
+    assert "gone" in broken
 
 
 def test_the_file_of_a_failed_request_is_named_too(tmp_path: Path):
@@ -171,26 +173,26 @@ def bomb(width: int = 30_000, height: int = 30_000) -> bytes:
 PNG = encoded(0)
 URL = data_url(PNG)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "http": (image("http://127.0.0.1:1/a.png"), "0.content.0.image_url.url: must be data:image/png;base64"),
-    "https": (image("https://example.org/a.png"), "no URL is ever fetched"),
-    "a file": (image("file:///etc/passwd"), "no URL is ever fetched"),
-    "a path": (image("/etc/passwd"), "no URL is ever fetched"),
-    "a name on the tape": (image("media:" + "0" * 64 + ".png"), "no URL is ever fetched"),
-    "SVG": (image(data_url(b"<svg/>", "svg+xml")), "must be data:image/png"),
-    "GIF": (image(data_url(PNG, "gif")), "must be data:image/png"),
-    "a page": (image("data:text/html;base64,aGk="), "must be data:image/png"),
-    "not base64": (image("data:image/png,abc"), "must be data:image/png;base64"),
-    "a parameter": (image("data:image/png;charset=utf-8;base64,aGk="), "must be data:image/png;base64"),
-    "truncated base64": (image(URL[:-3]), "is not base64"),
-    "base64 with a line break": (image(URL[:50] + "\n" + URL[50:]), "is not base64"),
-    "base64 of URLs": (image("data:image/png;base64,-_-_"), "is not base64"),
-    "letters": (image("data:image/png;base64,äöü="), "is not base64"),
-    "half a file": (image(data_url(PNG[: len(PNG) // 2])), "can't be decoded"),
-    "no bytes": (image("data:image/png;base64,"), "it is empty"),
-    "text": (image(data_url(b"hello, this is a text")), "is no PNG, JPEG or WebP file"),
-    "SVG called PNG": (image(data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>")), "is no PNG"),
+    "http": (image("http://127.0.0.1:1/a.png"), "messages.0.content.0.image_url.url: "),
+    "https": (image("https://example.org/a.png"), "data:image/png;base64"),
+    "a file": (image("file:///etc/passwd"), "data:image/png;base64"),
+    "a path": (image("/etc/passwd"), "data:image/png;base64"),
+    "a name on the tape": (image("media:" + "0" * 64 + ".png"), "data:image/png;base64"),
+    "SVG": (image(data_url(b"<svg/>", "svg+xml")), "data:image/png;base64"),
+    "GIF": (image(data_url(PNG, "gif")), "data:image/png;base64"),
+    "a page": (image("data:text/html;base64,aGk="), "data:image/png;base64"),
+    "not base64": (image("data:image/png,abc"), "data:image/png;base64"),
+    "a parameter": (image("data:image/png;charset=utf-8;base64,aGk="), "data:image/png;base64"),
+    "truncated base64": (image(URL[:-3]), " base64 ("),
+    "base64 with a line break": (image(URL[:50] + "\n" + URL[50:]), " base64 ("),
+    "base64 of URLs": (image("data:image/png;base64,-_-_"), " base64 ("),
+    "letters": (image("data:image/png;base64,äöü="), " base64 ("),
+    "half a file": (image(data_url(PNG[: len(PNG) // 2])), "decoded"),
+    "no bytes": (image("data:image/png;base64,"), "empty"),
+    "text": (image(data_url(b"hello, this is a text")), "b'hello, this"),
+    "SVG called PNG": (image(data_url(b"<svg xmlns='http://www.w3.org/2000/svg'/>")), "<svg xmlns="),
     "a bomb": (image(data_url(bomb())), "16,777,216"),
-    "a strip": (image(data_url(bomb(30_000, 1))), "no side may be over 200 times the other"),
+    "a strip": (image(data_url(bomb(30_000, 1))), " 200 "),
     "another detail": ({"type": "image_url", "image_url": {"url": URL, "detail": "ultra"}}, "image_url.detail"),
     "no URL": ({"type": "image_url", "image_url": {}}, "content.0.image_url.url: Field required"),
     "a text as URL": ({"type": "image_url", "image_url": URL}, "content.0.image_url"),
@@ -231,7 +233,11 @@ def test_what_is_no_picture_is_refused_and_the_program_goes_on(tmp_path: Path):
         assert found[name][1].startswith("messages.0.content.0"), (name, found[name])
         assert says in found[name][1], (name, found[name])
         assert len(found[name][1]) < 500, name
-    assert found["many"] == (400, "messages: 1,000 pictures, at most 500 are read; send fewer")
+    status, message = found["many"]
+    assert status == 400
+    assert message.startswith("messages: ")
+    assert "1,000" in message
+    assert " 500 " in message
     assert "500" not in found
 
 
@@ -254,9 +260,7 @@ def test_a_repeated_picture_is_decoded_once_and_the_pixels_of_a_request_are_boun
                 )
             monkeypatch.setattr(gateway_session, "PIXELS", 3 * 40 * 30 - 1)
             shown = [image(URL), *(image(data_url(PNG + bytes([k]))) for k in range(3))]
-            with pytest.raises(
-                APIStatusError, match=r"content.3.image_url: the request.s new pictures .* send smaller ones"
-            ):
+            with pytest.raises(APIStatusError, match=r"content\.3\.image_url: .*3,599"):
                 await client.chat.completions.create(model="m", messages=[{"role": "user", "content": shown}])
         return "x"
 
@@ -276,4 +280,6 @@ def test_an_engine_that_cannot_see_is_named_with_the_picture():
         return "x"
 
     asyncio.run(rollout(Program(shows), Echo(), "x", engine=Told()))
-    assert said[0].startswith("400 the engine 'told' can't see, and the prompt holds [picture 40x30 ")
+    assert said[0].startswith("400 ")
+    assert "'told'" in said[0]
+    assert "[picture 40x30 " in said[0]

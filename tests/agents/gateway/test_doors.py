@@ -264,7 +264,7 @@ def test_a_key_in_a_request_never_reaches_the_tape(tmp_path: Path, caplog: pytes
                 (f"/{open_}/rewards", {"metrics": {client.key: 1.0}}),
             ):
                 status, answer = await there.admin("POST", f"/tapereel/tapes{path}", told)
-                assert (status, "would be recorded" in answer["error"]["message"]) == (400, True), told
+                assert (status, "recorded" in answer["error"]["message"]) == (400, True), told
             for tape_id in (tape, open_):
                 await there.end(tape_id)
             return keys
@@ -304,5 +304,5 @@ def test_so_many_tapes_are_open_at_once_and_no_more(tmp_path: Path):
 
 
 def test_a_token_that_can_be_guessed_is_refused():
-    with pytest.raises(ValueError, match="at least 16"):
+    with pytest.raises(ValueError, match=r"\b16\b"):
         Control("short", Told(), journal=None)

@@ -192,13 +192,13 @@ def test_an_error_has_its_status_until_the_first_token_and_is_an_event_after_it(
                 assert len(engine.requests) == 3
             else:
                 assert (stream.text, last["error"]["code"]) == ("yes ", "model_failed")
-                assert "on fire" in last["error"]["message"]
+                assert "fire" in last["error"]["message"]
                 async with openai.AsyncOpenAI(base_url=there.gateway.url, api_key=client.key) as api:
                     engine.breaks = [2]
                     pieces: Any = await api.chat.completions.create(
                         model="m", messages=[{"role": "user", "content": "x"}], stream=True
                     )
-                    with pytest.raises(openai.APIError, match="on fire"):
+                    with pytest.raises(openai.APIError, match="fire"):
                         [piece async for piece in pieces]
             await there.end(tape)
             return there.tape(tape)
@@ -333,7 +333,7 @@ def test_a_client_that_does_not_read_a_whole_answer_is_let_go_and_its_call_stays
                 got = 0
                 with contextlib.suppress(ConnectionResetError):
                     # Read only once it was let go: until then nothing is taken.
-                    await until(lambda: "did not take its answer" in caplog.text)
+                    await until(lambda: " 0.2 s" in caplog.text)
                     while piece := await loop.sock_recv(lazy, 1 << 20):
                         got += len(piece)
                 assert got < len(long)

@@ -140,7 +140,7 @@ def test_a_command_that_prints_its_key_prints_none_to_the_tape():
     failed = rolled(command(code.format(3)))
     assert failed.cause is not None
     assert (failed.cause.type, failed.cause.error) == ("agent", "ProgramFailed")
-    assert "exit code 3: [key]" in (failed.cause.message or "")
+    assert " 3: [key]" in (failed.cause.message or "")
     assert "sk-tape" not in failed.model_dump_json()
 
 
@@ -167,7 +167,7 @@ def test_a_program_that_fails_is_the_agents_fault_and_scored_as_such():
     assert len(tape.calls) == 3
     loud = rolled(command("print('x' * 2_000_000)"))
     assert loud.cause is not None
-    assert "more than" in (loud.cause.message or "")
+    assert "1048576" in (loud.cause.message or "")
 
 
 def test_what_a_failed_program_printed_is_not_compared_in_a_replay():
@@ -322,7 +322,7 @@ def test_a_store_that_fails_stops_the_episode_and_nothing_is_swallowed():
         async def durable(self) -> None:
             pass
 
-    with pytest.raises(StoreFailed, match="disk full"):
+    with pytest.raises(StoreFailed, match="disk"):
         rolled(chat, journal=Full())
 
 
@@ -343,7 +343,7 @@ def test_the_runs_own_sampling_holds_where_it_is_told_to():
 
 def test_what_is_no_program_is_refused():
     for wrong in ("python agent.py", print, lambda task, endpoint: task):
-        with pytest.raises(TypeError, match="list of words"):
+        with pytest.raises(TypeError, match=r"\['python', 'agent\.py'\]"):
             Program(wrong)  # type: ignore[arg-type]
 
 

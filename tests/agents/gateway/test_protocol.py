@@ -170,7 +170,7 @@ def test_a_pair_of_surrogates_is_a_character():
 
 def test_a_body_nested_without_end_is_refused():
     for body in (b"[" * 100_000, json.dumps({"messages": [USER], "tools": [nested(400)]}).encode()):
-        with pytest.raises(ValueError, match="inside each other"):
+        with pytest.raises(ValueError, match=r"\b64\b"):
             read_request(an_object(body))
 
 

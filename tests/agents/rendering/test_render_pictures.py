@@ -37,13 +37,13 @@ def test_each_marker_becomes_the_tokens_of_its_picture(family: tuple[Renderer, A
 
 
 def test_a_renderer_of_text_refuses_pictures_as_before() -> None:
-    with pytest.raises(RenderError, match=r"type 'image' .* this renderer takes text only"):
+    with pytest.raises(RenderError, match=r"'image'.*\btext\b"):
         Renderer(tokenizer(QWEN)).prompt([say("user", image("a"))])
 
 
 def test_a_template_without_parts_is_refused_at_the_start() -> None:
     plain = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}<|im_start|>"
-    with pytest.raises(RenderError, match=r"writes the token '<\|image_pad\|>' 0 times for one picture"):
+    with pytest.raises(RenderError, match=r"'<\|image_pad\|>' 0 "):
         Renderer(tokenizer(plain), Pads())
     assert SPECIAL.index("<|image_pad|>") not in Renderer(tokenizer(plain)).prompt([say("user", "x")]).ids
 
@@ -191,7 +191,7 @@ def test_a_template_that_drops_pictures_of_a_role_is_refused_with_both_counts(ro
     drops = drops.replace("or 'image' in content or 'image_url' in content", "")
     renderer = Renderer(tokenizer(drops), Pads())
     messages = [say(role, "s", image("a")), say("user", image("b"), "q", image("a"))]
-    with pytest.raises(RenderError, match=rf"writes 2 places for 3 pictures \(message 0 \({role}\), message 1"):
+    with pytest.raises(RenderError, match=rf"\b2\b.*\b3\b.*\(message 0 \({role}\), message 1"):
         renderer.prompt(messages)
     assert len(renderer.prompt(messages[1:]).places) == 2
 
@@ -201,20 +201,18 @@ def test_a_template_that_repeats_a_picture_is_refused_with_both_counts() -> None
         "{% if add_generation_prompt", "{{ '<|image_pad|>' if messages | length > 2 }}{% if add_generation_prompt"
     )
     renderer = Renderer(tokenizer(twice), Pads())
-    with pytest.raises(RenderError, match="writes 2 places for 1 pictures"):
+    with pytest.raises(RenderError, match=r"\b2\D*\b1\D*message 0"):
         renderer.prompt([say("user", image("a")), say("assistant", "x"), say("user", "q")])
 
 
 @pytest.mark.parametrize("part", [{"type": "image"}, {"type": "image", "media": "a"}, {"type": "image", "width": "4"}])
 def test_a_part_that_names_no_picture_is_refused(family: tuple[Renderer, Any], part: Message) -> None:
-    with pytest.raises(
-        RenderError, match=r"message 0 \(user\) has a part of type 'image' .* takes texts, and pictures with media"
-    ):
+    with pytest.raises(RenderError, match=r"message 0 \(user\).*'image'.*media, width"):
         family[0].prompt([{"role": "user", "content": [part]}])
 
 
 def test_other_parts_are_refused_by_name(family: tuple[Renderer, Any]) -> None:
-    with pytest.raises(RenderError, match=r"type 'image_url' .* this renderer takes texts, and pictures"):
+    with pytest.raises(RenderError, match=r"'image_url'.*media, width"):
         family[0].prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}])
 
 

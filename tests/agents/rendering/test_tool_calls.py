@@ -110,22 +110,22 @@ def test_a_mark_in_an_argument_is_part_of_the_argument(written: str) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("<tool_call>{broken</tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}}}</tool_call>', "not valid JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": ', "not valid JSON"),
-        ('{"name": "add", "arguments": {"a": ', "not valid JSON"),
-        ("<tool_call>[1]</tool_call>", "A call is a JSON object"),
-        ("<tool_call></tool_call>", "not valid JSON"),
-        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', "A call is a JSON object"),
-        ('<tool_call>{"name": "add", "arguments": false}</tool_call>', "A call is a JSON object"),
-        ("<tool_call>", "not valid JSON"),
-        ("<|python_tag|>add(2, 3)", "not valid JSON"),
-        ('<tool_call>{"name": "add", "a": 2, "b": 3}</tool_call>', "has 'a', 'b' beside its arguments"),
-        ('{"name": "add", "a": 2}', "has 'a' beside its arguments"),
-        ('{"name": "add", "arguments": {}, "parameters": {"a": 2}}', "write one of them"),
-        ('{"name": "add", "arguments": [2, 3]}', "A call is a JSON object"),
-        ('{"name": "add", "arguments": "2, 3"}', "arguments are not valid JSON"),
-        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no JSON number"),
+        ("<tool_call>{broken</tool_call>", "line 1 column "),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1}}}</tool_call>', "line 1 column "),
+        ('<tool_call>{"name": "add", "arguments": {"a": ', "line 1 column "),
+        ('{"name": "add", "arguments": {"a": ', "line 1 column "),
+        ("<tool_call>[1]</tool_call>", '"name" and "arguments"'),
+        ("<tool_call></tool_call>", "line 1 column "),
+        ('<tool_call>{"name": "", "arguments": {}}</tool_call>', '"name" and "arguments"'),
+        ('<tool_call>{"name": "add", "arguments": false}</tool_call>', '"name" and "arguments"'),
+        ("<tool_call>", "line 1 column "),
+        ("<|python_tag|>add(2, 3)", "line 1 column "),
+        ('<tool_call>{"name": "add", "a": 2, "b": 3}</tool_call>', "'a', 'b'"),
+        ('{"name": "add", "a": 2}', "'a'"),
+        ('{"name": "add", "arguments": {}, "parameters": {"a": 2}}', '"parameters"'),
+        ('{"name": "add", "arguments": [2, 3]}', '"name" and "arguments"'),
+        ('{"name": "add", "arguments": "2, 3"}', "line 1 column 2 "),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN"),
     ],
 )
 def test_a_call_that_cannot_be_read_is_told(text: str, says: str) -> None:
@@ -138,7 +138,8 @@ def test_of_two_calls_the_good_one_is_read_and_the_bad_one_told() -> None:
     bad = '<tool_call>{"name": "mul", "arguments": {"a": }}</tool_call>'
     read = read_tool_calls(f"Two. <tool_call>{CALL}</tool_call>{bad}", TOOLS)
     assert [call.name for call in read.calls] == ["add"]
-    assert read.problem.startswith("Call 2 of 2: The call is not valid JSON")
+    assert "2 of 2" in read.problem
+    assert "line 1 column " in read.problem
     assert [call["function"]["name"] for call in read.chat] == ["add", "mul"]
     assert (
         read.chat[1]["function"]["arguments"] == ', "arguments": {"a": }}'
@@ -156,7 +157,7 @@ def test_calls_that_an_engine_has_parsed_are_read_alike() -> None:
     assert [(call.id, call.arguments) for call in read.calls] == [("c7", {"a": 2}), ("call_1", {"a": 3})]
     assert read.content == "Adding."
     broken = read_tool_calls("", TOOLS, native=[{**native, "function": {"name": "add", "arguments": "{"}}])
-    assert "arguments are not valid JSON" in broken.problem
+    assert "line 1 column 2 " in broken.problem
 
 
 class Counted(str):

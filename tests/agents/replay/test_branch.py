@@ -155,7 +155,7 @@ def _drifting(**attributes: Any) -> type[Counting]:
 
 def test_what_does_not_come_back_is_refused_and_insisting_is_on_record():
     tape, world = record("one speaker"), _drifting()
-    with pytest.raises(PrefixUnverified, match="observation 0 of tape") as refused:
+    with pytest.raises(PrefixUnverified, match=r"observation 0\b") as refused:
         go_on(tape, 1, env=world)
     assert refused.value.diverged
     made = go_on(tape, 1, env=world, n=2, unverified=True)
@@ -206,7 +206,7 @@ def test_a_world_that_breaks_on_the_way_back_can_t_be_gone_on_in():
             raise OSError("no such world")
 
     for unverified in (False, True):
-        with pytest.raises(PrefixUnverified, match="OSError: no such world"):
+        with pytest.raises(PrefixUnverified, match=r"OSError.*world"):
             go_on(tape, 1, env=Broken, unverified=unverified)
 
 
@@ -236,9 +236,9 @@ def test_another_seed_of_the_world_will_do_where_it_comes_to_the_same_state():
 def test_a_turn_that_is_not_there_is_refused():
     tape = record("one speaker")
     for turn in (-1, 3, 4):
-        with pytest.raises(ValueError, match=r"cut after turn|there is no turn"):
+        with pytest.raises(ValueError, match=rf"\bturn {turn}\b"):
             go_on(tape, turn)
-    with pytest.raises(ValueError, match="must be 1 or more"):
+    with pytest.raises(ValueError, match=r"\bn\b.* 0 .*concurrency"):
         go_on(tape, 1, n=0)
 
 
@@ -319,7 +319,7 @@ def test_the_verb_refuses_before_anything_is_written(
     capsys.readouterr()
     told = refusal_of(capsys, "branch", run, first, "--at", "1", "--env", f"{name}.py:Other", code=1)
     assert "another world" in told
-    assert "--unverified continues nevertheless" in told
+    assert "--unverified" in told
     told = refusal_of(capsys, "branch", run, first, "--at", "1", "--env", f"{name}.py:Grave", code=2)
     assert "irreversible" in told
     for words in (["--at", "3"], ["--at", "9"], ["--at", "-1"], [], ["--at", "1", "--set", "engine.no=1"]):
@@ -348,7 +348,7 @@ def test_ctrl_c_ends_it_with_whole_tapes(recorded: Path, capsys: pytest.CaptureF
     first, run = ids(recorded)[0], str(recorded)
     some = settings(f"engine.policy={VOICES}:interrupted")
     assert main(["branch", run, first, "--at", "1", "--n", "3", *some]) == 130
-    assert capsys.readouterr().err.endswith("tapereel branch: interrupted\n")
+    assert capsys.readouterr().err.endswith(": interrupted\n")
     assert {status for (status,) in _statuses(recorded)} <= {"cancelled", "finished"}
     assert main(["verify", run]) == 0
 
@@ -365,7 +365,7 @@ def test_the_weights_that_sampled_a_tape_give_its_tokens_again_and_others_must_b
         tape = next(tape for tape in store.tapes(split="train", closed=True) if _version(tape) == 1)
     run = str(trained)
     told = refusal_of(capsys, "branch", run, tape.id, "--at", "0")
-    assert "say which ones are meant" in told
+    assert "`--model RUN/checkpoints/" in told
     model = str(trained / "checkpoints" / "update-000001" / "hf")
     found = answer_of(capsys, "branch", run, tape.id, "--at", "0", "--model", model)
     assert found["tapes"][0]["parting"] is None
@@ -393,5 +393,5 @@ def test_a_continuation_is_compared_with_what_the_recorded_one_earned_from_there
     assert below["recorded_reward"] == child.reward, "all of a fork's own turns"
     assert main(["branch", run, first, "--at", "1"]) == 0
     out = capsys.readouterr().out
-    assert f"mean reward from that turn on {number(child.reward)} over 1 scored" in out
-    assert f"the recorded tape earned {number(child.reward)}" in out
+    assert f" {number(child.reward)} over 1 " in out
+    assert f" earned {number(child.reward)}" in out

@@ -128,7 +128,7 @@ def test_a_fork_replays_what_is_its_own(name: str):
     assert verdict.outcome == "verified", verdict
     assert verdict.checked["calls"] == len(fork.calls)
     assert asyncio.run(replay(fork, make(), renderer=RENDERER, turn=2)).outcome == "verified"
-    assert "belong to its parent" in (asyncio.run(replay(fork, make(), turn=0)).reason or "")
+    assert "parent" in (asyncio.run(replay(fork, make(), turn=0)).reason or "")
     assert asyncio.run(reexec(fork, env)).outcome == "verified"
 
 
@@ -154,7 +154,7 @@ def test_a_limit_of_seconds_is_cut_off():
     assert [call.finish for call in tape.calls] == ["cancelled"]
     verdict = asyncio.run(replay(tape, Slow()))
     assert verdict.outcome == "verified"
-    assert any("cut off" in note for note in verdict.not_checked)
+    assert any("turn 0" in note for note in verdict.not_checked)
 
 
 def test_verdicts_are_json_and_their_exit_code_is_that_of_the_worst():

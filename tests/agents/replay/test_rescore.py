@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -70,23 +69,25 @@ def test_a_component_that_its_source_gave_and_gives_no_more_diverges(score: Scor
     assert verdict.outcome == "diverged"
     assert verdict.divergence is not None
     assert (verdict.divergence.field, verdict.divergence.observed) == (field, None)
-    assert f"was {verdict.divergence.recorded:g} and is now not scored" in verdict.divergence.sentence
+    assert f" {verdict.divergence.recorded:g} " in verdict.divergence.sentence
 
 
 def test_a_source_of_single_steps_that_says_nothing_more_diverges():
     tape = scored_by(now("steps", steps, per="step"))
     assert again(tape, now("steps", steps, per="step")).outcome == "verified"
     quiet = now("steps", lambda tape: [None for _ in tape.actions], per="step")
-    assert "now not scored" in str(again(tape, quiet))
+    divergence = again(tape, quiet).divergence
+    assert divergence is not None
+    assert divergence.recorded is not None
+    assert divergence.observed is None
+    assert divergence.where is None
 
 
 def test_a_component_of_another_source_is_not_spoken_of():
     tape = scored_by(both, now("length", lambda tape: float(len(tape))))
     verdict = again(tape, both)
     assert (verdict.outcome, verdict.checked) == ("verified", {"rewards": 2})
-    assert [note for note in verdict.not_checked if "length" in note] == [
-        "reward component 'length': its source did not run"
-    ]
+    assert ["run" in note for note in verdict.not_checked if "'length'" in note] == [True]
     nobody = again(tape, now("bot", lambda tape: {"a": 2.0}))
     assert nobody.outcome == "unverifiable", "a name's beginning makes no source of it"
 
@@ -95,7 +96,7 @@ def test_a_source_whose_name_has_a_slash_answers_for_its_own_parts():
     tape = scored_by(now("a/b", lambda tape: {"c": 1.0}, pure=False))
     assert "pure=False" in str(again(tape, now("a/b", lambda tape: {"c": 1.0}, pure=False)))
     assert again(tape, now("a/b", lambda tape: {}), now("a", lambda tape: None)).outcome == "diverged"
-    assert "did not run" in str(again(tape, now("a/b/c/d", lambda tape: 1.0)).not_checked)
+    assert "'a/b/c'" in str(again(tape, now("a/b/c/d", lambda tape: 1.0)).not_checked)
 
 
 # What fails
@@ -123,7 +124,8 @@ def test_a_failure_that_is_recorded_is_no_score_that_another_failure_could_equal
     assert (verdict.outcome, verdict.checked) == ("unverifiable", {"rewards": 0})
     mended = again(tape, both, now("boom", lambda tape: 1.0))
     assert mended.divergence is not None
-    assert "was a failure and is now 1" in mended.divergence.sentence
+    assert (mended.divergence.field, mended.divergence.recorded) == ("reward.boom", None)
+    assert mended.divergence.observed == 1.0
 
 
 def test_the_weight_that_a_failure_takes_from_the_others_is_no_divergence_of_theirs():
@@ -134,7 +136,7 @@ def test_the_weight_that_a_failure_takes_from_the_others_is_no_divergence_of_the
     assert any("both/a" in note and "failed" in note for note in verdict.not_checked)
 
 
-@pytest.mark.parametrize(("value", "told"), [(float("nan"), "is nan"), ("1", "not '1'")])
+@pytest.mark.parametrize(("value", "told"), [(float("nan"), "nan"), ("1", "not '1'")])
 def test_what_is_no_score_is_a_failure_of_the_function_that_gave_it(value: Any, told: str):
     def odd(tape: Tape) -> Any:
         return value
@@ -210,25 +212,26 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     words = ("replay", run, "--rewards", f"{run}.py:both", "--layer", "one")
     assert main([*words]) == 0
     out = capsys.readouterr().out
-    assert f"layer 'one': {2 * TAPES} records added to {TAPES} tapes" in out
+    assert f"layer 'one': {2 * TAPES} " in out
+    assert f" {TAPES} tapes" in out
     assert "0 verified" in out
     again = answer_of(capsys, *words)
     assert (again["added"], again["counts"]["verified"], layers(run)) == (0, TAPES, 2 * TAPES)
     assert answer_of(capsys, "replay", run, "--rewards", f"{run}.py:nothing", "--layer", "two", code=2)["added"] == 0
     without = answer_of(capsys, *words[:-2], code=2)["verdicts"][0]["not_checked"]
-    assert sum("doesn't have it, but layer 'one' does; name that layer" in note for note in without) == 2, without
+    assert sum("layer 'one'" in note for note in without) == 2, without
 
 
 def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, capsys: pytest.CaptureFixture[str]):
     words = ("--layer", "one", "--rewards")
     assert main(["replay", run, *words, f"{run}.py:boom"]) == 2
     out = capsys.readouterr().out
-    assert f"the reward failed on {TAPES} of {TAPES} tapes" in out
+    assert f" {TAPES} of {TAPES} " in out
     assert "ValueError: no key" in out
-    assert f"{run}.py:7 in boom" in out
+    assert f"{run}.py:7 " in out
     assert layers(run) == 0
     assert main(["replay", run, *words, f"{run}.py:sometimes"]) == 2
-    assert f"the reward failed on 2 of {TAPES} tapes" in capsys.readouterr().out
+    assert f" 2 of {TAPES} " in capsys.readouterr().out
     assert layers(run) == TAPES - 2
     found = answer_of(capsys, "replay", run, *words, f"{run}.py:sometimes", code=2)
     assert (found["added"], found["counts"]["verified"], found["counts"]["unverifiable"]) == (0, TAPES - 2, 2)
@@ -247,7 +250,7 @@ def test_a_failing_reward_is_named_without_a_layer_too(
     assert f"{run}.py:" in out
     found = answer_of(capsys, "replay", run, "--rewards", f"{run}.py:{name}", code=2)
     assert [kind["tapes"] for kind in found["failures"]] == [TAPES]
-    assert "no component to compare" not in json.dumps(found)
+    assert all(told in verdict["reason"] for verdict in found["verdicts"])
 
 
 def test_two_rewards_of_which_one_fails_are_not_compared_in_silence(run: str, capsys: pytest.CaptureFixture[str]):
@@ -256,7 +259,7 @@ def test_two_rewards_of_which_one_fails_are_not_compared_in_silence(run: str, ca
     assert (found["unscored"], found["failed"], found["failures"][0]["tapes"]) == (TAPES, TAPES, TAPES)
     assert main([*words, f"{run}.py:sometimes"]) == 2
     out = capsys.readouterr().out
-    assert f"the reward failed on 2 of {TAPES} tapes" in out
+    assert f" 2 of {TAPES} " in out
     assert "KeyError: 'seed 0'" in out
     assert main([*words, f"{run}.py:nothing"]) == 2, "a table of nothing compares nothing"
     assert "difference" not in capsys.readouterr().out

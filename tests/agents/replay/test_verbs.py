@@ -73,8 +73,8 @@ def test_a_run_whose_agent_changed_ends_with_1_and_says_where(
     assert {v["divergence"]["turn"] for v in calculated} == {0}
     assert main(["replay", str(thousand), *some, "--agent", "edited_agent.py:make"]) == 1
     out = capsys.readouterr().out
-    assert "likely cause" in out
-    assert "is parsed differently" in out
+    assert "parser" in out
+    assert "calculator_call.expression" in out
     assert f"{len(calculated)} diverged" in out
 
 
@@ -83,11 +83,11 @@ def test_an_agent_that_nobody_names_and_one_of_another_name(
 ):
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
-    assert "`--agent module:name`" in refusal_of(capsys, "replay", str(tmp_path / "run"))
+    assert "`--agent " in refusal_of(capsys, "replay", str(tmp_path / "run"))
     name = ids(thousand)[0]
     words = ("replay", str(thousand), name, "--agent", f"{ROOT}/examples/digits.py:player")
     found = answer_of(capsys, *words, code=2)
-    assert "recorded of the agent 'solver'" in found["verdicts"][0]["reason"]
+    assert "'solver'" in found["verdicts"][0]["reason"]
 
 
 def test_a_training_run_replays_and_is_executed_again_by_its_own_configuration(
@@ -170,7 +170,7 @@ def test_recorded_rewards_are_recomputed_and_an_edited_reward_is_found(
     found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:impure", code=2)
     assert "pure=False" in found["verdicts"][0]["reason"]
     found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:brief", code=2)
-    assert "the tape has exact, reasoning_gym" in found["verdicts"][0]["reason"]
+    assert " exact, reasoning_gym" in found["verdicts"][0]["reason"]
 
 
 def test_a_new_reward_is_a_layer_that_verifies_afterwards(
@@ -202,9 +202,11 @@ def test_two_rewards_are_set_against_each_other(thousand: Path, rewards: str, ca
     assert found["mean_theirs"] - found["mean_ours"] == pytest.approx(0.5 * found["lower"] / THOUSAND)
     assert all(o["theirs"] - o["ours"] == 0.5 for o in found["furthest"])
     assert main([*words]) == 0
-    assert "pairs of attempts" in capsys.readouterr().out
-    assert "--against needs --rewards" in refusal_of(capsys, "replay", str(thousand), "--against", "x:y")
-    assert "is a dict" in refusal_of(capsys, "replay", str(thousand), "--rewards", "tapereel.cli:VERBS")
+    assert "pairs" in capsys.readouterr().out
+    told = refusal_of(capsys, "replay", str(thousand), "--against", "x:y")
+    assert "--against" in told
+    assert "--rewards" in told
+    assert "dict" in refusal_of(capsys, "replay", str(thousand), "--rewards", "tapereel.cli:VERBS")
 
 
 # requery
@@ -240,9 +242,9 @@ def test_weights_that_are_gone_make_a_tape_unverifiable(
     shutil.rmtree(run / "checkpoints")
     found = answer_of(capsys, "replay", str(run), "--model", code=2)
     assert found["counts"]["unverifiable"] > 0
-    assert any("no checkpoint holds the weights of version" in v["reason"] for v in found["verdicts"] if v["reason"])
+    assert any("checkpoint" in v["reason"] for v in found["verdicts"] if v["reason"])
 
 
 def test_a_tape_that_nobody_sampled_has_nothing_to_put_to_a_model(thousand: Path, capsys: pytest.CaptureFixture[str]):
     found = answer_of(capsys, "replay", str(thousand), ids(thousand)[0], "--model", code=2)
-    assert "holds no log-prob" in found["verdicts"][0]["reason"]
+    assert "log-prob" in found["verdicts"][0]["reason"]

@@ -106,7 +106,9 @@ def test_an_answer_that_cant_be_read_is_asked_for_again_and_then_given_up():
     assert record.value != record.value
     assert record.weight == 0.0
     failed = record.evidence["failed"]
-    assert "no answer that can be parsed in 3 tries: no line `Score: NUMBER` in 'Score: lots'" in failed
+    assert " 3 tries" in failed
+    assert "`Score: NUMBER`" in failed
+    assert "'Score: lots'" in failed
     assert len(record.evidence["evidence"]["answers"]) == 3
 
 
@@ -146,9 +148,9 @@ def test_a_long_transcript_loses_its_middle_and_a_scale_may_be_any():
     assert "characters left out]" in seen[0]
     (record,) = graded(lambda request: "score = 3", *tapes("4"), show=lambda tape: "only this")
     assert "only this" in record.evidence["messages"][1]["content"]
-    with pytest.raises(ValueError, match="invalid grade range"):
+    with pytest.raises(ValueError, match=r"low.*high"):
         judge_reward(ScriptedEngine([]), "r", low=1.0, high=1.0)
-    with pytest.raises(ValueError, match="tries and concurrency must be at least 1"):
+    with pytest.raises(ValueError, match=r"tries.*concurrency.*0"):
         Judge(ScriptedEngine([]), tries=0)
 
 
@@ -209,7 +211,7 @@ def test_fewer_rivals_cost_fewer_questions():
     found = in_group(model, ["a" * n for n in range(1, 8)], rivals=2)
     assert len(asked) == 7 * 2
     assert [training_reward(tape) for tape in found] == [0.0, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0]
-    with pytest.raises(ValueError, match="rivals must be even"):
+    with pytest.raises(ValueError, match=r"rivals.*3"):
         pairwise_reward(ScriptedEngine([]), "r", rivals=3)
 
 
@@ -233,4 +235,4 @@ def test_one_unreadable_answer_leaves_the_group_unscored():
 
     found = in_group(model, ["a", "bb", "cc"])
     assert [training_reward(tape) for tape in found] == [None] * 3
-    assert "no line `Better: FIRST`" in str(layer_of(found[0])[0].evidence)
+    assert "`Better: FIRST`" in str(layer_of(found[0])[0].evidence)

@@ -49,10 +49,10 @@ def blind(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("env", "tasks", "says"),
     [
-        (Plain, [TEXT, PHOTO], r"the task 'photo' shows \[picture 40x30"),
-        (Plain, [TEXT, FILM], r"the task 'film' shows \[video 1 frames 40x30"),
-        (pixels, [1], "GymEnvironment shows pictures"),
-        (elsewhere, [1], "RemoteEnvironment shows pictures"),
+        (Plain, [TEXT, PHOTO], r"'photo'.*\[picture 40x30"),
+        (Plain, [TEXT, FILM], r"'film'.*\[video 1 frames 40x30"),
+        (pixels, [1], "GymEnvironment"),
+        (elsewhere, [1], "RemoteEnvironment"),
     ],
 )
 @pytest.mark.parametrize("verb", [tr.run, tr.evaluate, tr.train])
@@ -61,7 +61,7 @@ def test_an_engine_that_cannot_see_is_refused_at_the_start(
 ):
     pytest.importorskip("gymnasium")
     settings = {"evaluation.fraction": 0} if verb is tr.train else {}
-    with pytest.raises(UsageError, match=f"the engine '.*' can't see, and .*{says}"):
+    with pytest.raises(UsageError, match=rf"'(embedded|{blind})'.*{says}"):
         verb(AGENT, env, tasks, blind, out=tmp_path / "run", settings=settings)
     assert not (tmp_path / "run").exists()
 
@@ -77,14 +77,14 @@ def test_environments_in_other_processes_say_whether_they_show_pictures():
 def test_a_picture_of_a_held_out_task_counts(blind: str, tmp_path: Path):
     (tmp_path / "held_out.py").write_text(f"from {__name__} import PHOTO\ntasks = [PHOTO]\n")
     settings = {"evaluation.tasks": f"{tmp_path}/held_out.py:tasks"}
-    with pytest.raises(UsageError, match="the task 'photo' shows"):
+    with pytest.raises(UsageError, match=r"'photo'.*\[picture 40x30"):
         tr.train(AGENT, Plain, [TEXT], blind, out=tmp_path / "run", settings=settings)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_partner_that_cannot_see_is_named(blind: str, tmp_path: Path):
     settings: Any = {"players.other.engine": {"kind": "embedded", "model": blind}, "players.other.agents": ["x"]}
-    with pytest.raises(UsageError, match="the engine 'embedded' can't see"):
+    with pytest.raises(UsageError, match=r"'embedded'.*'photo'"):
         tr.run(AGENT, Plain, [PHOTO], ["yes"], out=tmp_path / "run", settings=settings)
 
 
@@ -94,4 +94,4 @@ def test_what_is_not_known_at_the_start_is_no_reason(env: Any, task: Any, blind:
     made = tr.run(AGENT, env, [task], blind, out=tmp_path / "run", settings=settings)
     (tape,) = made.tapes()
     said = tape.cause.message if tape.cause is not None else ""
-    assert ("can't see, and the prompt holds [picture" in (said or "")) == (env is Corners)
+    assert ("[picture" in (said or "")) == (env is Corners)

@@ -81,12 +81,12 @@ def test_any_size_takes_the_tokens_that_the_processor_makes(vision: Any) -> None
 def test_another_picture_size_or_processor_is_refused_by_the_file_name(vision: Any) -> None:
     place = place_of(vision, 40, 90)
     for wrong in (place._replace(length=place.length + 1), place._replace(grid=tuple(n + 2 for n in place.grid))):
-        with pytest.raises(ValueError, match=r"a\.png has the grid .* tokens; its place has the grid"):
+        with pytest.raises(ValueError, match=r"a\.png.*grid.*tokens.*grid.*tokens"):
             vision.pixels(wrong, lambda name: png(40, 90))
-    with pytest.raises(ValueError, match=r"a\.png has the grid"):
+    with pytest.raises(ValueError, match=r"a\.png.*grid"):
         vision.pixels(place, lambda name: png(90, 40))
     for damaged in (b"", b"GIF89a", png(40, 90)[:100]):
-        with pytest.raises(ValueError, match=r"a\.png can't be processed"):
+        with pytest.raises(ValueError, match=r"a\.png.*processed"):
             vision.pixels(place, lambda name, data=damaged: data)
 
 

@@ -35,7 +35,7 @@ def test_a_model_with_an_unknown_tower_is_refused(tmp_path: Path) -> None:
     # For gemma3, llama4, mllama and qwen3_5, transformers has classes that load the text alone.
     for kind in ("gemma3", "qwen3_5", "llama4", "mllama", "llava", "qwen2_audio", "phi4_multimodal", "chameleon"):
         (tmp_path / "config.json").write_text(CONFIG_MAPPING[kind]().to_json_string())
-        with pytest.raises(UnsupportedVision, match=rf"'{kind}' and has parts .*_config.* families: .*qwen2_vl"):
+        with pytest.raises(UnsupportedVision, match=rf"'{kind}'.*_config.*qwen2_vl"):
             load_pretrained(tmp_path)
 
 
@@ -63,15 +63,15 @@ def test_a_missing_or_foreign_image_processor_is_refused(tmp_path: Path, family:
     right = about.read_text()
     for wrong in ({"image_processor_type": "CLIPImageProcessor"}, {"do_resize": False}, {"do_convert_rgb": False}):
         changed(about, **wrong)
-        with pytest.raises(UnsupportedVision, match=f"{family} needs .*copy preprocessor_config.json"):
+        with pytest.raises(UnsupportedVision, match=rf"{family}.* preprocessor_config\.json"):
             load_pretrained(tmp_path)
         about.write_text(right)
     for broken in ("", "{", "[]"):
         about.write_text(broken)
-        with pytest.raises(UnsupportedVision, match="can't be used"):
+        with pytest.raises(UnsupportedVision, match=r" preprocessor_config\.json"):
             load_pretrained(tmp_path)
     about.unlink()
-    with pytest.raises(UnsupportedVision, match="can't be used"):
+    with pytest.raises(UnsupportedVision, match=r" preprocessor_config\.json"):
         load_pretrained(tmp_path)
 
 
@@ -84,16 +84,16 @@ def test_what_the_family_does_not_reproduce_is_refused_at_load(
     # The model reads other positions, other features, or in another order than the family's code says.
     features = vision.features
     monkeypatch.setattr(vision, "features", lambda model, pixels: features(model, pixels).flip(0))
-    with pytest.raises(UnsupportedVision, match=r"differ from .* own forward by \d"):
+    with pytest.raises(UnsupportedVision, match=r" \d\S* \(tolerance \d"):
         prove_vision(found.model, vision)
     monkeypatch.setattr(vision, "features", lambda model, pixels: features(model, pixels) * float("nan"))
-    with pytest.raises(UnsupportedVision, match="by nan"):
+    with pytest.raises(UnsupportedVision, match=r" nan \(tolerance \d"):
         prove_vision(found.model, vision)
     monkeypatch.setattr(vision, "features", features)
     if vision.positions([], 1) is not None:
         positions = vision.positions
         monkeypatch.setattr(vision, "positions", lambda places, n: positions([], n))
-        with pytest.raises(UnsupportedVision, match="own forward by"):
+        with pytest.raises(UnsupportedVision, match=r"\(tolerance \d"):
             prove_vision(found.model, vision)
 
 
@@ -102,7 +102,7 @@ def test_a_processor_of_a_model_with_other_patches_is_refused(tmp_path: Path, fa
     save_tiny_vision(tmp_path, family)
     about = tmp_path / "preprocessor_config.json"
     changed(about, **{wrong: 14 if wrong == "patch_size" else {"longest_edge": 20}})
-    with pytest.raises(UnsupportedVision, match="processors or its configuration are of another model"):
+    with pytest.raises(UnsupportedVision, match=r"processors.*configuration"):
         load_pretrained(tmp_path)
 
 

@@ -112,7 +112,7 @@ def test_a_video_is_one_place_with_its_frames_and_times(loaded: Pretrained, read
         renderer.prompt([first, {"role": "assistant", "content": "a"}, second], tracks=[begun]).places
         == rendered.places
     )
-    with pytest.raises(RenderError, match=r"writes 3 places for 2 pictures and videos"):
+    with pytest.raises(RenderError, match=r"\b3\D*\b2\D*\bvideos"):
         renderer._pictures_of((first,), rendered.text)
 
 
@@ -132,11 +132,11 @@ def test_frames_that_qwen25_cant_place_are_refused_with_their_times(
     renderer, message = Renderer(loaded.tokenizer, loaded.vision), said(video(len(indices), fps=fps, indices=indices))
     if loaded.model.config.model_type == "qwen3_vl":
         assert renderer.prompt([message]).places[0].times[-1] == indices[-1] / fps
-        with pytest.raises(RenderError, match="it has one frame"):
+        with pytest.raises(RenderError, match=r"\[video 1 frames 24x16"):
             renderer.prompt([said(video(1))])
         return
     last = f"{indices[-1] / fps:.6g}"
-    with pytest.raises(RenderError, match=rf"\[video {len(indices)} frames 24x16 .* frames at 0, .*{last} s .*evenly"):
+    with pytest.raises(RenderError, match=rf"\[video {len(indices)} frames 24x16 .* 0, .*{last} s .*evenly"):
         renderer.prompt([message])
     assert renderer.prompt([said(video(1))]).places[0].times == (0.0,)
 
@@ -163,24 +163,22 @@ def test_a_model_without_video_tokens_or_torchvision_is_refused_before_its_weigh
     save_tiny_vision(tmp_path / "three", "qwen3_vl")
     for folder in tmp_path.iterdir():
         (folder / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedVision, match=r"two is of the type 'qwen2_vl': .* qwen2_5_vl, qwen3_vl have video"):
+    with pytest.raises(UnsupportedVision, match=r"two\b.*'qwen2_vl'.* qwen2_5_vl, qwen3_vl "):
         load_pretrained(tmp_path / "two", video="native")
     assert importlib.util.find_spec("torchvision") is None, "the default environment has no torchvision"
     config = EmbeddedConfig(model=str(tmp_path / "three"), renderer=RendererConfig(video="native"))
     for refused in (lambda: load_pretrained(tmp_path / "three", video="native"), lambda: check_models([config])):
-        with pytest.raises(MissingExtra, match=r"renderer.video=native needs .*torchvision.*tapereel\[video\]"):
+        with pytest.raises(MissingExtra, match=r"renderer\.video=native.*torchvision.*tapereel\[video\]"):
             refused()
 
 
 def test_servers_get_no_native_videos(loaded: Pretrained, reader: NativeVideo) -> None:
-    with pytest.raises(
-        ValueError, match=r"renderer.video=native is for an embedded engine, and vllm reads videos as their frames"
-    ):
+    with pytest.raises(ValueError, match=r"renderer\.video=native.*vllm"):
         ServerConfig(model="m", renderer=RendererConfig(video="native"))
     renderer = Renderer(loaded.tokenizer, loaded.vision)
     shown = renderer.prompt([said("look ", video(2))])
     request = Request(
         messages=(), prompt=shown.ids, places=shown.places, picture=lambda _: b"", seed=0, sampling=Sampling()
     )
-    with pytest.raises(EngineError, match=rf"the prompt shows the video {0:064x}.png by the model's video tokens"):
+    with pytest.raises(EngineError, match=rf"{0:064x}\.png.*engine\.renderer\.video=frames"):
         Generate(renderer).body(request, model="m", request_id="r", stops=())

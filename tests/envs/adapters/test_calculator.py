@@ -132,7 +132,7 @@ def test_an_episode_without_an_answer_is_cut_and_scores_zero():
 
 
 def test_a_task_of_another_shape_is_refused():
-    with pytest.raises(BadTasks, match="public `question` and a private `answer`"):
+    with pytest.raises(BadTasks, match=r"`question`.*`answer`"):
         asyncio.run(Calculator().reset(Task(id="t", private=3)))
 
 
@@ -171,15 +171,15 @@ def test_the_same_problem_drawn_twice_is_one_task():
 
 
 def test_what_reasoning_gym_cannot_make_is_refused():
-    with pytest.raises(BadTasks, match="can't make 'no_such'"):
+    with pytest.raises(BadTasks, match=r"'no_such'.*\{\}"):
         reasoning_tasks("no_such", 3)
-    with pytest.raises(BadTasks, match=r"can't make 'chain_sum' with \{'wrong': 1\}"):
+    with pytest.raises(BadTasks, match=r"'chain_sum'.*\{'wrong': 1\}"):
         reasoning_tasks("chain_sum", 3, wrong=1)
-    with pytest.raises(BadTasks, match="size is 5, but the source has 0"):
+    with pytest.raises(BadTasks, match=r"size.*\b5\b.*\b0\b"):
         reasoning_tasks("chain_sum", 5, keep=lambda entry: False)
-    with pytest.raises(BadTasks, match="no dataset 'no_such'"):
+    with pytest.raises(BadTasks, match="dataset 'no_such'"):
         reasoning_scorer("no_such")
-    with pytest.raises(BadTasks, match="no private `answer`"):
+    with pytest.raises(BadTasks, match=r"`answer`.*chain_sum"):
         reasoning_scorer("chain_sum")("3", Task.of(3))
 
 
@@ -245,7 +245,7 @@ def test_the_demonstrator_reads_symbols(question: str, answer: str):
     "question", ["", "47", "+83", "47plus", "47+83+25", "what is 1+1?", "4plus8plus2", "47 plus 83 "]
 )
 def test_the_demonstrator_refuses_what_it_cannot_work_out(question: str):
-    with pytest.raises(BadTasks, match="problems like 47\\+83 or 47plus83"):
+    with pytest.raises(BadTasks, match=rf"47\+83.*47plus83.*{re.escape(repr(question))}"):
         demonstrate(question, [], random.Random(0))
 
 
@@ -255,5 +255,5 @@ def test_steps_are_terse_for_a_model():
 
 @pytest.mark.parametrize("width", [-1, 101, 10**12])
 def test_a_width_that_nobody_reads_is_refused(width: int):
-    with pytest.raises(ValueError, match=f"width is {width}"):
+    with pytest.raises(ValueError, match=rf"width.*{width}\b"):
         Calculator(width=width)

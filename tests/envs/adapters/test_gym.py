@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import random
+import re
 import sys
 import threading
 from typing import Any
@@ -83,7 +84,7 @@ def test_the_start_comes_from_the_environments_seed_or_from_the_task():
 
 def test_a_task_of_another_shape_is_refused():
     for wrong in ("7", True, 1.5, [1]):
-        with pytest.raises(TypeError, match="an int \\(seed\\) or a dict"):
+        with pytest.raises(TypeError, match=f"GymEnvironment.*{re.escape(repr(wrong))}"):
             _started(GymEnvironment("Blackjack-v1"), wrong)
 
 
@@ -104,7 +105,7 @@ def test_a_task_chooses_what_gymnasium_makes():
         ({"is_slipery": False, "map_name": "8x8"}, "is_slipery=False, map_name='8x8'"),
         ({"map_name": "9x9"}, "map_name='9x9'.*KeyError"),
         ({"id": "Blackjack-v1"}, "id='Blackjack-v1'"),
-        (["8x8"], "not \\['8x8'\\]"),
+        (["8x8"], r"`make`.*\['8x8'\]"),
     ],
 )
 def test_what_gymnasium_does_not_take_from_a_task_is_named(make: Any, says: str):
@@ -117,7 +118,7 @@ def test_what_gymnasium_does_not_take_from_a_task_is_named(make: Any, says: str)
 
 def test_a_function_that_makes_the_environment_takes_nothing_from_a_task():
     env = GymEnvironment(lambda: gymnasium.make("FrozenLake-v1"))
-    with pytest.raises(TypeError, match=r"\['map_name'\], but a function makes"):
+    with pytest.raises(TypeError, match=r"\['map_name'\].*`make`"):
         _started(env, {"make": {"map_name": "8x8"}})
 
 
@@ -178,7 +179,7 @@ def test_what_is_no_discrete_action_is_refused_and_nothing_moves(value: Any):
     env, _ = _started(GymEnvironment("FrozenLake-v1", is_slippery=False))
     refused, moved = _walk(env, value, DOWN)
     assert isinstance(refused.observation, GymRefusal)
-    assert "is no action here; the actions are Discrete(4)" in str(refused.observation)
+    assert "Discrete(4)" in str(refused.observation)
     assert (refused.reward, refused.terminated, refused.truncated) == (0.0, False, False)
     assert str(moved.observation) == "4"
     asyncio.run(env.close())
@@ -205,19 +206,19 @@ def test_what_is_no_array_of_whole_numbers_in_range_is_refused(value: Any):
     env, _ = _started(GymEnvironment(lambda: grid))
     (outcome,) = _walk(env, value)
     assert isinstance(outcome.observation, GymRefusal)
-    assert "actions are MultiDiscrete([2 3])" in str(outcome.observation)
+    assert "MultiDiscrete([2 3])" in str(outcome.observation)
     assert grid.taken == []
 
 
 def test_a_space_without_a_plain_form_asks_for_a_codec():
-    with pytest.raises(CodecNeeded, match=r"observation space Box.*observe=lambda observation, env"):
+    with pytest.raises(CodecNeeded, match=r"Box.*observe=lambda"):
         _started(GymEnvironment("CartPole-v1"))
     s = _spaces()
     env, _ = _started(GymEnvironment(lambda: Grid(s.Discrete(2), s.Box(0, 1), 1)))
-    with pytest.raises(CodecNeeded, match=r"action space Box.*act=lambda action, env"):
+    with pytest.raises(CodecNeeded, match=r"Box.*\bact=lambda"):
         _walk(env, 0.5)
     env, _ = _started(GymEnvironment(lambda: Grid(s.Discrete(2), s.Discrete(2), 1)))
-    with pytest.raises(CodecNeeded, match="Guess is not a GymAction"):
+    with pytest.raises(CodecNeeded, match=r"Guess.*GymAction"):
         asyncio.run(env.step(Guess(number=1)))
 
 
@@ -304,7 +305,7 @@ def test_real_environments_pass_the_check(name: str, actions: int):
 
 
 def test_wrong_arguments_and_a_missing_gymnasium(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(TypeError, match="pass them inside the function"):
+    with pytest.raises(TypeError, match=r"\['is_slippery'\]"):
         GymEnvironment(lambda: None, is_slippery=False)
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     with pytest.raises(MissingExtra, match=r"tapereel\[gym\]"):
@@ -370,10 +371,10 @@ def test_pixels_of_known_environments(name: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.filterwarnings("ignore")
 def test_pixels_need_a_frame_and_pixels_alone_are_no_picture_by_themselves():
-    with pytest.raises(CodecNeeded, match="pixels=True to show the rendered frame"):
+    with pytest.raises(CodecNeeded, match=r"Box.*pixels=True"):
         _started(GymEnvironment("Painted-v0"))
     for make in (lambda: Painted("rgb_array_list"), lambda: gymnasium.make("CartPole-v1")):
-        with pytest.raises(CodecNeeded, match='pixels=True needs render_mode="rgb_array", not '):
+        with pytest.raises(CodecNeeded, match=r'pixels=True.*render_mode="rgb_array"'):
             _started(GymEnvironment(make, pixels=True))
-    with pytest.raises(TypeError, match="give one of them"):
+    with pytest.raises(TypeError, match=r"pixels=True.*`observe`"):
         GymEnvironment("Painted-v0", pixels=True, observe=lambda observation, env: GymObservation(value=1))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def assert_serves(server: McpServer) -> None:
     assert "Error executing tool lookup" in told[1][0]
     assert told[1][1]
     assert told[2][0].startswith("a dot:\n[image image/png: ")
-    assert "is no PNG, JPEG or WebP file" in told[2][0]
+    assert "WebP" in told[2][0]
     assert told[2][1]
     assert told[3] == ("x" * 1000 + "\n[cut here: 4,000 of 5,000 characters left out]", False)
     assert told[4] == ("1 notes", False)
@@ -136,7 +137,7 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
     reads = McpServer.http(address, only=["lookup"])
     asyncio.run(tools_of(reads))
     assert reads.effect == "pure"
-    with pytest.raises(BadTool, match="has no tool 'fly'; it has lookup"):
+    with pytest.raises(BadTool, match=r"'fly'.*lookup"):
         asyncio.run(tools_of(McpServer.http(address, only=["fly"])))
 
 
@@ -168,14 +169,16 @@ def test_a_server_that_dies_is_the_environments_fault_and_the_next_episode_has_a
 
     dead, well = asyncio.run(two())
     assert (dead.status, dead.cause.type, dead.cause.error) == (Status.ERROR, CauseType.ENVIRONMENT, "ToolsLost")  # type: ignore[union-attr]
-    assert "is gone: calling" in str(dead.cause.message)  # type: ignore[union-attr]
+    assert re.search(r"\b(lookup|die)\b", str(dead.cause.message))  # type: ignore[union-attr]
     assert not dead.trains
     assert (well.status, well.reward) == (Status.FINISHED, 1.0)
 
 
 def test_a_call_that_takes_too_long_is_told_and_the_server_goes_on(address: str):
     tape = play(McpServer.http(address, timeout=0.01), called(("sleep", {"seconds": 0.3})), "4711")
-    assert results(tape) == [("sleep gave no answer in 0.01 s.", True)]
+    ((told, error),) = results(tape)
+    assert error
+    assert re.search(r"\bsleep\b.*\b0\.01 s", told)
     assert tape.reward == 1.0
 
 
@@ -208,17 +211,17 @@ def test_a_shared_session_serves_all_episodes_of_a_loop_and_ends_with_it(address
 @pytest.mark.parametrize(
     ("server", "says"),
     [
-        (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "its stderr: no luck today"),
-        (McpServer.stdio(sys.executable, "-c", "print('hello, not JSON')"), "can't be used"),
-        (McpServer.stdio("no-such-program"), "MCP server no-such-program can't be used: FileNotFoundError"),
-        (McpServer.http("http://user:pw@127.0.0.1:9/mcp?key=k"), r"MCP server http://127\.0\.0\.1:9/mcp can't be used"),
+        (McpServer.stdio(sys.executable, "-c", "import sys; sys.exit('no luck today')"), "stderr: no luck today"),
+        (McpServer.stdio(sys.executable, "-c", "print('hello, not JSON')"), "ConnectionError.*stderr"),
+        (McpServer.stdio("no-such-program"), "no-such-program.*FileNotFoundError"),
+        (McpServer.http("http://user:pw@127.0.0.1:9/mcp?key=k"), r" http://127\.0\.0\.1:9/mcp "),
         (
             McpServer.http("http://127.0.0.1:9/", key_variable="NOT_SET_ANYWHERE"),
-            "variable NOT_SET_ANYWHERE",
+            "NOT_SET_ANYWHERE",
         ),
         (
             McpServer.stdio(sys.executable, "-c", "import sys; sys.stdin.read()", start_timeout=0.2),
-            "not ready in 0.2 s",
+            r"\b0\.2 s",
         ),
     ],
 )
@@ -274,7 +277,7 @@ def test_sessions_of_either_version_of_the_sdk_will_do():
         with pytest.raises(ToolFailed, match=r'\{"x":1\}'):
             await b.call({})
         await server.close()
-        with pytest.raises(ToolsLost, match="first is gone"):
+        with pytest.raises(ToolsLost, match=r"\bfirst\b"):
             await a.call({})
 
     asyncio.run(use())
@@ -288,7 +291,7 @@ def test_a_list_without_end_is_refused():
     async def connect() -> AsyncIterator[Any]:
         yield lying
 
-    with pytest.raises(ToolsLost, match="list of tools repeats the cursor"):
+    with pytest.raises(ToolsLost, match=r"lying.*'2'"):
         asyncio.run(tools_of(McpServer(connect, name="lying")))
 
 

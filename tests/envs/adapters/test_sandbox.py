@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,7 +86,7 @@ def test_a_program_runs_and_its_files_stay_for_the_next_one(mode: dict[str, Any]
 def test_it_ends_when_its_time_is_up(mode: dict[str, Any]):
     ran = python("print('begun', flush=True)\nwhile True: pass", seconds=0.5, **mode)
     assert ran.code is None
-    assert "[stopped: out of time]" in str(ran)
+    assert "[stopped" in str(ran)
 
 
 @MODES
@@ -236,26 +237,26 @@ def test_no_exit_code_of_a_snippet_is_taken_for_a_failure_of_the_sandbox(mode: d
 
 
 def test_what_it_cant_do_is_said_at_once():
-    with pytest.raises(NoSandbox, match=r"bubblewrap failed: .*No such file"):
+    with pytest.raises(NoSandbox, match=r"bubblewrap.*No such file"):
         within(lambda sandbox: sandbox.run(["/no/such"]))
-    with pytest.raises(NoSandbox, match="is not open"):
+    with pytest.raises(NoSandbox, match="`reset`"):
         asyncio.run(Sandbox().python("1"))
-    with pytest.raises(ValueError, match="memory must be above 0, not 0"):
+    with pytest.raises(ValueError, match=r"memory.*\b0\b"):
         Sandbox(memory=0)
     for name in ("/etc/x", "a/../../x"):
-        with pytest.raises(ValueError, match="is outside the sandbox's folder"):
+        with pytest.raises(ValueError, match=f"files.*'{re.escape(name)}'"):
             Sandbox(files={name: "x"})
-    with pytest.raises(ValueError, match="isolation is 'auto'; write 'required'"):
+    with pytest.raises(ValueError, match=r"isolation.*'auto'.*'required'"):
         Sandbox(isolation="auto")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="isolation='none' uses no backend"):
+    with pytest.raises(ValueError, match=r"isolation='none'.*backend='podman'"):
         Sandbox(isolation="none", backend="podman")
-    with pytest.raises(ValueError, match="'docker' is not one of bubblewrap, podman"):
+    with pytest.raises(ValueError, match=r"'docker'.*bubblewrap, podman"):
         shell("true", backend="docker")
 
 
 @pytest.mark.parametrize("path", ["/", "/tmp", "/run", "/proc", "/dev/shm", "/run/user", str(Path.home()), "/var"])
 def test_a_path_that_holds_sockets_or_all_files_of_the_user_is_refused(path: str):
-    with pytest.raises(NoSandbox, match=f"'{path}' can't be shown to a snippet"):
+    with pytest.raises(NoSandbox, match=f"'{path}'"):
         shell("true", paths=[path])
 
 
@@ -312,7 +313,7 @@ class Open(LocalBackend):
 
 
 def test_a_backend_that_does_not_isolate_fails_its_self_test():
-    found = "it connects to a socket in a folder; it connects to the network; it sees a file outside"
+    found = "socket.*network.*file"
     with pytest.raises(NoSandbox, match=found):
         shell("true", backend=f"{__name__}:Open")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -81,8 +82,9 @@ def test_what_cant_be_replaced_is_told_to_whoever_put_it_there(planted: str, mod
         await sandbox.shell(planted)
         return [await said(sandbox, "print(1)"), await said(sandbox, "print(2)")]
 
-    told = "program_1.py can't be written: Is a directory"
-    assert within(use, **mode) == [told, "2\n"]
+    told, other = within(use, **mode)
+    assert re.search(r"^program_1\.py.*: Is a directory$", told)
+    assert other == "2\n"
 
 
 def test_the_event_loop_goes_on_while_a_snippet_waits_for_its_own_pipe():
@@ -181,7 +183,7 @@ def test_what_cant_be_deleted_is_said(monkeypatch: pytest.MonkeyPatch):
     async def use(sandbox: Sandbox) -> None:
         await sandbox.shell("true")
 
-    with pytest.raises(sandbox_backends.NoSandbox, match=r"couldn't be deleted: .*Input/output error"):
+    with pytest.raises(sandbox_backends.NoSandbox, match="Input/output error"):
         within(use)
 
 
@@ -196,9 +198,8 @@ def test_a_command_that_is_too_long_reads_so(mode: dict[str, Any]):
 
     fits, told, long = within(use, **mode)
     assert (fits, long) == ("", "300000\n")
-    assert told.startswith("the command is too long: 131,07")
+    assert re.search(r"\b131,07\d bytes.*\b131,071\b", told)
     assert "/" not in told
-    assert "at most 131,071 are taken; write what is long to a file" in told
 
 
 def test_text_that_is_no_unicode_reaches_a_snippet_escaped():

@@ -75,5 +75,5 @@ def test_the_program_answers_as_the_table_says(machine: str, monkeypatch: pytest
 
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    with pytest.raises(OSError, match="is for x86_64 and aarch64, not riscv64"):
+    with pytest.raises(OSError, match=r"x86_64.*aarch64.*riscv64"):
         seccomp.program()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -131,13 +132,13 @@ def test_what_can_be_no_tool_is_refused_with_the_reason():
     def many(*numbers: int) -> int:
         return sum(numbers)
 
-    with pytest.raises(BadTool, match="tool bare: parameter 'a' has no type hint"):
+    with pytest.raises(BadTool, match=r"\bbare\b.*'a'"):
         tool(bare)
-    with pytest.raises(BadTool, match=r"\*numbers can't be offered"):
+    with pytest.raises(BadTool, match=r"\bmany\b.*\*numbers"):
         tool(many)
-    with pytest.raises(BadTool, match="two tools have the name 'add'"):
+    with pytest.raises(BadTool, match="'add'"):
         Sums(add)
-    with pytest.raises(ValueError, match="at least 1, not 0"):
+    with pytest.raises(ValueError, match=r"parallel.*\b1\b.*\b0\b"):
         ToolEnvironment([], parallel=0)
 
 
@@ -227,19 +228,21 @@ def quits() -> None:
     [
         (
             ("add", {"a": "two"}),
-            "add can't be called so: a: Input should be a valid integer, unable to parse string as an integer.",
+            r"^add\b.* a: Input should be a valid integer",
         ),
-        (("add", {"a": 1, "c": 2}), "add can't be called so: c: Unexpected keyword argument."),
+        (("add", {"a": 1, "c": 2}), r"^add\b.* c: Unexpected keyword argument"),
         (("broken", {"a": 1}), "KeyError: 'no such column'"),
-        (("sorry", {}), "The shop is closed."),
-        (("quits", {}), "RuntimeError: it raised SystemExit: 3"),
-        (("forever", {}), "forever gave no answer in 0.01 s."),
-        (("nothing", {}), "There is no tool 'nothing'. There are: add, broken, sorry, quits, forever."),
+        (("sorry", {}), r"^The shop is closed\.$"),
+        (("quits", {}), "RuntimeError: .*SystemExit: 3"),
+        (("forever", {}), r"\bforever\b.*\b0\.01 s"),
+        (("nothing", {}), "'nothing'.*add, broken, sorry, quits, forever"),
     ],
 )
 def test_what_goes_wrong_in_a_tool_is_for_the_agent_to_read(call: tuple[str, dict[str, Any]], says: str):
     tape = play(Sums(broken, sorry, quits, tool(forever, timeout=0.01)), called(call), "5")
-    assert results(tape) == [(call[0], says, True)]
+    ((name, content, error),) = results(tape)
+    assert (name, error) == (call[0], True)
+    assert re.search(says, content)
     assert (tape.status, tape.reward) == (Status.FINISHED, 1.0)
 
 
@@ -253,7 +256,9 @@ def test_a_blocking_tool_that_outlasts_its_time_holds_up_nobody():
         tape = play(Sums(tool(hang, timeout=0.01)), called(("hang", {}), ("add", {"a": 4})), "5")
     finally:
         release.set()
-    assert results(tape) == [("hang", "hang gave no answer in 0.01 s.", True), ("add", "5", False)]
+    (name, content, error), other = results(tape)
+    assert (name, error, other) == ("hang", True, ("add", "5", False))
+    assert "0.01 s" in content
 
 
 def test_a_lost_source_is_the_environments_fault():
@@ -335,7 +340,7 @@ def test_an_answer_without_a_call_is_misread_unless_it_may_be_plain():
     tape = asyncio.run(rollout(strict, Sums(), TASK, engine=ScriptedEngine(["5"])))
     assert tape.cause is not None
     assert tape.cause.error == "TooManyParseErrors"
-    with pytest.raises(ValueError, match="must have one field, `text`"):
+    with pytest.raises(ValueError, match="`text`"):
         ChatAgent(actions=[ToolCalls], plain=ToolCalls)
 
 
@@ -411,7 +416,7 @@ def test_pictures_of_a_tool_are_shown_and_paths_are_text(tmp_path: Path):
     assert shown["list"] == ('before\n{"n":1}', True)
     assert shown["parts"] == ("before", True)
     assert (found["bad"].error, found["bad"].pictures) == (True, ())
-    assert "is no PNG" in found["bad"].content
+    assert "WebP" in found["bad"].content
     for name in ("path", "url", "none"):
         assert (found[name].error, found[name].pictures) == (False, ())
     assert found["path"].content == json.dumps(answers["path"], separators=(",", ":"))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import threading
 from typing import Any, ClassVar
 
@@ -246,30 +247,30 @@ class MangledCancellation(Dice):
 
 
 BROKEN: dict[type[Dice], tuple[str, str, str | None]] = {
-    RaisesInStep: ("raises", "RaisesInStep.step raised RuntimeError: the server is gone", "in step"),
-    RaisesInReset: ("raises", "RaisesInReset.reset raised IndexError", "in reset"),
-    ShadyScore: ("raises", "'reward' is nan", "in step"),
-    ChangedScore: ("types", "'reward' is 1e+200", None),
-    SyncStep: ("types", "SyncStep.step is not async: write `async def step`", None),
-    WrongReset: ("types", "WrongReset.reset returned 7; it must return an Observation or a str", None),
-    WrongStep: ("types", "WrongStep.step returned (Roll(value=1), 1.0, True, {}); it must return an Outcome", None),
-    WrongFinish: ("types", "WrongFinish.finish returned 1.0; it must return an Outcome or None", None),
-    WaitsForEver: ("hangs", "WaitsForEver.step did not return in 1 s", "in step"),
-    OwnTimeout: ("raises", "OwnTimeout.step raised TimeoutError: the tool took too long", "in step"),
-    CloseRaises: ("close", "CloseRaises.close raised OSError: already closed", "in close"),
-    CloseNeedsReset: ("close", "CloseNeedsReset.close raised AttributeError", "in close"),
-    CloseHangs: ("hangs", "CloseHangs.close did not return in 1 s", "in close"),
-    HoldsASet: ("records", "Roll(value={1, 2}) is read back from its record as Roll(value=[1, 2])", None),
-    HoldsAnObject: ("records", "can't be written: its field 'value' holds a value of type object", None),
-    TooMuch: ("rewards", "an episode earned 7, outside the promised 0 to 1", None),
-    GlobalRandom: ("determinism", "turn 1 returned observation Roll(value=0.", None),
-    RandomStart: ("determinism", "with the same seed and actions, reset returned Roll(value=0.", None),
-    RandomEnd: ("determinism", "with the same seed and actions, finish returned Outcome(", None),
-    OnTheClass: ("concurrency", "keep state on the instance, not on its class", None),
-    ForgetsTheGenerator: ("restore", "restored after 1 of 3 turns, the episode continued differently", None),
-    RestoreRaises: ("restore", "RestoreRaises.restore raised KeyError: 'snapshot'", "in restore"),
-    SwallowsCancellation: ("cancellation", "SwallowsCancellation.step was cancelled and finished normally", None),
-    MangledCancellation: ("cancellation", "MangledCancellation.reset was cancelled and raised RuntimeError", None),
+    RaisesInStep: ("raises", r"RaisesInStep\.step.*RuntimeError: the server is gone", "in step"),
+    RaisesInReset: ("raises", r"RaisesInReset\.reset.*IndexError", "in reset"),
+    ShadyScore: ("raises", r"'reward'.*\bnan\b", "in step"),
+    ChangedScore: ("types", r"'reward'.*\b1e\+200\b", None),
+    SyncStep: ("types", r"SyncStep\.step.*`async def step`", None),
+    WrongReset: ("types", r"WrongReset\.reset.*\b7\b.*Observation.*\bstr\b", None),
+    WrongStep: ("types", r"WrongStep\.step.*\(Roll\(value=1\), 1\.0, True, \{\}\).*Outcome", None),
+    WrongFinish: ("types", r"WrongFinish\.finish.*\b1\.0\b.*Outcome.*None", None),
+    WaitsForEver: ("hangs", r"WaitsForEver\.step.*\b1 s\b", "in step"),
+    OwnTimeout: ("raises", r"OwnTimeout\.step.*TimeoutError: the tool took too long", "in step"),
+    CloseRaises: ("close", r"CloseRaises\.close.*OSError: already closed", "in close"),
+    CloseNeedsReset: ("close", r"CloseNeedsReset\.close.*AttributeError", "in close"),
+    CloseHangs: ("hangs", r"CloseHangs\.close.*\b1 s\b", "in close"),
+    HoldsASet: ("records", r"Roll\(value=\{1, 2\}\).*Roll\(value=\[1, 2\]\)", None),
+    HoldsAnObject: ("records", "'value'.*object", None),
+    TooMuch: ("rewards", r"\b7\b.*\b0 to 1\b", None),
+    GlobalRandom: ("determinism", r"\bturn 1\b.*Roll\(value=0\.", None),
+    RandomStart: ("determinism", r"\breset\b.*Roll\(value=0\.", None),
+    RandomEnd: ("determinism", r"\bfinish\b.*Outcome\(", None),
+    OnTheClass: ("concurrency", "instances", None),
+    ForgetsTheGenerator: ("restore", r"\b1 of 3\b", None),
+    RestoreRaises: ("restore", r"RestoreRaises\.restore.*KeyError: 'snapshot'", "in restore"),
+    SwallowsCancellation: ("cancellation", r"SwallowsCancellation\.step.*normally", None),
+    MangledCancellation: ("cancellation", r"MangledCancellation\.reset.*RuntimeError", None),
 }
 
 
@@ -279,11 +280,11 @@ def test_each_fault_is_found_by_its_check_and_nothing_else_is_blamed(broken: typ
     report = _check(broken, timeout=1.0 if check == "hangs" else 10.0, reward_range=(0.0, 1.0))
     assert not report.ok
     assert {finding.check for finding in report.findings} == {check}
-    assert any(says in finding.sentence for finding in report.findings), str(report)
+    assert any(re.search(says, finding.sentence) for finding in report.findings), str(report)
     assert report.checks[check] == "failed"
     frames = {finding.where for finding in report.findings}
     assert frames == {None} if where is None else all(f is not None and __file__ in f and where in f for f in frames)
-    assert says in str(report)
+    assert re.search(says, str(report))
 
 
 def test_a_play_that_ends_badly_skips_what_can_no_longer_be_told():
@@ -321,16 +322,16 @@ class Blank(Roll, kind="c_blank"):
 @pytest.mark.parametrize(
     ("odd", "check", "says"),
     [
-        (Unscored, "rewards", "ended as `finished` after 3 turns has no reward"),
-        (Silent, "types", "returned no observation for Press(n="),
-        (Empty, "records", "is empty: a model would see nothing"),
+        (Unscored, "rewards", r"`finished`.*\b3\b"),
+        (Silent, "types", r"Press\(n="),
+        (Empty, "records", r"str\(\).*Blank"),
     ],
 )
 def test_what_may_be_meant_is_a_warning(odd: type[Dice], check: str, says: str):
     report = _check(odd)
     assert report.ok
     assert {(f.check, f.severity) for f in report.findings} == {(check, "warning")}
-    assert says in report.findings[0].sentence
+    assert re.search(says, report.findings[0].sentence)
     assert report.checks[check] == "warned"
 
 
@@ -389,9 +390,9 @@ def test_a_call_that_holds_the_loop_is_named(monkeypatch: pytest.MonkeyPatch):
     report = _check(Blocks, stall=0.02)
     assert {finding.check for finding in report.findings} == {"blocks"}
     (finding,) = [finding for finding in report.findings if "slow_tool" in (finding.where or "")]
-    assert "Blocks.slow_tool blocked the event loop" in finding.sentence
+    assert "Blocks.slow_tool" in finding.sentence
     assert "threading.py" in finding.sentence
-    assert "set `blocking = True` on Blocks" in finding.sentence
+    assert "`blocking = True`" in finding.sentence
     assert finding.where is not None
     assert finding.where.startswith(__file__)
     assert finding.where.endswith("in slow_tool")
@@ -444,7 +445,8 @@ def test_a_call_that_never_returns_does_not_hold_the_check(declared: bool):
                 thread.join(60)
     (finding,) = report.findings
     assert finding.check == "hangs"
-    assert "Stuck.step neither returned within 0.75 s nor reacted to cancellation" in finding.sentence
+    assert "Stuck.step" in finding.sentence
+    assert "0.75 s" in finding.sentence
     assert finding.where is not None
     assert finding.where.endswith("in step")
     assert report.checks["restore"] == "skipped: a call never returned"
@@ -467,14 +469,14 @@ def test_an_irreversible_environment_is_played_once():
 
 
 def test_the_callers_own_mistakes_are_raised():
-    with pytest.raises(BadTasks, match="at least one task"):
+    with pytest.raises(BadTasks, match="episodes="):
         _check(Dice, tasks=[])
-    with pytest.raises(TypeError, match="the policy returned 3 for Roll"):
+    with pytest.raises(TypeError, match=r"3.*Roll"):
         _check(Dice, actions=lambda seen, rng: 3)
-    with pytest.raises(TypeError, match="which is not an Environment"):
+    with pytest.raises(TypeError, match="NoneType"):
         _check(lambda: None)
     one = Dice()
-    with pytest.raises(TypeError, match="same instance twice"):
+    with pytest.raises(TypeError, match="twice"):
         _check(lambda: one)
 
 

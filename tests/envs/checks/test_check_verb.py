@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,11 +95,11 @@ def test_a_broken_one_exits_1_and_is_one_json_object(parrots: str):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tasks", "3"], "give a JSON list"),
-        (["--tasks", "nothing"], "is not the name of an object"),
-        (["--tasks", "[]"], "at least one task"),
-        (["--tasks", "[3"], r"the tasks '\[3' are not JSON: Expecting ',' delimiter"),
-        (["--tasks", "math:pi"], "name a list of tasks, or a function that returns one"),
+        (["--tasks", "3"], r"'3'.*\[1, 2\]"),
+        (["--tasks", "nothing"], r"'nothing'.*package\.module:name"),
+        (["--tasks", "[]"], "episodes="),
+        (["--tasks", "[3"], r"'\[3'.*JSON: Expecting ',' delimiter"),
+        (["--tasks", "math:pi"], r"math:pi.*3\.14.*\blist\b"),
     ],
 )
 def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str], says: str):
@@ -109,24 +110,24 @@ def test_a_command_that_makes_no_sense_is_refused(parrots: str, words: list[str]
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--timeout", "0"], "--timeout: it is 0, and must be above 0"),
-        (["--max-turns", "-1"], "--max-turns: it is -1, and must be 1 or more"),
-        (["--episodes", "two"], "--episodes: invalid integer value: 'two'"),
+        (["--timeout", "0"], r"--timeout: .*\b0\b.*\b0\b"),
+        (["--max-turns", "-1"], r"--max-turns: .*-1\b.*\b1\b"),
+        (["--episodes", "two"], "--episodes: .*'two'"),
     ],
 )
 def test_a_number_out_of_range_is_refused(words: list[str], says: str, capsys: pytest.CaptureFixture[str]):
     assert main(["check", "env", "a.py:Env", "--tasks", "[1]", "--actions", "a.py:act", *words]) == Exit.USAGE
-    assert says in capsys.readouterr().err
+    assert re.search(says, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("math:pi", "math:pi is .*, not an environment: name an Environment class"),
-        ("{}:words", "words, which gave an object of type list, not an environment"),
-        ("{}:say", "say is the function say that needs seen, rng: name a function without arguments"),
-        ("{}:fails", "fails can't be loaded: OSError: no licence .*:29"),
-        ("builtins:dict", "builtins:dict is the class dict, not an environment: name an Environment class"),
+        ("math:pi", "math:pi .*Environment"),
+        ("{}:words", r"words\b.*\blist\b.*Environment"),
+        ("{}:say", r"\bsay\b.*seen, rng\b"),
+        ("{}:fails", "fails .*OSError: no licence .*:29"),
+        ("builtins:dict", "builtins:dict .*Environment"),
     ],
 )
 def test_what_makes_no_environment_is_a_mistake_of_the_command_line(parrots: str, name: str, says: str):
@@ -135,7 +136,7 @@ def test_what_makes_no_environment_is_a_mistake_of_the_command_line(parrots: str
 
 
 def test_actions_are_a_function(parrots: str):
-    with pytest.raises(UsageError, match="name a function"):
+    with pytest.raises(UsageError, match=r"--actions.*math:pi.*3\.14"):
         _run(f"{parrots}:Parrot", "--tasks", "[1]", "--actions", "math:pi")
 
 
@@ -150,13 +151,13 @@ def test_names_of_files_and_modules_are_one_thing(parrots: str):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("no_such_module:x", "there is no module 'no_such_module'"),
-        ("json.no_such:x", "there is no module 'json.no_such'"),
-        ("no_such.py:x", "there is no file"),
-        ("parrots_of_a_test.py:Macaw", "has no 'Macaw'; it has .*Parrot.*Outcome"),
-        ("parrots_of_a_test.py:Parot", "has no 'Parot'; did you mean Parrot?"),
-        ("parrots_of_a_test.py", "is not the name of an object; write package.module:name"),
-        (":x", "is not the name of an object"),
+        ("no_such_module:x", "'no_such_module'"),
+        ("json.no_such:x", r"'json\.no_such'"),
+        ("no_such.py:x", r"/no_such\.py$"),
+        ("parrots_of_a_test.py:Macaw", "'Macaw'.*Parrot.*Outcome"),
+        ("parrots_of_a_test.py:Parot", r"'Parot'(?!.*Outcome).*\bParrot\b"),
+        ("parrots_of_a_test.py", r"'parrots_of_a_test\.py'.*package\.module:name"),
+        (":x", r"':x'.*package\.module:name"),
     ],
 )
 def test_a_name_of_nothing_is_refused(parrots: str, name: str, says: str):
@@ -166,7 +167,7 @@ def test_a_name_of_nothing_is_refused(parrots: str, name: str, says: str):
 
 def test_a_file_named_as_a_known_module_is_refused(parrots: str):
     Path("json.py").write_text("x = 1")
-    with pytest.raises(UsageError, match="another module has that name; rename the file"):
+    with pytest.raises(UsageError, match=r"/json\.py .*'json'"):
         load_named("json.py:x")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -89,7 +90,7 @@ def test_rewards_of_a_single_instance_are_refused_there_and_not_lost():
         async with served(OfTheInstance) as remote:
             far = await play(remote, "7")
         assert far.cause is not None
-        assert "OfTheInstance has its own rewards (late), which read the tape" in str(far.cause.message)
+        assert re.search(r"OfTheInstance.*\(late\)", str(far.cause.message))
 
     asyncio.run(check())
 
@@ -150,7 +151,7 @@ def test_the_default_restore_compares_there():
             other = await play(remote, "5", "8", "7", seed=2)
             env = remote()
             env.rng = random.Random(other.begin.env_seed)
-            with pytest.raises(RestoreMismatch, match="the environment now returns"):
+            with pytest.raises(RestoreMismatch, match=f"observation.*{tape.id}"):
                 await env.restore(7, tape.at_turn(1))
             await env.close()
 
@@ -173,7 +174,7 @@ def test_an_undeclared_kind_is_the_fault_of_the_environment():
             tape = await play(remote, "5")
             assert tape.cause is not None
             assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, "TypeError")
-            assert "Secret, which it doesn't declare" in str(tape.cause.message)
+            assert re.search("Secret.*`kinds`", str(tape.cause.message))
         async with served(Telling) as remote:
             tape = await play(remote, "5", limits=None)
             assert Secret(text="not declared") in list(tape)
@@ -186,7 +187,7 @@ def test_an_action_of_another_kind_never_leaves():
         async with served() as remote:
             env = remote()
             await begun(env)
-            with pytest.raises(TypeError, match="accepts remote_give_up, remote_guess, not 'answer'"):
+            with pytest.raises(TypeError, match=r"remote_give_up, remote_guess.*'answer'"):
                 await env.step(Answer(text="5"))
             assert (await env.step(Guess(number=7))).terminated
             await env.close()
@@ -200,7 +201,7 @@ async def begun(env: Environment[Any]) -> Environment[Any]:
     return env
 
 
-@pytest.mark.parametrize(("there", "told_of"), [(Telling, "remote_secret"), (Deeds, "is 'idempotent'; here")])
+@pytest.mark.parametrize(("there", "told_of"), [(Telling, "remote_secret"), (Deeds, "'idempotent'")])
 def test_another_environment_than_the_one_asked_for_is_refused(there: Any, told_of: str):
     async def check() -> None:
         async with served(there, GuessNumber) as remote:
@@ -230,7 +231,7 @@ def test_a_call_that_hangs_there_ends_that_episode_alone():
             hung, fine = await asyncio.gather(play(remote, "1"), play(remote, "7"))
             assert hung.cause is not None
             assert hung.cause.error == "Hung"
-            assert "Waiting.step did not return within 1 s" in str(hung.cause.message)
+            assert re.search(r"Waiting\.step.*\b1 s\b", str(hung.cause.message))
             assert fine.reward == 7.0
 
     asyncio.run(check())
@@ -245,7 +246,7 @@ def test_a_call_that_is_cut_off_is_given_up_there():
             step.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await step
-            with pytest.raises(SessionLost, match="state of the environment is unknown"):
+            with pytest.raises(SessionLost, match="unknown"):
                 await env.step(Guess(number=7))
             await env.close()
             assert not service.sessions.values()
@@ -294,9 +295,9 @@ def test_nobody_there_is_told_after_the_patience():
         async with Service(GuessNumber).serving() as service:
             url = service.url
         env = RemoteEnvironment(url, GuessNumber, patience=0.3)
-        with pytest.raises(Unreachable, match=r"stopped trying after 0\.3 s"):
+        with pytest.raises(Unreachable, match=r"\b0\.3 s"):
             await env.reset(7)
-        with pytest.raises(SessionLost, match="failed before"):
+        with pytest.raises(SessionLost, match=r"\b0\.3 s"):
             await env.step(Guess(number=7))
         await env.close()
 
@@ -314,7 +315,7 @@ def test_a_message_longer_than_the_server_takes_is_not_sent():
         async with service.serving() as service:
             env = RemoteEnvironment(service.url, declared)
             env.rng = random.Random(0)
-            with pytest.raises(ValueError, match="the server accepts 20000; increase its limit message_bytes"):
+            with pytest.raises(ValueError, match=r"\b20000\b.*message_bytes"):
                 await env.reset("x" * 30_000)
             await env.close()
 
@@ -323,7 +324,7 @@ def test_a_message_longer_than_the_server_takes_is_not_sent():
 
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://x", "http://user:secret@x", "http://x?token=secret", ""])
 def test_an_address_that_is_none_or_holds_a_secret(url: str):
-    with pytest.raises(ValueError, match="server address") as caught:
+    with pytest.raises(ValueError, match=r"wss://|key_variable=") as caught:
         RemoteEnvironment(url, GuessNumber)
     assert "secret" not in str(caught.value)
 
@@ -339,7 +340,7 @@ def test_a_token_is_read_when_it_is_needed(monkeypatch: pytest.MonkeyPatch):
             tape = await play(client, "7")
             assert tape.status is Status.FINISHED
             assert b"s3cret" not in b"".join(tape.bodies)
-            for value, told_of in (("another-token-here", "is the token right"), ("", "is not set")):
+            for value, told_of in (("another-token-here", "401"), ("", "ENV_TOKEN")):
                 monkeypatch.setenv("ENV_TOKEN", value)
                 with pytest.raises(Refused, match=told_of) as caught:
                     await client().reset(7)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -83,8 +84,8 @@ def at_first_step(**changes: Any) -> Script:
 
 HINT = {"kind": "remote_hint", "content": {"text": "x", "noise": 0.0}}
 LIES: list[tuple[dict[str, Any], str, str]] = [
-    ({"id": 1}, "BadAnswer", "an answer to call 1 instead of call 2"),
-    ({"id": 99}, "BadAnswer", "an answer to call 99"),
+    ({"id": 1}, "BadAnswer", r"call 1\b.*call 2\b"),
+    ({"id": 99}, "BadAnswer", r"call 99\b"),
     ({"reward": float("nan")}, "BadAnswer", "finite number"),
     ({"reward": float("inf")}, "BadAnswer", "finite number"),
     ({"reward": {"a": float("-inf")}}, "BadAnswer", "finite number"),
@@ -92,13 +93,13 @@ LIES: list[tuple[dict[str, Any], str, str]] = [
     ({"reward": "1.0"}, "BadAnswer", "valid number"),
     ({"reward": True}, "BadAnswer", "valid number"),
     ({"terminated": 3}, "BadAnswer", "valid boolean"),
-    ({"observation": {"kind": "remote_secret", "content": {"text": "x"}}}, "BadAnswer", "'remote_secret' is not"),
-    ({"observation": {"kind": "os.system", "content": {"command": "true"}}}, "BadAnswer", "is not declared"),
-    ({"observation": {"kind": "remote_guess", "content": {"number": 1}}}, "BadAnswer", "is not declared"),
+    ({"observation": {"kind": "remote_secret", "content": {"text": "x"}}}, "BadAnswer", "'remote_secret'"),
+    ({"observation": {"kind": "os.system", "content": {"command": "true"}}}, "BadAnswer", r"'os\.system'"),
+    ({"observation": {"kind": "remote_guess", "content": {"number": 1}}}, "BadAnswer", "'remote_guess'"),
     ({"observation": {"kind": "remote_hint", "content": {"text": 1, "noise": 0}}}, "BadAnswer", "text: "),
     ({"observation": {"kind": "remote_hint", "content": {"text": "x", "noise": 0, "more": 1}}}, "BadAnswer", "more: "),
-    ({"t": "shown", "reward": "gone"}, "BadAnswer", "`shown` is not a valid answer to `step`"),
-    ({"t": "eval"}, "BadAnswer", "not a valid answer of the protocol"),
+    ({"t": "shown", "reward": "gone"}, "BadAnswer", "`shown`.*`step`"),
+    ({"t": "eval"}, "BadAnswer", f"answer.*{PROTOCOL}"),
     ({"extra": 1}, "BadAnswer", "extra"),
 ]
 
@@ -109,7 +110,7 @@ def test_a_lie_ends_the_episode_and_what_came_before_is_kept(changes: dict[str, 
     assert tape.status is Status.ERROR
     assert tape.cause is not None
     assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, error)
-    assert told in str(tape.cause.message)
+    assert re.search(told, str(tape.cause.message))
     assert [step.kind for step in tape] == ["remote_hint", "remote_guess"]
     assert tape.reward is None
 
@@ -164,16 +165,16 @@ async def say_no(socket: web.WebSocketResponse, call: Any) -> None:
 @pytest.mark.parametrize(
     ("script", "error", "told"),
     [
-        (too_long, "BadAnswer", "more than 100000 bytes"),
-        (binary, "BadAnswer", "a binary message of 3 bytes"),
-        (babble, "BadAnswer", "not a valid answer of the protocol"),
-        (deep, "BadAnswer", "not a valid answer of the protocol"),
-        (flood, "BadAnswer", "an answer to call 7"),
-        (nothing, "Hung", "no answer to `reset` within 1 s"),
-        (endless, "BadAnswer", "more than 100000 bytes"),
-        (no_websocket, "BadAnswer", "invalid WebSocket data"),
-        (hang_up, "BadAnswer", "began a new episode"),
-        (say_no, "Refused", "closed the connection"),
+        (too_long, "BadAnswer", r"\b100000 bytes"),
+        (binary, "BadAnswer", r"binary.*\b3 bytes"),
+        (babble, "BadAnswer", f"answer.*{PROTOCOL}"),
+        (deep, "BadAnswer", f"answer.*{PROTOCOL}"),
+        (flood, "BadAnswer", r"call 7\b"),
+        (nothing, "Hung", r"`reset`.*\b1 s\b"),
+        (endless, "BadAnswer", r"\b100000 bytes"),
+        (no_websocket, "BadAnswer", "WebSocket"),
+        (hang_up, "BadAnswer", "resuming"),
+        (say_no, "Refused", "closed"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -181,7 +182,7 @@ def test_a_server_that_misbehaves_costs_its_episode_and_no_more(script: Script, 
     tape = ended(script, seconds=1.0 if script is nothing else 20.0, largest=100_000)
     assert tape.cause is not None
     assert (tape.cause.type, tape.cause.error) == (CauseType.ENVIRONMENT, error), tape.cause
-    assert told in str(tape.cause.message)
+    assert re.search(told, str(tape.cause.message))
 
 
 def greeting(**changes: Any) -> str:
@@ -192,18 +193,18 @@ def greeting(**changes: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "error", "told"),
     [
-        ("hello", "BadAnswer", "not a valid greeting"),
-        (greeting(protocol="tapereel-env.9"), "BadAnswer", "'tapereel-env.9'"),
-        (greeting(session=""), "BadAnswer", "not a valid session id"),
+        ("hello", "BadAnswer", f"greeting.*{PROTOCOL}"),
+        (greeting(protocol="tapereel-env.9"), "BadAnswer", r"'tapereel-env\.9'"),
+        (greeting(session=""), "BadAnswer", "''.*session"),
         (greeting(effect="harmless"), "BadAnswer", "effect"),
-        (greeting(session="a\r\nX: y" * 5), "BadAnswer", "not a valid session id"),
-        (greeting(kinds={}), "WrongEnvironment", "action:remote_guess (only here)"),
+        (greeting(session="a\r\nX: y" * 5), "BadAnswer", r"'a\\r\\nX: y.*session"),
+        (greeting(kinds={}), "WrongEnvironment", r"action:remote_guess \(.*\bhere\)"),
         (
             greeting(name="x" * 100_000, kinds={f"action:{k}": "0" for k in range(1000)}),
             "WrongEnvironment",
-            "(only there)",
+            r"\(.*\bthere\)",
         ),
-        (greeting(resumed=True), "BadAnswer", "an answer to call"),
+        (greeting(resumed=True), "BadAnswer", r"call 50\b"),
     ],
 )
 def test_a_greeting_that_lies(text: str, error: str, told: str):
@@ -213,7 +214,7 @@ def test_a_greeting_that_lies(text: str, error: str, told: str):
     tape = ended(other, text)
     assert tape.cause is not None
     assert tape.cause.error == error
-    assert told in str(tape.cause.message)
+    assert re.search(told, str(tape.cause.message))
     assert len(str(tape.cause.message)) <= 2000
 
 
@@ -235,9 +236,9 @@ async def redirecting(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 @pytest.mark.parametrize(
     ("server", "error", "told"),
     [
-        (no_server, "Unreachable", "stopped trying"),
-        (redirecting, "Refused", "the server redirects"),
-        (silent, "Hung", "including reconnections"),
+        (no_server, "Unreachable", r"\b0\.2 s"),
+        (redirecting, "Refused", "redirects"),
+        (silent, "Hung", r"`reset`.*\b0\.4 s"),
     ],
     ids=["no server", "redirecting", "silent"],
 )
@@ -263,7 +264,7 @@ def test_something_else_listens_there(server: Any, error: str, told: str):
     tape = asyncio.run(run())
     assert tape.cause is not None
     assert tape.cause.error == error
-    assert told in str(tape.cause.message)
+    assert re.search(told, str(tape.cause.message))
 
 
 class _Acts(Agent):
@@ -274,8 +275,8 @@ class _Acts(Agent):
 @pytest.mark.parametrize(
     ("answer", "error", "told"),
     [
-        ("{}", "BadAnswer", "not a valid OpenEnv answer"),
-        ("nothing", "BadAnswer", "not a valid OpenEnv answer"),
+        ("{}", "BadAnswer", "`reset`"),
+        ("nothing", "BadAnswer", "`reset`"),
         ('{"type":"observation","data":{"observation":[]}}', "BadAnswer", "observation"),
         ('{"type":"observation","data":{"observation":{},"reward":NaN}}', "BadAnswer", "finite"),
         ('{"type":"observation","data":{"observation":{},"reward":"a lot"}}', "BadAnswer", "reward"),
@@ -288,9 +289,9 @@ class _Acts(Agent):
         (
             '{"type":"error","data":{"message":"full","code":"CAPACITY_REACHED"}}',
             "Busy",
-            "full (CAPACITY_REACHED); stopped",
+            "full (CAPACITY_REACHED)",
         ),
-        ("abort", "Unreachable", "stopped trying after 0.2 s"),
+        ("abort", "Unreachable", "0.2 s"),
     ],
     ids=range(9),
 )

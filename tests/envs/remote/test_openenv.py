@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -119,8 +120,8 @@ async def opened(service: Service) -> AsyncIterator[aiohttp.ClientWebSocketRespo
         ("{", "VALIDATION_ERROR", "JSON"),
         ('{"type":"fly"}', "UNKNOWN_TYPE", "'fly'"),
         ("[]", "VALIDATION_ERROR", "obj"),
-        ('{"type":"step","data":{"number":1}}', "VALIDATION_ERROR", "`kind`, one of"),
-        ('{"type":"step","data":{"kind":"os.system"}}', "VALIDATION_ERROR", "not declared"),
+        ('{"type":"step","data":{"number":1}}', "VALIDATION_ERROR", "`kind`"),
+        ('{"type":"step","data":{"kind":"os.system"}}', "VALIDATION_ERROR", "'os.system'"),
         ('{"type":"step","data":{"kind":"remote_guess","number":"x"}}', "VALIDATION_ERROR", "number"),
         ('{"type":"step","data":{"kind":"remote_guess","number":0}}', "EXECUTION_ERROR", "KeyError"),
         ('{"type":"reset","data":{"seed":-1}}', "VALIDATION_ERROR", "seed"),
@@ -193,7 +194,7 @@ def test_an_environment_s_fault_is_told_as_one():
         tape = await rollout(player, lambda: OpenEnvironment(service.url), {"task": 7}, engine=ScriptedEngine(["5"]))
         assert tape.cause is not None
         assert tape.cause.error == "RemoteFault"
-        assert "which it doesn't declare" in str(tape.cause.message)
+        assert re.search("Secret.*`kinds`", str(tape.cause.message))
 
     serve(check, Blurting)
 
@@ -205,9 +206,9 @@ def test_a_connection_that_breaks_ends_the_episode():
         (session,) = service.sessions.values()
         for socket in list(service._sockets):
             socket._req.transport.abort()  # type: ignore[union-attr]
-        with pytest.raises(ConnectionError, match="can't resume an episode"):
+        with pytest.raises(ConnectionError, match="OpenEnv"):
             await env.step(guess(7))
-        with pytest.raises(ConnectionError, match="there is no episode"):
+        with pytest.raises(ConnectionError, match="`reset`"):
             await env.step(guess(7))
         await env.close()
         assert session.id
@@ -243,7 +244,7 @@ def test_check_env_goes_through_it():
 )
 def test_a_task_is_what_reset_takes(task: Any, arguments: dict[str, Any] | None):
     if arguments is None:
-        with pytest.raises(TypeError, match="an OpenEnvironment task must be"):
+        with pytest.raises(TypeError, match=f"OpenEnvironment.*{re.escape(repr(task))}"):
             _arguments(task)
     else:
         assert _arguments(task) == arguments
@@ -265,7 +266,7 @@ def test_your_own_classes_are_read_and_sent():
         assert await env.reset({"task": 7}) == Typed(text="go", noise=0.0)
         outcome = await env.step(Number(number=7))
         assert (outcome.observation, outcome.reward, outcome.terminated) == (None, 7.0, True)
-        with pytest.raises(TypeError, match="accepts Number, not Guess"):
+        with pytest.raises(TypeError, match=r"Number.*Guess"):
             await env.step(Guess(number=7))
         await env.close()
 

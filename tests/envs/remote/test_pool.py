@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -59,10 +60,10 @@ def test_an_episode_in_a_process_is_as_one_here():
 
 
 BAD = [
-    ("1", "Hung", "Simulator.step did not return in 2 s; its process was killed"),
-    ("2", "SessionLost", "exited (exit code 7)"),
-    ("3", "SessionLost", "exited (exit code -11)"),
-    ("5", "Hung", "its process was killed"),
+    ("1", "Hung", r"Simulator\.step.*\b2 s\b"),
+    ("2", "SessionLost", r"Simulator.*\b7\)"),
+    ("3", "SessionLost", r"Simulator.*-11\)"),
+    ("5", "Hung", r"\b2 s\b"),
     ("6", "ValueError", "six"),
 ]
 """What one does to its process, and how its tape tells it."""
@@ -75,7 +76,7 @@ def test_one_that_misbehaves_ends_alone_and_its_process_is_replaced():
             for killed, (word, error, told) in enumerate(BAD, start=1):
                 bad, *good = await asyncio.gather(play(pool, "4", word), play(pool, "4", "9"), play(pool, "8", "9"))
                 assert cause(bad)[:2] == (CauseType.ENVIRONMENT, error)
-                assert told in cause(bad)[2]
+                assert re.search(told, cause(bad)[2])
                 assert bad.rewards[0].value == 4.0
                 assert [tape.status for tape in good] == [Status.FINISHED] * 2
                 assert pool.killed == min(killed, 4), "what only raises costs no process"
@@ -128,7 +129,7 @@ def test_more_episodes_than_processes_wait_and_not_for_ever():
         with Pool(SIMULATOR, processes=1, patience=0.1) as pool:
             env = pool()
             await env.reset(0)
-            with pytest.raises(Busy, match="all 1 processes of the pool of Simulator were in use"):
+            with pytest.raises(Busy, match=r"\b1\b.*Simulator.*`processes`"):
                 await pool().reset(0)
             await env.close()
             assert (await play(pool, "9")).status is Status.FINISHED
@@ -150,9 +151,9 @@ def test_a_pool_that_is_closed_takes_no_more():
 
 
 def test_what_can_not_be_found_or_started_says_so(tmp_path: Any):
-    with pytest.raises(ValueError, match="can't be imported by another process"):
+    with pytest.raises(ValueError, match="_local"):
         Pool(_local(), processes=1)
-    with pytest.raises(ValueError, match="processes is 0"):
+    with pytest.raises(ValueError, match=r"processes.*\b0\b"):
         Pool(SIMULATOR, processes=0)
     path = tmp_path / "breaks_elsewhere.py"
     path.write_text(
@@ -162,7 +163,7 @@ def test_what_can_not_be_found_or_started_says_so(tmp_path: Any):
     )
 
     async def check() -> None:
-        told = r"exited before it was ready \(exit code 1\)"
+        told = r"breaks_elsewhere\.py:Calculator.*\b1\)"
         with Pool(f"{path}:Calculator", processes=1) as pool, pytest.raises(Unreachable, match=told):
             await pool().reset(None)
 
@@ -181,7 +182,7 @@ def test_an_answer_that_is_too_long_is_not_read():
         with Pool(SIMULATOR, processes=1, largest=10_000) as pool:
             tape = await play(pool, "7")
             assert cause(tape)[:2] == (CauseType.ENVIRONMENT, "BadAnswer")
-            assert "an answer of more than 10000 bytes" in cause(tape)[2]
+            assert "10000 bytes" in cause(tape)[2]
             assert (await play(pool, "9")).status is Status.FINISHED
 
     asyncio.run(check())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tapereel.envs import Calculator, Environment, GymEnvironment, Outcome
 from tapereel.envs.remote import BadAnswer, Declared, RemoteFault, Undeclared, WrongEnvironment
 from tapereel.envs.remote.env_protocol import (
+    PROTOCOL,
     Item,
     Led,
     RandomState,
@@ -44,9 +45,9 @@ class Silent(Environment[Any]):
 @pytest.mark.parametrize(
     ("thing", "told"),
     [
-        (Silent, "which kinds of actions"),
-        (lambda: GuessNumber(), "which environment it makes"),
-        (3, "which environment"),
+        (Silent, "Silent.*actions.*`kinds"),
+        (lambda: GuessNumber(), r"lambda.*Declared\.of\("),
+        (3, r"^3 .*Declared\.of\("),
     ],
 )
 def test_what_declares_nothing_is_refused_with_what_to_write(thing: Any, told: str):
@@ -57,12 +58,12 @@ def test_what_declares_nothing_is_refused_with_what_to_write(thing: Any, told: s
 def test_two_sides_agree_by_the_fields_of_their_kinds():
     here, other = Declared.of(GuessNumber), Declared.of(Telling)
     here.agree("x", dict(here.digests), "pure")
-    with pytest.raises(WrongEnvironment, match=r"observation:remote_secret \(only there\)"):
+    with pytest.raises(WrongEnvironment, match=r"observation:remote_secret \(.*\bthere\)"):
         here.agree("Telling", other.digests, "pure")
     changed = {**here.digests, "action:remote_guess": "0" * 16}
-    with pytest.raises(WrongEnvironment, match=r"action:remote_guess \(other fields\)"):
+    with pytest.raises(WrongEnvironment, match=r"action:remote_guess \(.*\bfields\)"):
         here.agree("x", changed, "pure")
-    with pytest.raises(WrongEnvironment, match="is 'idempotent'; here"):
+    with pytest.raises(WrongEnvironment, match=r"'Deeds'.*'idempotent'.*'pure'"):
         here.agree("Deeds", here.digests, Declared.of(Deeds).effect)
 
 
@@ -70,9 +71,9 @@ def test_only_a_declared_kind_becomes_a_step():
     declared = Declared.of(GuessNumber)
     assert declared.action("remote_guess", {"number": 3}) == Guess(number=3)
     for kind, content, told in [
-        ("remote_hint", {"text": "", "noise": 0}, "not declared"),
-        ("answer", {"text": ""}, "not declared"),
-        ("os.system", {}, "not declared"),
+        ("remote_hint", {"text": "", "noise": 0}, "'remote_hint'.*remote_give_up"),
+        ("answer", {"text": ""}, "'answer'.*remote_give_up"),
+        ("os.system", {}, r"'os\.system'.*remote_give_up"),
         ("remote_guess", {"number": "x"}, "number: "),
         ("remote_guess", {"number": 1, "more": 2}, "more: Extra"),
     ]:
@@ -151,7 +152,7 @@ BROKEN = [
 @pytest.mark.parametrize("text", BROKEN)
 def test_what_is_no_message_is_refused(text: str):
     for read in (read_answer, read_call, read_welcome):
-        with pytest.raises(BadAnswer, match="is not a valid"):
+        with pytest.raises(BadAnswer, match=PROTOCOL):
             read(text)
 
 

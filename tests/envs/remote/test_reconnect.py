@@ -89,7 +89,7 @@ def test_a_session_waits_for_its_client_and_no_longer():
             await env.reset(7)
             await env._line.hang_up()
             await until(lambda: GuessNumber.closed > closed and service.occupied == 0)
-            with pytest.raises(SessionLost, match="no longer has the episode"):
+            with pytest.raises(SessionLost, match="restarted"):
                 await env.step(Guess(number=7))
             await env.close()
 
@@ -104,7 +104,7 @@ def test_a_server_that_ends_says_so_and_lets_calls_finish():
             await env.reset(7)
             closed = GuessNumber.closed
         assert GuessNumber.closed == closed + 1
-        with pytest.raises(SessionLost, match="shut down"):
+        with pytest.raises(SessionLost, match=r"\bshut\b"):
             await env.step(Guess(number=7))
         await env.close()
 
@@ -119,7 +119,7 @@ def test_a_call_that_runs_when_the_server_ends_has_its_grace():
             await env.reset(7)
             step = asyncio.create_task(env.step(Guess(number=1)))
             await until(lambda: any(session.busy for session in service.sessions.values()))
-        with pytest.raises(SessionLost, match="shut down"):
+        with pytest.raises(SessionLost, match=r"\bshut\b"):
             await step
         await env.close()
 

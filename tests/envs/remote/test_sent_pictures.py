@@ -128,7 +128,7 @@ def test_the_frames_of_a_video_are_sent():
     assert (len(films.files or ()), seen.film.times) == (2, (0.0, 0.2, 0.4))
     assert [frame.data for frame in seen.film.frames] == [Picture.of(square(k)).data for k in (1, 2, 1)]
     bad = {**films.content, "film": {**films.content["film"], "indices": [2, 1, 3]}}
-    with pytest.raises(BadAnswer, match="they must rise"):
+    with pytest.raises(BadAnswer, match="2, 1, 3"):
         Declared.of(Cinema).observation("p_filmed", bad, films.received())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -55,23 +56,23 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--key", "NOT_SET_ANYWHERE"], "'NOT_SET_ANYWHERE' with the token is not set"),
-        (["--tasks", "[]"], "at least one task"),
-        (["--tasks", "nowhere"], "is not the name of an object"),
-        (["--processes", "0"], "--processes: it is 0, and must be 1 or more"),
-        (["--sessions", "0"], "--sessions: it is 0, and must be 1 or more"),
-        (["--call-seconds", "-1"], "--call-seconds: it is -1, and must be above 0"),
-        (["--message-bytes", "3"], "--message-bytes: it is 3, and must be 1,024 or more"),
-        (["--port", "99999"], "--port: it is 99999, and a port is a number from 0 (any free one) to 65535"),
-        (["--port", "-1"], "--port: it is -1"),
-        (["--tasks", "[3"], "are not JSON"),
+        (["--key", "NOT_SET_ANYWHERE"], "'NOT_SET_ANYWHERE'"),
+        (["--tasks", "[]"], r"--tasks\b.*\[\]"),
+        (["--tasks", "nowhere"], r"'nowhere'.*package\.module:name"),
+        (["--processes", "0"], r"--processes: .*\b0\b.*\b1\b"),
+        (["--sessions", "0"], r"--sessions: .*\b0\b.*\b1\b"),
+        (["--call-seconds", "-1"], r"--call-seconds: .*-1\b.*\b0\b"),
+        (["--message-bytes", "3"], r"--message-bytes: .*\b3\b.*\b1,024\b"),
+        (["--port", "99999"], r"--port: .*\b99999\b.*\b0\b.*\b65535\b"),
+        (["--port", "-1"], r"--port: .*-1\b"),
+        (["--tasks", "[3"], r"'\[3'.*JSON"),
     ],
 )
 def test_what_can_not_be_meant_is_refused(words: list[str], told: str, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "env", SIMULATOR, *words]) == Exit.USAGE
-    assert told in capsys.readouterr().err
+    assert re.search(told, capsys.readouterr().err)
 
 
 def test_what_declares_nothing_is_refused(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["serve", "env", f"{SIMULATOR.rpartition(':')[0]}:hang"]) == Exit.USAGE
-    assert "doesn't say which environment it makes" in capsys.readouterr().err
+    assert "Declared.of(" in capsys.readouterr().err

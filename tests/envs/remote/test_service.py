@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from typing import Any
 
 import aiohttp
@@ -98,8 +99,8 @@ def test_a_token_is_asked_for_everywhere():
 @pytest.mark.parametrize(
     ("host", "token", "told"),
     [
-        ("127.0.0.1", "short", "least 16"),
-        ("127.0.0.1", "x" * 15 + "\n", "16"),
+        ("127.0.0.1", "short", r"\b16\b"),
+        ("127.0.0.1", "x" * 15 + "\n", r"\b16\b"),
     ],
 )
 def test_a_token_that_can_be_guessed_is_refused(host: str, token: str | None, told: str):
@@ -112,7 +113,7 @@ def test_a_full_service_says_when_to_come_again_and_has_place_later():
         first, second = await begun(service.url), await begun(service.url)
         async with http.get(service.url + ROUTE, headers=GOOD) as answer:
             assert (answer.status, answer.headers["Retry-After"]) == (503, "0")
-        with pytest.raises(Busy, match=r"no free place \(status 503\); stopped trying after 0\.1 s"):
+        with pytest.raises(Busy, match=r"\b503\b.*\b0\.1 s"):
             await begun(service.url, patience=0.1)
         third = asyncio.create_task(begun(service.url))
         await first.close()
@@ -207,17 +208,17 @@ RESET = ResetCall(id=1, task=Task.of(7), rng=None)
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("no json", "is not a valid call"),
-        ('{"t":"reset","id":1}', "is not a valid call"),
-        ('{"t":"step","id":1,"action":{"kind":"remote_guess","content":{}}}', "`step` was called before `reset`"),
-        ('{"t":"finish","id":1,"status":"finished"}', "`finish` was called before `reset`"),
-        ('{"t":"close","id":2}', "call 2 can't follow call 0"),
-        (RESET.model_copy(update={"id": 5}).encoded(), "call 5 can't follow call 0"),
+        ("no json", PROTOCOL),
+        ('{"t":"reset","id":1}', PROTOCOL),
+        ('{"t":"step","id":1,"action":{"kind":"remote_guess","content":{}}}', "`step`.*`reset`"),
+        ('{"t":"finish","id":1,"status":"finished"}', "`finish`.*`reset`"),
+        ('{"t":"close","id":2}', r"call 2\b.*call 0\b"),
+        (RESET.model_copy(update={"id": 5}).encoded(), r"call 5\b.*call 0\b"),
         (
             '{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"AAAA","position":0}}',
-            "invalid state of a random generator",
+            r"\b624\b",
         ),
-        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"","position":9999}}', "is not a valid call"),
+        ('{"t":"reset","id":1,"task":{"private":1},"rng":{"words":"","position":9999}}', PROTOCOL),
     ],
 )
 def test_a_call_that_is_none_is_refused_and_the_session_goes_on(text: str, told: str):
@@ -227,8 +228,8 @@ def test_a_call_that_is_none_is_refused_and_the_session_goes_on(text: str, told:
             answer = await raw(socket, text)
             assert isinstance(answer, Fault)
             assert answer.code == "refused"
-            assert told in answer.message
-            used = '"id":1' in text and "is not a valid call" not in told
+            assert re.search(told, answer.message)
+            used = '"id":1' in text and told != PROTOCOL
             again = await raw(socket, RESET.model_copy(update={"id": 2 if used else 1}).encoded())
             assert "noise" in str(again) or again.error == "AttributeError"
 
@@ -246,7 +247,7 @@ def test_a_number_can_not_be_used_for_another_call():
             same = await raw(socket, StepCall(id=2, action=Item.of(Guess(number=1))).encoded())
             other = await raw(socket, StepCall(id=2, action=Item.of(Guess(number=2))).encoded())
             assert one == same
-            assert "differs from the call that was sent" in other.message
+            assert "differs" in other.message
 
     serve(check)
 
@@ -258,7 +259,7 @@ def test_two_calls_at_once_are_one_too_many_and_a_flood_is_cut_off():
             await raw(socket, RESET.encoded())
             await socket.send_str(StepCall(id=2, action=Item.of(Guess(number=1))).encoded())
             early = await raw(socket, StepCall(id=3, action=Item.of(Guess(number=1))).encoded())
-            assert "before the answer to call 2" in early.message
+            assert re.search(r"call 3\b.*answer.*call 2\b", early.message)
             for _ in range(10):
                 await socket.send_str(StepCall(id=2, action=Item.of(Guess(number=1))).encoded())
             message = await socket.receive()
@@ -307,7 +308,7 @@ def test_an_instance_that_can_not_be_closed_is_told_to_the_log(caplog: pytest.Lo
             env = await begun(wire.url, Sticky)
             await env._line.hang_up()
             await until(lambda: service.occupied == 0)
-        assert "an instance of Sticky could not be closed: OSError: it sticks" in caplog.text
+        assert re.search("Sticky.*OSError: it sticks", caplog.text)
 
     serve(check, Sticky, limits={"window_seconds": 0.01})
 

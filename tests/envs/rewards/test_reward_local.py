@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def test_a_model_that_gives_a_dict_or_a_tensor_will_do_and_one_of_many_labels_wo
     for wrap in (lambda logits: {"score": logits}, lambda logits: logits.squeeze(-1)):
         model.model = Wrapped(inner, wrap)
         assert model._score([sample("abc")]) == right
-    with pytest.raises(ValueError, match=r"returns the shape \(1, 3\) for 1 texts: a reward model needs one output"):
+    with pytest.raises(ValueError, match=r"\(1, 3\).*num_labels=1"):
         LocalReward(saved(tmp_path, labels=3))._score([sample("a")])
 
 
@@ -130,10 +131,10 @@ def sample_of_tape(tape: Any) -> Sample:
 
 def test_a_folder_that_is_not_there_is_refused_where_it_is_written(tmp_path: Path):
     for folder in (tmp_path / "none", "nofolder"):
-        with pytest.raises(NotAModel, match=r"a reward model: there is no model folder"):
+        with pytest.raises(NotAModel, match=re.escape(repr(str(folder)))):
             local_reward(folder)
 
 
 def test_a_folder_without_a_model_leaves_the_tape_unscored(tmp_path: Path):
     (records,) = scores([local_reward(tmp_path, name="rm")], *tapes(["a"]))
-    assert f"{tmp_path} has no reward model in Hugging Face format" in failure(records)
+    assert f"NotAModel: {tmp_path}" in failure(records)

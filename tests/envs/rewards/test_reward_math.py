@@ -61,7 +61,8 @@ def test_an_answer_that_takes_for_ever_is_stopped_and_the_next_one_is_checked():
     first = verifier._process
     verifier.timeout = 0.5
     (records,) = scores([math_reward(verifier=verifier)], *tapes(["$9^{9^{9^{9}}}$"], Task(public="", private="5")))
-    assert "NotVerified: '$9^{9^{9^{9}}}$' took longer than 0.5 s" in failure(records)
+    assert "NotVerified: '$9^{9^{9^{9}}}$'" in failure(records)
+    assert "0.5 s" in failure(records)
     assert first is not None
     assert first.ended() is not None
     verifier.timeout = 60.0
@@ -81,9 +82,9 @@ def test_a_process_that_dies_is_replaced():
 
 
 def test_what_cant_be_verified_is_said(verifier: MathVerifier):
-    with pytest.raises(NotVerified, match="can't be compared with '': the reference is not mathematics"):
+    with pytest.raises(NotVerified, match=r"'5'.*''.*reference"):
         verifier.equal("5", "")
-    with pytest.raises(ValueError, match="timeout must be above 0, not 0"):
+    with pytest.raises(ValueError, match=r"timeout.*\b0\b"):
         MathVerifier(timeout=0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import urllib.request
@@ -191,23 +192,23 @@ def test_waiting_between_tries_grows_and_blocks_nobody(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("mode", "says"),
     [
-        ("down", "did not answer in 2 tries; the last one: HTTP 503: 'no luck'"),
-        ("hangup", "did not answer in 2 tries; the last one: ServerDisconnectedError"),
-        ("forbidden", "refused the request: HTTP 403: 'not you'"),
-        ("others", "returned other ids than those of the request: 'x'"),
-        ("twice", "returned other ids than those of the request: '"),
-        ("short", "returned 1 scores for 2 samples"),
-        ("nan", "is nan"),
-        ("huge", "is an integer"),
-        ("text", "not 'good'"),
-        ("html", "returned invalid JSON: '<h1>hello</h1>'"),
-        ("bare", "without `rewards`"),
+        ("down", r"RewardServerFailed: .*\b2\b.*HTTP 503: 'no luck'"),
+        ("hangup", r"RewardServerFailed: .*\b2\b.*ServerDisconnectedError"),
+        ("forbidden", "WrongAnswer: .*HTTP 403: 'not you'"),
+        ("others", r"WrongAnswer: .*\bids\b.*'x'"),
+        ("twice", r"WrongAnswer: .*\bids\b.*'"),
+        ("short", r"WrongAnswer: .*/short .*\b1\b.*\b2\b"),
+        ("nan", r"WrongAnswer: .*/nan .*\bnan\b"),
+        ("huge", "WrongAnswer: .*integer"),
+        ("text", "WrongAnswer: .*'good'"),
+        ("html", "WrongAnswer: .*JSON: '<h1>hello</h1>'"),
+        ("bare", "WrongAnswer: .*`rewards`"),
     ],
 )
 def test_what_is_no_answer_leaves_the_tapes_unscored_and_says_why(server: str, mode: str, says: str):
     before = told(server)["asked"].get(mode, 0)
     for records in ask(server, mode, "a", "bb"):
-        assert says in failure(records)
+        assert re.search(says, failure(records))
     tries = told(server)["asked"][mode] - before
     assert tries == (2 if mode in ("down", "hangup") else 1), "what is wrong isn't asked for again"
 
@@ -229,12 +230,12 @@ def test_null_is_no_score_and_names_are_components(server: str):
 def test_an_answer_without_end_is_cut_off(server: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(remote, "LARGEST", 1 << 21)
     (records,) = ask(server, "endless", "a")
-    assert "an answer of more than 2,097,152 bytes" in failure(records)
+    assert "2,097,152 bytes" in failure(records)
 
 
 def test_one_that_never_answers_has_its_time(server: str):
     (records,) = ask(server, "slow", "a", timeout=0.05)
-    assert "did not answer in 2 tries; the last one: TimeoutError" in failure(records)
+    assert re.search(r"RewardServerFailed: .*\b2\b.*TimeoutError", failure(records))
     (records,) = scores([http_reward("http://127.0.0.1:9/x", name="rm", tries=1)], *tapes(["a"]))
     assert "ClientConnectorError" in failure(records)
 
@@ -246,11 +247,11 @@ def test_its_token_comes_from_the_environment_and_stays_off_the_record(server: s
     assert "sk-hidden" not in "".join(r.body().decode() for r in records)
     monkeypatch.delenv("RM_KEY")
     (records,) = ask(server, "fine", "a", key_variable="RM_KEY")
-    assert "variable RM_KEY (the token of the reward model) is not set" in failure(records)
+    assert "RM_KEY" in failure(records)
 
 
 def test_no_address_is_refused_at_once():
-    with pytest.raises(ValueError, match="'localhost:5' is not the address of a reward model"):
+    with pytest.raises(ValueError, match="'localhost:5'"):
         HttpReward("localhost:5")
     assert HttpReward("http://user:pw@127.0.0.1:5/s?key=k").name == "127.0.0.1:5/s"
 
@@ -313,23 +314,21 @@ def test_a_function_in_a_file_gets_what_it_asks_for(tmp_path: Path, name: str, c
 @pytest.mark.parametrize(
     ("name", "code", "says"),
     [
-        ("short_file", "def reward_func(queries): return []", "returned 0 scores for 1 samples"),
-        ("text_file", "def reward_func(queries): return 'good'", "must return a list of scores, not str 'good'"),
-        ("uneven_file", "def reward_func(queries): return {'a': []}", "'a' has 0 scores for 1 samples"),
+        ("short_file", "def reward_func(queries): return []", r"WrongAnswer: .*\b0\b.*\b1\b"),
+        ("text_file", "def reward_func(queries): return 'good'", r"WrongAnswer: .*\bstr 'good'"),
+        ("uneven_file", "def reward_func(queries): return {'a': []}", r"WrongAnswer: .*'a'.*\b0\b.*\b1\b"),
         ("raises_file", "def reward_func(queries): raise KeyError('gold')", "KeyError: 'gold'"),
     ],
 )
 def test_a_function_that_answers_wrongly_leaves_the_tape_unscored(tmp_path: Path, name: str, code: str, says: str):
     (records,) = scores([file_reward(file(tmp_path, name, code))], *tapes(["x"]))
-    assert says in failure(records)
+    assert re.search(says, failure(records))
 
 
 def test_a_file_without_such_a_function_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="has no 'reward_func'; it has other"):
+    with pytest.raises(UsageError, match=r"'reward_func'.*\bother\b"):
         file_reward(file(tmp_path, "lacking_file", "def other(): pass"))
-    with pytest.raises(
-        UsageError, match="reward_func has the parameters tape; a reward function in a file may have queries"
-    ):
+    with pytest.raises(UsageError, match=r"reward_func.*\btape\b.*\bqueries\b"):
         file_reward(file(tmp_path, "tape_file", "def reward_func(tape): pass"))
     judge = "def reward_func(queries): return [0.0] * len(queries)\nreward_func.pure = False"
     assert not file_reward(file(tmp_path, "impure_file", judge)).pure
@@ -380,18 +379,18 @@ def test_an_unknown_label_or_a_silent_part_leaves_the_tape_unscored_with_its_nam
     parts: dict[str, Any] = {"m0": lambda tape: None, "rule": lambda tape: Scored(1.0, {"why": "so"})}
     source = ensemble(parts, {"a": {"m0": 1.0}, "b": {"rule": 1.0}, "named": {"rule": 1.0}})
     unknown, silent, told = scores([source], *labelled(("x", "zebra"), ("x", "a"), ("x", "b")))
-    assert "the task has the label 'zebra', which has no recipe; there are 'a', 'b', 'named'" in failure(unknown)
-    assert "part 'm0', which the recipe of 'a' needs, returned no score" in failure(silent)
+    assert re.search("'zebra'.*'a', 'b', 'named'", failure(unknown))
+    assert re.search("'m0'.*'a'", failure(silent))
     assert told[0].evidence == {"label": "b", "rule": {"why": "so"}}
     (none,) = scores([source], *labelled(("x", None)))
-    assert "the label None" in failure(none)
+    assert re.search(r"NoRecipe: .*\bNone\b", failure(none))
 
 
 def test_an_ensemble_needs_runtime_where_a_part_does_and_knows_its_parts():
     impure = RewardSource(score=lambda tape: {"x": 1.0}, name="world", pure=False)
     assert not ensemble({"w": impure}, {"a": {"w": 1.0}}).pure
     assert ensemble({"w": lambda tape: 1.0}, {"a": {"w": 1.0}}).pure
-    with pytest.raises(ValueError, match="the recipe of 'a' names 'm1', which is not a part; there are m0"):
+    with pytest.raises(ValueError, match=r"'a'.*'m1'.*\bm0\b"):
         ensemble({"m0": lambda tape: 1.0}, {"a": {"m1": 1.0}})
     (records,) = scores([ensemble({"w": impure}, {"a": {"w": 1.0}})], *labelled(("x", "a")))
-    assert "a part of an ensemble must return one number" in failure(records)
+    assert re.search(r"'world'.*\{'x': 1\.0\}", failure(records))

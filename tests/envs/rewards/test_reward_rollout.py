@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ def test_a_comparison_that_fails_leaves_the_whole_group_unscored():
     assert [training_reward(tape) for tape in found] == [None, None]
     for tape in found:
         assert [(r.name, r.weight) for r in layer_of(tape)] == [("rank", 0.0), ("strange", 0.0)]
-        assert "1 scores for 2 tapes" in str(layer_of(tape)[1].evidence)
+        assert re.search(r"ValueError: .*\b1\b.*\b2\b", str(layer_of(tape)[1].evidence))
 
 
 def test_a_rollout_of_a_group_compares_its_attempts():
@@ -279,10 +280,10 @@ def test_a_run_is_scored_by_what_its_configuration_names(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("no_such_module_anywhere:x", "there is no module"),
-        ("math:pi", "math:pi is a float; a reward must be a Rewards"),
-        ("ftp://x", "is not the name of an object|no module"),
-        ("nowhere.py", "there is no file"),
+        ("no_such_module_anywhere:x", "'no_such_module_anywhere'"),
+        ("math:pi", "math:pi.*float.*Rewards"),
+        ("ftp://x", "'ftp(://x)?'"),
+        ("nowhere.py", r"/nowhere\.py$"),
     ],
 )
 def test_a_name_that_is_no_reward_is_refused(name: str, says: str):
@@ -292,7 +293,7 @@ def test_a_name_that_is_no_reward_is_refused(name: str, says: str):
 
 def test_two_rewards_of_one_name_are_refused(tmp_path: Path):
     path = world(tmp_path, "world_of_two_rewards")
-    with pytest.raises(UsageError, match="two reward sources have the name 'length'"):
+    with pytest.raises(UsageError, match=r"'length'.*`name`"):
         load_rewards([f"{path}:length", f"{path}:length"])
     assert load_rewards([]) is None
 

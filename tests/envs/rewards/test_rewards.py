@@ -15,7 +15,8 @@ from tapereel.envs import Outcome, RewardFailed, Rewards, RewardSource
 from tapereel.envs.rewards.sources import Scored
 from tapereel.tapes import Answer, Status, Step, Tape, Text
 from tapereel.tapes.common.stats import REWARD_LIMIT
-from tapereel.tapes.records import Begin, End, Identity, Parent, Reward, StepRecord, Task, parse_record
+from tapereel.tapes.records import Begin, End, Identity, Parent, Reward, StepRecord, Task
+from tapereel.tapes.schema import parse_record
 from tapereel.tapes.steps import role_of
 
 
@@ -96,19 +97,19 @@ def test_a_fork_scores_its_own_actions_and_leaves_the_parents_alone():
 
 FAILURES = [
     (broken, r"KeyError: 'no such column'"),
-    (lambda tape: "1.0", "BadArgument: .* not '1.0'"),
-    (lambda tape: True, "BadArgument: .* not True"),
-    (lambda tape: float("nan"), "BadArgument: .* is nan"),
-    (lambda tape: 10**400, "BadArgument: .* is an integer"),
-    (lambda tape: 2 * REWARD_LIMIT, "BadArgument: .* is 2000000000000000.0"),
-    (lambda tape: -(10**9000), "BadArgument: .* is an integer"),
-    (lambda tape: {"x": math.inf}, "BadArgument: .*x is inf"),
-    (lambda tape: Scored({"x": 1e10}, weights={"x": -1e10}), "BadArgument: .*x is 10000000000.0 with the weight -1000"),
-    (lambda tape: Scored({"x": 1.0}, weights={"x": math.nan}), "BadArgument: .* with the weight nan"),
-    (RewardSource(score=lambda tape: 1e10, weight=1e10), "BadArgument: .* with the weight 1000"),
-    (RewardSource(score=lambda tape: 1.0, per="step"), "must return a sequence with one score for each action"),
-    (RewardSource(score=lambda tape: [1.0], per="step"), "1 scores for 2 actions"),
-    (RewardSource(score=lambda tape: "ab", per="step"), "must return a sequence"),
+    (lambda tape: "1.0", r"BadArgument: .*'1\.0'"),
+    (lambda tape: True, "BadArgument: .*True"),
+    (lambda tape: float("nan"), r"BadArgument: .*\bnan\b"),
+    (lambda tape: 10**400, "BadArgument: .*integer"),
+    (lambda tape: 2 * REWARD_LIMIT, r"BadArgument: .*\b2000000000000000\.0\b"),
+    (lambda tape: -(10**9000), "BadArgument: .*integer"),
+    (lambda tape: {"x": math.inf}, r"BadArgument: .*\bx\b.*\binf\b"),
+    (lambda tape: Scored({"x": 1e10}, weights={"x": -1e10}), r"BadArgument: .*\bx\b.*10000000000\.0.*-1000"),
+    (lambda tape: Scored({"x": 1.0}, weights={"x": math.nan}), r"BadArgument: .*\bx\b.*1\.0.*\bnan\b"),
+    (RewardSource(score=lambda tape: 1e10, weight=1e10), r"BadArgument: .*10000000000\.0.*10000000000\.0"),
+    (RewardSource(score=lambda tape: 1.0, per="step"), r"TypeError: .*\bstep\b.*\b1\.0\b"),
+    (RewardSource(score=lambda tape: [1.0], per="step"), r"ValueError: .*\b1\b.*\b2\b"),
+    (RewardSource(score=lambda tape: "ab", per="step"), r"TypeError: .*\bstep\b.*'ab'"),
 ]
 
 
@@ -158,7 +159,7 @@ def test_a_source_out_of_time_failed_and_its_own_timeout_stays_its_own():
     late, raised = _score(RewardSource(score=forever, timeout=0.01), RewardSource(score=own, timeout=60.0))
     assert isinstance(late.evidence, dict)
     assert isinstance(raised.evidence, dict)
-    assert "no score within 0.01 s" in str(late.evidence["failed"])
+    assert "0.01 s" in str(late.evidence["failed"])
     assert "TimeoutError: the judge is down" in str(raised.evidence["failed"])
 
 
@@ -189,11 +190,11 @@ def test_an_environment_scores_whatever_it_hands_over():
 
 
 def test_wrong_sources_are_refused_at_once():
-    with pytest.raises(ValueError, match="two reward sources have the name 'long'"):
+    with pytest.raises(ValueError, match=r"'long'.*`name`"):
         Rewards([long, long])
-    with pytest.raises(ValueError, match="weight nan"):
+    with pytest.raises(ValueError, match=r"'long'.*\bnan\b"):
         RewardSource(score=long, weight=math.nan)
-    with pytest.raises(ValueError, match="scores single steps"):
+    with pytest.raises(ValueError, match=r"'long'.*`step`"):
         asyncio.run(Rewards([RewardSource(score=long, per="step")]).outcome(_tape()))
 
 

@@ -116,7 +116,7 @@ def _weights(run: tr.Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("setting", [{"loop__critic__optimiser__ema": 0.9}, {"loop__critic__optimiser__pack": True}])
 def test_a_critic_refuses_settings_that_it_would_ignore(model: str, tmp_path: Path, setting: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="would do nothing: remove them"):
+    with pytest.raises(ConfigError, match=r"optimiser\.ema=.*optimiser\.pack="):
         train(model, tmp_path / "run", recipe="ppo", **setting)
 
 
@@ -156,7 +156,7 @@ def test_ignored_end_tokens_are_trained_on(model: str, tmp_path: Path) -> None:
 
 
 def test_a_server_doesnt_say_which_end_tokens_it_leaves_out(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"loop.sampling.min_tokens=2 can't be trained on with engine.*`run`"):
+    with pytest.raises(ConfigError, match=r"loop\.sampling\.min_tokens=2.*\bengine\b.*`run`"):
         train(model, tmp_path / "run", engine__kind="vllm", loop__sampling__min_tokens=2)
 
 
@@ -324,7 +324,7 @@ def test_a_killed_run_with_a_corpus_goes_on_to_the_same_weights(
     whole = Path(shutil.copy(texts, tmp_path / "whole.jsonl"))
     if where == "copying":
         texts.write_text(whole.read_text().replace("bb", "aa", 1))
-        with pytest.raises(UsageError, match="has other texts than when the run began"):
+        with pytest.raises(UsageError, match=r"loop\.corpus\b"):
             here.train(model, out, resume=True, **corpus(texts))
         shutil.copy(whole, texts)
     else:
@@ -338,16 +338,16 @@ def test_a_killed_run_with_a_corpus_goes_on_to_the_same_weights(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"loop__corpus__path": "nowhere.jsonl"}, "loop.corpus.path: there is no file nowhere.jsonl"),
-        ({"loop__corpus__path": "no/such"}, "loop.corpus: no/such: tasks: the data set 'no/such'"),
-        ({"loop__corpus__columns": {"text": "words"}}, "a row has no column 'words'; it has 'text', 'other'"),
-        ({"loop__corpus__columns": {"text": "other"}}, r"row 0 has no text: .* Set loop.corpus.columns to {text: COLU"),
-        ({"loop__corpus__columns": {"prompt": "text"}}, "row 0 has no text"),
-        ({"loop__corpus__columns": {"text": "text", "prompt": "other"}}, "row 0 has no text"),
-        ({"loop__demonstrations": 0}, "corpus would do nothing: set demonstrations"),
-        ({"loop__demonstrations": 9}, "loop.demonstrations is 9 and the run has 5 tapes to imitate"),
-        ({"loop__changes": {}}, "has no nll regulariser"),
-        ({"loop__corpus__count": 99}, "count|size is 99"),
+        ({"loop__corpus__path": "nowhere.jsonl"}, r"loop\.corpus\.path: .*nowhere\.jsonl"),
+        ({"loop__corpus__path": "no/such"}, r"loop\.corpus: no/such: .*'no/such'"),
+        ({"loop__corpus__columns": {"text": "words"}}, "'words'.*'text', 'other'"),
+        ({"loop__corpus__columns": {"text": "other"}}, r"row 0\b.*loop\.corpus\.columns.*\{text: COLU"),
+        ({"loop__corpus__columns": {"prompt": "text"}}, r"row 0\b.*loop\.corpus\.columns"),
+        ({"loop__corpus__columns": {"text": "text", "prompt": "other"}}, r"row 0\b.*loop\.corpus\.columns"),
+        ({"loop__demonstrations": 0}, r"\bcorpus\b.*\bdemonstrations\b"),
+        ({"loop__demonstrations": 9}, r"loop\.demonstrations.*\b9\b.*\b5\b"),
+        ({"loop__changes": {}}, r"\bnll\b.*loop\.demonstrations.*\b2\b"),
+        ({"loop__corpus__count": 99}, r"\b(count|size)\b.*\b99\b"),
     ],
 )
 def test_a_corpus_that_cant_be_imitated_is_refused_before_anything_is_written(

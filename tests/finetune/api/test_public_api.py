@@ -108,8 +108,8 @@ def test_without_out_a_new_folder_is_named_after_the_agent(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        ([], {}, r"model is \[\]"),
-        ([3], {}, r"model\[0\] is 3"),
+        ([], {}, r"\bmodel\b.*\[\]"),
+        ([3], {}, r"model\[0\].*\b3\b"),
         (["5"], {"limits.turn": 2}, "limits.turns"),
         (["5"], {"limits.turns": object()}, r"settings\['limits.turns'\]"),
     ],
@@ -126,9 +126,9 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path):
 
 
 def test_answers_cannot_be_trained(tmp_path: Path):
-    with pytest.raises(UsageError, match="no weights to train"):
+    with pytest.raises(UsageError, match=r"\bmodel\b.*\['5'\]"):
         tr.train(tr.ChatAgent(), Guess, [5], ["5"], out=tmp_path / "run")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="no folder 'no/such-model'"):
+    with pytest.raises(UsageError, match="'no/such-model'"):
         tr.train(tr.ChatAgent(), Guess, [5], "no/such-model", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -192,9 +192,9 @@ def test_the_name_of_an_engine_stands_in_the_place_of_the_model(tmp_path: Path) 
 
 
 def test_an_engine_or_a_recipe_as_an_object_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(BadArgument, match="model is <object"):
+    with pytest.raises(BadArgument, match=r"\bmodel\b.*<object"):
         tr.run(tr.ChatAgent("Guess."), Guess, [3], object(), out=tmp_path / "run")  # type: ignore[arg-type]
-    with pytest.raises(BadArgument, match="recipe is <object"):
+    with pytest.raises(BadArgument, match=r"\brecipe\b.*<object"):
         tr.train(tr.ChatAgent("Guess."), Guess, [3], tmp_path, recipe=object())  # type: ignore[arg-type]
 
 

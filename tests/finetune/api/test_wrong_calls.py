@@ -90,9 +90,9 @@ def _nested() -> list[object]:
         (lambda run: tr.save_tiny_model("tiny", size="huge"), "size"),
         (lambda run: tr.Store.open(run.path, durability="never"), "durability"),
         (lambda run: run.verify(pins=iter([5])), "pin '5'"),
-        (lambda run: run.scores(k=iter(["a"])), "k is"),
-        (lambda run: tr.evaluate(tr.ChatAgent(), Echo, str(run.path), ["a"]), "data set"),
-        (lambda run: run.branch(run.tapes()[0], 0, model=[]), "model is []"),
+        (lambda run: run.scores(k=iter(["a"])), "list_iterator"),
+        (lambda run: tr.evaluate(tr.ChatAgent(), Echo, str(run.path), ["a"]), "--repo-type dataset"),
+        (lambda run: run.branch(run.tapes()[0], 0, model=[]), "[]"),
     ],
 )
 def test_content_that_no_call_can_use_is_named(tmp_path: Path, call: Callable[[tr.Run], object], named: str) -> None:

@@ -214,7 +214,7 @@ def test_one_agent_of_several_is_trained_and_the_others_are_context():
 def test_text_that_nobody_tokenised_needs_a_renderer_or_a_tokens_layer():
     text = Call(tape="t", call="a", by="main", messages=({"role": "user", "content": "ab"},), text="cd", at=0.0)
     tape = tape_of(text)
-    with pytest.raises(NotATape, match="pass a `Renderer`"):
+    with pytest.raises(NotATape, match="`Renderer`"):
         rows(tape)
     (row,) = rows(tape, renderer=RENDERER)
     prompt, completion, _ = RENDERER.authored(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.history.history import BrokenHistory, History
+from tapereel.finetune.history.history import BrokenHistory, Differs, History
 from tapereel.finetune.history.loop_config import OptimiserConfig
 from tapereel.finetune.trainer.checkpoint import copied_weights, save_checkpoint, weights_digest
 from tapereel.tapes import Status, Tape
@@ -59,8 +59,8 @@ def test_every_version_is_made_again_bit_for_bit(trained: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        ("optimiser", r"has lr 0\.02, the record says 0\.01"),
-        ("base", r"has loss .*the weights"),
+        ("optimiser", r"\blr 0\.02\b.*\b0\.01\b"),
+        ("base", r"\bloss -?\d"),
     ],
 )
 def test_what_can_t_be_the_same_weights_is_refused(trained: Path, tmp_path: Path, what: str, match: str) -> None:
@@ -72,8 +72,9 @@ def test_what_can_t_be_the_same_weights_is_refused(trained: Path, tmp_path: Path
 def test_another_recipe_trains_on_other_tokens_or_weights(trained: Path, tmp_path: Path) -> None:
     with Store.open(trained) as store:
         other = history_in(store, tmp_path / "a", CONFIG, changes={"weigh": {"kind": "episode"}})
-        with pytest.raises(BrokenHistory, match=r"another recipe .*other tokens or weights than recorded"):
+        with pytest.raises(Differs) as found:
             other.restore()
+        assert found.value.field == "recipe"
 
 
 def test_a_layer_that_is_younger_than_the_update_changes_nothing(trained: Path, tmp_path: Path) -> None:
@@ -94,7 +95,7 @@ def test_a_missing_update_is_named(trained: Path, tmp_path: Path) -> None:
                 continue
             partial.writer.append(stored.body)
         partial.writer.sync()
-        with pytest.raises(BrokenHistory, match="update 2 is not in the ledger, but update 3 is"):
+        with pytest.raises(BrokenHistory, match=r"update 2\b.*update 3\b"):
             history_in(partial, tmp_path / "fresh", CONFIG).restore()
 
 

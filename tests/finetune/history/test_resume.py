@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,7 +133,7 @@ def test_a_demo_with_other_tasks_is_not_continued(tmp_path: Path, monkeypatch: p
     with dying(Scythe("use", 3, after=True), monkeypatch), pytest.raises(Death):
         demo(path)
     monkeypatch.setattr(demonstrations, "word_problems", partial(demonstrations.word_problems, digits=1))
-    with pytest.raises(UsageError, match="demo of another version of this package, with other tasks"):
+    with pytest.raises(UsageError, match=rf"{re.escape(str(path))}.*\bversion\b"):
         demo(path)
 
 
@@ -180,7 +181,7 @@ def test_a_demo_is_made_longer_unless_it_has_controls(tmp_path: Path) -> None:
     assert [c.update for c in checkpoints(path / "checkpoints") if c.state["pinned"]] == [2, 4, 5]
     verdict = reproduce(path)
     assert (str(verdict), verdict.of) == ("verified", 5)
-    with pytest.raises(UsageError, match=r"be compared with loop\.updates=4"):
+    with pytest.raises(UsageError, match=r"loop\.updates=4"):
         run_demo(of(4), path, resume=True)
     assert load_config(DemoConfig, path / "config.yaml").loop.updates == 3
 

@@ -69,7 +69,7 @@ def test_wrong_weights_of_a_resumed_run_are_found_before_its_first_update(tmp_pa
     def stale(history: Any) -> EmbeddedEngine:
         return EmbeddedEngine(model(), RENDERER, version=history.version, slots=64)
 
-    with pytest.raises(NotDelivered, match=r"the weights run:3 did not arrive at embedded: .* of no known version"):
+    with pytest.raises(NotDelivered, match=r"run:3 .*embedded.*\bcaches\b"):
         resumed(tmp_path / "run", stale)
     assert len(checks(tmp_path / "run")) == 3
 
@@ -107,7 +107,7 @@ def test_log_probs_that_are_no_numbers_are_no_delivery(tmp_path: Path) -> None:
             return replace(found, logprobs=nans(1)) if request.cache_key.startswith("delivery/") else found
 
         loop.engine.complete = asked  # type: ignore[method-assign]
-        with pytest.raises(NotDelivered, match="did not arrive at embedded"):
+        with pytest.raises(NotDelivered, match="embedded"):
             asyncio.run(loop.run())
 
 

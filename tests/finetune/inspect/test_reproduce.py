@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_one_value_of_one_tape_names_the_update(
     assert (verdict.outcome, verdict.verdict, verdict.exit_code) == ("diverged", "broken", 1)
     assert verdict.difference is not None
     assert (verdict.difference.update, verdict.updates) == (EDITED, EDITED)
-    assert f"diverged at update {EDITED}: " in str(verdict)
+    assert f"update {EDITED}: " in str(verdict)
     if pinned:
         assert verdict.difference.field in ("items", "loss", "grad_norm", "weights")
     else:
@@ -199,7 +200,7 @@ def test_an_edited_checkpoint_is_named(trained: Path) -> None:
     verdict = reproduced(trained)
     assert verdict.difference is not None
     assert (verdict.difference.update, verdict.difference.field) == (3, "checkpoint")
-    assert "state.json says" in verdict.difference.sentence
+    assert "state.json" in verdict.difference.sentence
     _rewrite_state(middle, weights)
     verdict = reproduced(trained)
     assert verdict.difference is not None
@@ -244,7 +245,8 @@ def test_what_the_trainer_goes_on_from_is_compared(trained: Path, edit: Callable
     verdict = reproduced(trained)
     assert verdict.difference is not None
     assert (verdict.exit_code, verdict.difference.update, verdict.difference.field) == (1, 3, "trainer")
-    assert verdict.difference.sentence.startswith(f"{place} of the trainer's state in {middle.path}")
+    assert verdict.difference.sentence.startswith(f"{place} ")
+    assert str(middle.path) in verdict.difference.sentence
     assert verdict.difference.recorded != verdict.difference.found
     assert (verdict.checkpoints, verdict.trainers) == (1, 1), "those before it are as they should be"
 
@@ -290,7 +292,7 @@ def test_what_is_missing_is_unverifiable(trained: Path, tmp_path: Path) -> None:
     assert str(tape) in verdict.reason
     short = shutil.copytree(trained, tmp_path / "short" / "run")
     rewrite(short, lambda body: None if of_update(body) else body)
-    assert "update 2 is not in the ledger, but update 3 is" in str(reproduced(short))
+    assert re.search(r"update 2\b.*update 3\b", str(reproduced(short)))
     rewrite(trained, lambda body: None if body["t"] == "use" and body["update"] == 4 else body)
     with Store.open(trained, cache=False) as store:
         verdict = retrace(history_in(store, tmp_path / "scratch", CONFIG), until=5)
@@ -308,7 +310,7 @@ def test_other_base_weights_are_no_divergence(trained: Path) -> None:
     rewrite(trained, lambda body: begun[0] if body["t"] == "publish" and body["version"] == "run:1" else body)
     verdict = reproduced(trained)
     assert (verdict.outcome, verdict.updates) == ("unverifiable", 0)
-    assert "base weights" in str(verdict)
+    assert "0" * 64 in str(verdict)
 
 
 def test_another_torch_is_an_excuse_only_where_bits_differ(trained: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,9 @@ def test_a_run_with_pictures_has_a_column_of_images(run: Path, tmp_path: Path):
 
 def test_rows_with_pictures_are_never_taken_for_text(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["export", str(run), str(tmp_path / "x.jsonl")]) == 64
-    assert "can't hold the run's pictures" in capsys.readouterr().err
+    assert " pictures" in capsys.readouterr().err
     assert not (tmp_path / "x.jsonl").exists()
-    with pytest.raises(BadBatch, match="row 0 shows pictures"):
+    with pytest.raises(BadBatch, match=r"row 0\b.*`images`"):
         collate(list(tr.open(run).dataset()))
 
 
@@ -77,6 +78,7 @@ def test_a_run_of_texts_keeps_its_columns(tmp_path: Path):
 
 
 def test_a_missing_file_is_named(run: Path):
-    next((run / "tapes/media").iterdir()).unlink()
-    with pytest.raises(Exception, match="is missing, but a record names it"):
+    gone = next((run / "tapes/media").iterdir())
+    gone.unlink()
+    with pytest.raises(Exception, match=rf"{re.escape(gone.name)}.*\bmissing\b"):
         tr.open(run).dataset()

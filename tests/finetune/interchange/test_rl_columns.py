@@ -152,16 +152,16 @@ def test_only_what_was_asked_for_is_in_the_dataset(run: tr.Run):
     whole = run.dataset()
     best = run.dataset(min_reward=0.5, status="finished")
     assert len(best) == sum((line["reward"] or 0) >= 0.5 and line["status"] == "finished" for line in whole)
-    with pytest.raises(UsageError, match="no tape of the split 'none'"):
+    with pytest.raises(UsageError, match="'none'"):
         run.dataset(split="none", streaming=True)
-    with pytest.raises(NothingToExport, match="no closed tape fits"):
+    with pytest.raises(NothingToExport):
         run.dataset(min_reward=99)
     with pytest.raises(NothingToExport):
         list(run.dataset(min_reward=99, streaming=True))
 
 
 def test_a_tape_of_text_is_an_error_that_asks_for_the_tokenizer(folder: Path):
-    with pytest.raises(NotATape, match="tokenizer of the model"):
+    with pytest.raises(NotATape, match="`Renderer`"):
         to_dataset([played("7")])
     renderer = Renderer(AutoTokenizer.from_pretrained(folder))
     (line,) = to_dataset([played("7")], renderer=renderer)

@@ -27,6 +27,7 @@ from tapereel.finetune.interchange.rl_dataset import (
 )
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.common.stats import REWARD_LIMIT
 from tapereel.tapes.errors import UsageError
@@ -78,9 +79,9 @@ def test_old_is_finite_exactly_on_the_targets_and_in_their_order(pattern):
 
 @pytest.mark.ledger("F05")
 def test_a_log_prob_too_many_or_too_few_is_refused():
-    with pytest.raises(BadBatch, match="1 old_logprobs for 2 targets"):
+    with pytest.raises(BadBatch, match=r"\b1 old_logprobs\b.*\b2\b"):
         prepare_rl_fields({"labels": [-100, 3, 4]}, 1.0, [-1.0])
-    with pytest.raises(BadBatch, match="3 ref_logprobs for 2 targets"):
+    with pytest.raises(BadBatch, match=r"\b3 ref_logprobs\b.*\b2\b"):
         prepare_rl_fields({"labels": [-100, 3, 4]}, 1.0, [-1.0, -1.0], [-1.0] * 3)
 
 
@@ -105,9 +106,9 @@ def test_the_dataset_pass_gives_group_advantages_and_keeps_rows_in_their_order()
 def test_rows_of_one_tape_are_one_episode_and_must_agree():
     got = update_rewards_and_advantages(made([1, 1, 1, 0], tapes=["a", "a", "a", "b"]), RLConfig())
     assert [r["advantages"][1] for r in got] == pytest.approx([math.sqrt(0.5)] * 3 + [-math.sqrt(0.5)], rel=1e-6)
-    with pytest.raises(BadBatch, match="disagree on its reward"):
+    with pytest.raises(BadBatch, match=r"'a'.*\bstatus\b"):
         update_rewards_and_advantages(made([1, 0], tapes=["a", "a"]), RLConfig())
-    with pytest.raises(BadBatch, match="no column 'group_id'"):
+    with pytest.raises(BadBatch, match=r"'group_id'.*\binput_ids\b"):
         update_rewards_and_advantages(made([1, 0]).remove_columns("group_id"), RLConfig())
 
 
@@ -202,7 +203,7 @@ def test_one_step_on_a_collated_batch_equals_the_trainers(algo, side):
     loss, stats = rl_step(model, collate(list(data), side=side), config)
     loss.backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters()}
-    trainer = Trainer(model, get_recipe(algo), lr=0.0, grad_clip=None)
+    trainer = Trainer(model, get_recipe(algo), TrainerOptions(lr=0.0, grad_clip=None))
     prepared = trainer.prepare(rows, episodes)
     trainer.optimizer.zero_grad()
     done = trainer._accumulate(rows, prepared.batch.part())
@@ -290,7 +291,7 @@ def test_a_recipe_that_needs_whole_episodes_is_refused_and_so_is_an_unknown_key(
     assert RLConfig(algo="tapereel.finetune.recipes.grpo:dr_grpo").recipe() == get_recipe("dr_grpo")
     data = populate_rl_data(to_dataset([row("a")], [episode("a")]), RLConfig())
     without = {k: v for k, v in collate(list(data)).items() if k != "ref_logprobs"}
-    with pytest.raises(BadBatch, match="reference model"):
+    with pytest.raises(BadBatch, match="'ref_logprobs'"):
         rl_step(tiny_model(), without, RLConfig(kl_coef=0.1))
 
 
@@ -410,11 +411,11 @@ def test_every_recipe_of_a_step_equals_the_trainer_whole_and_in_parts(algo):
 @pytest.mark.parametrize(
     ("algo", "why"),
     [
-        ("ppo", "needs a value per token"),
-        ("gspo", "needs them: use Trainer"),
-        ("decoupled_ppo", "needs them: use Trainer"),
-        ("minor_sft", "needs them: use Trainer"),
-        ("distill", "reads a teacher model's log-probs"),
+        ("ppo", "'ppo'.*critic="),
+        ("gspo", "'gspo'.*Trainer"),
+        ("decoupled_ppo", "'decoupled_ppo'.*Trainer"),
+        ("minor_sft", "'minor_sft'.*Trainer"),
+        ("distill", "'distill'.*teacher="),
     ],
 )
 def test_a_recipe_that_needs_more_than_a_batch_is_refused_before_the_pass(algo, why):
@@ -455,7 +456,7 @@ def broken(column: str, at: int, value: float = math.nan, **config):
 )
 def test_an_unknown_number_that_the_loss_reads_is_an_error_with_its_place(column, value, config, side):
     data, chosen = broken(column, 2, value, **config)
-    with pytest.raises(BadBatch, match=rf"column '{column}' is -?\w+ in row 2, token 2"):
+    with pytest.raises(BadBatch, match=rf"'{column}'.* -?\w+ .*row 2, token 2"):
         rl_step(tiny_model(), collate(data, side=side), chosen)
     data, chosen = broken(column, 0, value, **config)
     assert math.isfinite(rl_step(tiny_model(), collate(data, side=side), chosen)[0].item()), "not an own token"
@@ -463,13 +464,13 @@ def test_an_unknown_number_that_the_loss_reads_is_an_error_with_its_place(column
     if column != "weights":
         data[2]["weights"][2] = 0.0
         assert math.isfinite(rl_step(tiny_model(), collate(data, side=side), chosen)[0].item()), "it doesn't train"
-    with pytest.raises(BadBatch, match=f"no column '{column}'"):
+    with pytest.raises(BadBatch, match=rf"'{column}'.*\binput_ids\b"):
         rl_step(tiny_model(), {k: v for k, v in collate(data).items() if k != column}, chosen)
 
 
 @pytest.mark.parametrize("reward", [2 * REWARD_LIMIT, -1e200, 1e308, math.inf])
 def test_a_reward_beyond_the_limit_is_refused_with_its_row(reward: float):
-    with pytest.raises(BadBatch, match=rf"column 'rewards' is {re.escape(f'{reward:g}')} in row 1"):
+    with pytest.raises(BadBatch, match=rf"'rewards'.* {re.escape(f'{reward:g}')} .*row 1\b"):
         populate_rl_data(made([1.0, reward, 0.0]), RLConfig())
     populate_rl_data(made([REWARD_LIMIT, -REWARD_LIMIT, 0.0]), RLConfig())
 
@@ -477,11 +478,11 @@ def test_a_reward_beyond_the_limit_is_refused_with_its_row(reward: float):
 @pytest.mark.ledger("F30", "F81")
 def test_a_kl_in_the_reward_without_reference_log_probs_names_column_and_row():
     config = RLConfig(reward_minus_kl_coef=0.1)
-    with pytest.raises(BadBatch, match="'ref_logprobs' is nan in row 0, token 1, which trains: fill it with"):
+    with pytest.raises(BadBatch, match=r"'ref_logprobs'.*\bnan\b.*row 0, token 1\b.*fill_ref_logprobs"):
         populate_rl_data(made([1, 0]), config)
     line = made([1, 0, 1], ref=[-1.0, -1.0]).to_list()
     line[1]["ref_logprobs"][2] = None
-    with pytest.raises(BadBatch, match="'ref_logprobs' is nan in row 1, token 2"):
+    with pytest.raises(BadBatch, match=r"'ref_logprobs'.*\bnan\b.*row 1, token 2\b"):
         populate_rl_data(Dataset.from_list(line), config)
     line[1] |= {"rewards": [None] * 3}
     assert populate_rl_data(Dataset.from_list(line), config)["weights"][1][1:] == [0.0, 0.0], "unscored: doesn't train"
@@ -494,16 +495,16 @@ def test_a_loss_that_is_not_finite_is_an_error_and_nothing_has_a_gradient():
     batch_ = collate(list(populate_rl_data(made([1, 0]), config)))
     with torch.no_grad():
         model.lm_head.weight[0, 0] = math.nan
-    with pytest.raises(LossNotFinite, match=r"the loss is nan: the model's log-prob of row 0, token 1 is nan"):
+    with pytest.raises(LossNotFinite, match=r"\bnan\b.*row 0, token 1\b.*\bnan\b"):
         rl_step(model, batch_, config)
     assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.ledger("F06")
 def test_a_pass_that_could_train_on_nothing_says_which_column_is_empty():
-    with pytest.raises(BadBatch, match="'rewards' is NaN in every row"):
+    with pytest.raises(BadBatch, match=r"'rewards'.*\bNaN\b"):
         populate_rl_data(made([None, None]), RLConfig())
-    with pytest.raises(BadBatch, match="'old_logprobs' is NaN in every row"):
+    with pytest.raises(BadBatch, match=r"'old_logprobs'.*\bNaN\b"):
         populate_rl_data(made([1, 0], old=[math.nan] * 2), RLConfig())
     assert populate_rl_data(made([None, None], old=[math.nan] * 2), RLConfig(algo="sft"))["weights"][0][1:] == [1, 1]
     cancelled = made([1, 0]).add_column("status", ["cancelled"] * 2)
@@ -518,20 +519,20 @@ def test_the_status_decides_who_trains_and_who_counts_in_the_group():
     want = [math.nan, -1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3)]
     assert [line["advantages"][1] for line in got] == pytest.approx(want, rel=1e-6, nan_ok=True)
     assert [line["weights"][1] for line in got] == [0, 1, 1, 1]
-    with pytest.raises(BadBatch, match="columns 'status' and 'cause' of row 1: 'done' is not a valid Status"):
+    with pytest.raises(BadBatch, match=r"'status'.*row 1\b.*'done'"):
         populate_rl_data(made([1, 0]).add_column("status", ["finished", "done"]), RLConfig())
     both = made([1, 1], tapes=["a", "a"]).add_column("status", ["finished", "cancelled"])
-    with pytest.raises(BadBatch, match="disagree on its reward, group or status"):
+    with pytest.raises(BadBatch, match=r"'a'.*\bstatus\b"):
         populate_rl_data(both, RLConfig())
 
 
 def test_what_is_no_whole_dataset_or_has_no_name_is_refused():
-    with pytest.raises(UsageError, match="not IterableDataset"):
+    with pytest.raises(UsageError, match="IterableDataset"):
         populate_rl_data(made([1, 0]).to_iterable_dataset(), RLConfig())  # type: ignore[arg-type]
     for name in ("group_id", "tape_id"):
         data = made([1, 0]).to_list()
         data[1][name] = None
-        with pytest.raises(BadBatch, match=f"column '{name}' is null in row 1"):
+        with pytest.raises(BadBatch, match=rf"'{name}'.*\bnull\b.*row 1\b"):
             populate_rl_data(Dataset.from_list(data), RLConfig())
 
 
@@ -558,12 +559,12 @@ def test_rewards_that_were_changed_without_those_of_the_turns_are_refused():
         [1.0, math.nan, 0.75, 0.75], nan_ok=True
     )
     changed = data.map(lambda line: {"rewards": [2.0] * len(line["rewards"]), "reward": 2.0})
-    with pytest.raises(BadBatch, match="`turn_rewards` add up to 1, `rewards` says 2"):
+    with pytest.raises(BadBatch, match=r"`turn_rewards`.*\b1\b.*`rewards`.*\b2\b"):
         populate_rl_data(changed, config)
     assert populate_rl_data(changed.remove_columns("turn_rewards"), config)["advantages"][0][2] == 2.0
 
 
 def test_a_reference_refuses_a_dataset_with_pictures() -> None:
     dataset = Dataset.from_dict({"input_ids": [[1, 2]], "images": [[None]]})
-    with pytest.raises(UsageError, match="the dataset has pictures"):
+    with pytest.raises(UsageError, match="`images`"):
         fill_ref_logprobs(dataset, tiny_model(), RLConfig())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,10 @@ def test_the_command_line_says_what_is_lost_and_left_out(run: Path, tmp_path: Pa
     out = str(tmp_path / "pairs.jsonl")
     assert main(["export", str(run), out, "--format", "preference", "--json"]) == Exit.HOLDS
     said = capsys.readouterr()
-    assert json.loads(said.out)["left_out"]["in no group"] == 1
-    assert "1 tapes left out: in no group" in said.err
-    assert all(f"not in this format: {sentence}" in said.err for sentence in FORMATS["preference"].loses)
+    left_out = json.loads(said.out)["left_out"]
+    assert left_out["in no group"] == 1
+    assert all(why in said.err for why in left_out)
+    assert all(sentence in said.err for sentence in FORMATS["preference"].loses)
     out = str(tmp_path / "shown.jsonl")
     assert main(["export", str(run), out, "--format", "sft"]) == Exit.HOLDS
     capsys.readouterr()
@@ -133,7 +135,7 @@ def test_the_command_line_says_what_is_lost_and_left_out(run: Path, tmp_path: Pa
 
 def test_what_is_there_stays(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there.jsonl").write_text("mine")
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match=r"there\.jsonl"):
         write([], tmp_path / "there.jsonl", "sft")
     with pytest.raises(UsageError, match="csv"):
         write([], tmp_path / "x.csv", "sft")
@@ -158,7 +160,7 @@ def test_reading_a_file_again_adds_only_what_is_new_in_it(run: Path, tmp_path: P
         (0, 2),
     ]
     assert main(["import", str(file), str(tmp_path / "into"), "--format", "sft"]) == Exit.HOLDS
-    assert "0 tapes of 2 sft records; 2 more were in the run already, with the same content" in capsys.readouterr().out
+    assert re.search(r"\b0\b.*\b2\b.*\bsft\b.*\b2\b", capsys.readouterr().out)
     assert read(file, tmp_path / "into", "sft", split="demo").tapes == 2, "in another split it is another tape"
     assert len(tapes_of(tmp_path / "into")) == 6
 
@@ -217,6 +219,6 @@ def test_the_standard_forms_of_trl_are_read(tmp_path: Path, format: str, row: An
 )
 def test_a_row_of_neither_form_says_which_there_are(tmp_path: Path, row: Any) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    with pytest.raises(BadImport, match="a row has `messages`, or `prompt` and `completion`"):
+    with pytest.raises(BadImport, match=r"`messages`.*`prompt`.*`completion`"):
         read(tmp_path / "rows.jsonl", tmp_path / "run", "sft")
     assert not (tmp_path / "run").exists()

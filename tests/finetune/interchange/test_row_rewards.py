@@ -33,9 +33,9 @@ def test_a_row_has_one_reward_which_both_functions_read(config):
         assert rl_step(tiny_model(), collate(rows), chosen)[1]["weights/max"] == pytest.approx(want)
     for bad in ([5.0, 3.0, 3.0], [3.0, 3.0, 5.0], [3.0, math.nan, 3.0], [3.0, math.inf, 3.0], [3.0, None, None]):
         for side in ("right", "left") if config else ():
-            with pytest.raises(BadBatch, match=r"'rewards' is (5|nan|inf|3) in row 0, token [012]"):
+            with pytest.raises(BadBatch, match=r"'rewards'.*\b(5|nan|inf|3)\b.*row 0, token [012]"):
                 rl_step(tiny_model(), collate(changed(rewards=bad), side=side), chosen)
-        with pytest.raises(BadBatch, match=r"'rewards' is (5|nan|inf|3) in row 0, token [012]"):
+        with pytest.raises(BadBatch, match=r"'rewards'.*\b(5|nan|inf|3)\b.*row 0, token [012]"):
             populate_rl_data(Dataset.from_list(changed(rewards=bad)), chosen)
 
 
@@ -45,12 +45,12 @@ def test_the_reward_of_a_row_is_that_of_its_tokens():
     for row_of, value in ((0, 2.0), (1, math.nan), (1, None), (2, 0.0)):
         lines = data.to_list()
         lines[row_of]["reward"] = value
-        with pytest.raises(BadBatch, match=rf"'reward' is (2|nan|0) in row {row_of}"):
+        with pytest.raises(BadBatch, match=rf"'reward'.*\b(2|nan|0)\b.*row {row_of}\b"):
             populate_rl_data(Dataset.from_list(lines), config)
     priced = RLConfig(reward_minus_kl_coef=0.5)
     scored = made([3.0, 1.0], ref=[-1.5, -1.0]).add_column("reward", [3.0, 1.0])
     once = populate_rl_data(scored, priced)
-    with pytest.raises(BadBatch, match="'reward' is 3 in row 0"):
+    with pytest.raises(BadBatch, match=r"'reward'.*\b3\b.*row 0\b"):
         populate_rl_data(once, priced)  # it would be priced twice
 
 
@@ -58,7 +58,7 @@ def test_the_reward_of_a_row_is_that_of_its_tokens():
 def test_a_log_prob_that_no_engine_can_have_is_refused(value):
     data = made([1, 0]).to_list()
     data[1]["old_logprobs"][2] = value
-    with pytest.raises(BadBatch, match=rf"'old_logprobs' is {value:g} in row 1, token 2"):
+    with pytest.raises(BadBatch, match=rf"'old_logprobs'.* {value:g} .*row 1, token 2"):
         populate_rl_data(Dataset.from_list(data), RLConfig())
     stopped = Dataset.from_list([line | {"status": "finished" if k == 0 else "crashed"} for k, line in enumerate(data)])
     assert populate_rl_data(stopped, RLConfig())["weights"][1][1:] == [0.0, 0.0], "it doesn't train"
@@ -66,5 +66,5 @@ def test_a_log_prob_that_no_engine_can_have_is_refused(value):
     data[1]["old_logprobs"][2] = -1.0
     assert populate_rl_data(Dataset.from_list(data), RLConfig())["weights"][1][1:] == [1.0, 1.0], "not an own token"
     rows = [row("a", old=[-1.0, value, -1.0])]
-    with pytest.raises(BadBatch, match=f"'a' has a log-prob of {value:g}"):
+    with pytest.raises(BadBatch, match=f"'a'.* {value:g}"):
         Trainer(tiny_model(), get_recipe("grpo")).update(rows, [episode("a")])

@@ -24,6 +24,7 @@ from tapereel.finetune.history.history import History
 from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig
 from tapereel.finetune.loop.loop import Loop, UpdateReport
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Sampling, Tape, Text
 from tapereel.tapes.store.store import Store
@@ -124,7 +125,9 @@ def history_in(
 
     def make(phase: str) -> Trainer:
         recipe = get_recipe("sft") if phase.startswith("sft") else get_recipe(config.recipe, changes or config.changes)
-        return Trainer(policy, recipe, lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens)
+        return Trainer(
+            policy, recipe, TrainerOptions(lr=config.optimiser.lr, micro_tokens=config.optimiser.micro_tokens)
+        )
 
     return History(store, lineage, directory / "checkpoints", policy, make, renderer=RENDERER, tokenizer=WORDS)
 

@@ -4,6 +4,7 @@ tests/contract has the real one."""
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_a_run_that_trains_adapters_publishes_checkpoints_and_derives_them_again
             },
             "trainer": {"lora": {"rank": 2, "alpha": 4}},
         }
-        with pytest.raises(ValueError, match=r"loop\.publish=reprefill can't be done with adapters"):
+        with pytest.raises(ValueError, match=r"loop\.publish=reprefill.*loop\.publish=drain"):
             TrainConfig(**scene, loop=settings_of())
         # The made-up log-probs are nobody's, so they can't be compared with the trainer's.
         loop = settings_of(
@@ -113,10 +114,10 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
     assert {name: tensor.tolist() for name, tensor in found.state_dict().items()} == {
         name: tensor.tolist() for name, tensor in trained.items()
     }
-    words = ["run", "--agent", scene["agent"], "--env", scene["env"], "--tasks", '["a", "b"]', "--out"]
+    words = ["run", "--agent", scene["agent"], "--env", scene["env"], "--set", 'tasks=["a", "b"]', "--out"]
     assert main([*words, str(tmp_path / "again"), "--model", summary.model]) == 0
     assert main([*words, str(tmp_path / "no"), "--model", str(folder), "--set", "engine.lora.rank=2"]) == 64
-    assert "unknown key engine.lora" in capsys.readouterr().err
+    assert "engine.lora" in capsys.readouterr().err
 
 
 def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) -> None:
@@ -126,10 +127,10 @@ def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) ->
     WORDS.save_pretrained(adapters)
     assert load_pretrained(adapters).model.peft_config
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(BadModel, match="model', which isn't here"):
+    with pytest.raises(BadModel, match=re.escape(f"'{folder}'")):
         load_pretrained(adapters)
     (adapters / "adapter_config.json").write_text("{}")
-    with pytest.raises(BadModel, match="doesn't say which model"):
+    with pytest.raises(BadModel, match=r"adapter_config\.json.*\w+Error\b"):
         load_pretrained(adapters)
 
 
@@ -144,7 +145,7 @@ def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
         "evaluation": {"fraction": 0},
     }
     loop = settings_of(updates=2, max_lag=0, checkpoint_every=1, sampler_tolerance=0.1).model_dump()
-    with pytest.raises(ValueError, match=r"trainer\.dtype=bfloat16 rounds most"):
+    with pytest.raises(ValueError, match=r"trainer\.dtype=bfloat16\b"):
         TrainConfig.model_validate({**scene, "engine": load, "trainer": {"dtype": "bfloat16"}, "loop": loop})
     trainer = {"dtype": "bfloat16", "lora": {"rank": 2}}
     config = TrainConfig.model_validate({**scene, "engine": load, "trainer": trainer, "loop": loop})

@@ -149,12 +149,12 @@ def test_flash_attention_wants_bfloat16(folder: Path, loop: dict[str, Any], miss
     if missing == "warm.optimiser":
         given["warm"] = {"tapes": "runs/shown"}
     given["trainer"]["attention"] = "flash_attention_2"
-    with pytest.raises(ValidationError, match=f"no kernels for float32: set {missing}.autocast=bfloat16"):
+    with pytest.raises(ValidationError, match=f"float32.*{missing}.autocast=bfloat16"):
         TrainConfig.model_validate(given)
 
 
 def test_a_critic_without_a_body_keeps_no_activations() -> None:
-    with pytest.raises(ValidationError, match="through its head alone"):
+    with pytest.raises(ValidationError, match=r"optimiser\.gradient_checkpointing.*`own`"):
         CriticConfig.model_validate({"body": "policy", "optimiser": {"gradient_checkpointing": True}})
 
 

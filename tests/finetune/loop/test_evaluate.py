@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -56,7 +57,7 @@ def test_pass_at_k_neither_overflows_nor_takes_what_it_can_not_know():
     assert pass_at_k(20_000, 1, 10_000) == pytest.approx(0.5, rel=1e-9)
     assert pass_at_k(5000, 2500, 2501) == 1.0
     for wrong in ((4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)):
-        with pytest.raises(ValueError, match="there is no pass@"):
+        with pytest.raises(ValueError, match=f"pass@{wrong[2]} "):
             pass_at_k(*wrong)
 
 
@@ -139,7 +140,7 @@ def test_a_difference_is_paired_by_task():
     assert alone.low is not None
     assert other.high is not None
     assert alone.low < other.high
-    with pytest.raises(NothingInCommon, match="none of them the same"):
+    with pytest.raises(NothingInCommon):
         compare({"a": [1.0]}, {"b": [1.0]})
 
 
@@ -197,7 +198,7 @@ def test_an_evaluation_is_held_out_and_its_attempts_share_the_world(tmp_path: Pa
     for begins in groups.values():
         assert len({b.env_seed for b in begins}) == 1
         assert len({b.seed for b in begins}) == 3
-    with Store.create(tmp_path / "other") as store, pytest.raises(ValueError, match="choose another"):
+    with Store.create(tmp_path / "other") as store, pytest.raises(ValueError, match="'train'"):
         _evaluated(store, split="train")
 
 
@@ -222,9 +223,9 @@ def test_run_reports_pass_at_k_and_eval_reads_it_back(tmp_path: Path, capsys: py
     assert read["difference"]["reward"]["value"] == pytest.approx(1 - read["against_scores"]["reward"]["value"])
     assert main(["eval", out, "--by", "kind"]) == 0
     assert "without kind:" in capsys.readouterr().out
-    assert "its splits: eval" in refusal_of(capsys, "eval", out, "--split", "nothing")
-    assert "is not a list of numbers above 0" in refusal_of(capsys, "eval", out, "--k", "0,two")
-    assert "takes 1 <= k <= attempts" in refusal_of(
+    assert re.search(r"'nothing'.*\beval\b", refusal_of(capsys, "eval", out, "--split", "nothing"))
+    assert "--k '0,two'" in refusal_of(capsys, "eval", out, "--k", "0,two")
+    assert "1 <= k <= attempts" in refusal_of(
         capsys, "run", *SCENE, *script, *settings("k=[9]"), "--out", str(tmp_path / "t")
     )
 

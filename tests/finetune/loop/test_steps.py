@@ -19,6 +19,7 @@ from tapereel.finetune.history.loop_config import LoopConfig
 from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, Tape
 from tapereel.tapes.errors import UsageError
@@ -78,7 +79,7 @@ def test_epochs_and_minibatches_are_in_the_record_and_made_again_bit_for_bit(tmp
 def test_64_prompts_of_8_in_batches_of_128_samples_are_4_steps_an_epoch() -> None:
     config = LoopConfig(groups=64, group_size=8, minibatches=4)
     assert config.groups * config.group_size // config.minibatches == 128
-    with pytest.raises(ValueError, match="set one of them to 1"):
+    with pytest.raises(ValueError, match=r"rollouts=2.*minibatches=2"):
         LoopConfig(rollouts=2, minibatches=2)
 
 
@@ -234,7 +235,7 @@ def test_only_the_agents_that_are_named_are_trained_and_the_others_are_context(t
 def test_an_agent_that_never_speaks_can_t_be_trained(tmp_path: Path) -> None:
     with pytest.raises(UnknownAgent, match=r"'plannr'.*'planner', 'planner/searcher'"):
         run(tmp_path / "run", settings_of(agents=("plannr",)), agent=Planner(), env=Shifted)
-    with pytest.raises(ValueError, match="no agent would be trained"):
+    with pytest.raises(ValueError, match=r"\bagents\b.*\bpath\b"):
         LoopConfig(agents=())
 
 
@@ -287,7 +288,7 @@ def test_demonstrations_that_nothing_uses_or_that_are_missing_are_refused_ahead(
     there: int,
 ) -> None:
     config = settings_of(changes=changes, demonstrations=n)
-    with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match="demonstrations is"):
+    with Store.create(tmp_path / "run") as store, pytest.raises(UsageError, match=rf"loop\.demonstrations.*\b{n}\b"):
         loop_in(store, history_in(store, tmp_path, config), config, shown=[f"t{k}" for k in range(there)])
 
 
@@ -297,7 +298,10 @@ def rich_history(store: Store, directory: Path, config: LoopConfig) -> History:
 
     def make(phase: str) -> Trainer:
         return Trainer(
-            policy, get_recipe(config.recipe, config.changes), lr=1e-2, ema=config.optimiser.ema, reference=base
+            policy,
+            get_recipe(config.recipe, config.changes),
+            TrainerOptions(lr=1e-2, ema=config.optimiser.ema),
+            reference=base,
         )
 
     return History(store, "run", directory / "checkpoints", policy, make, renderer=RENDERER)

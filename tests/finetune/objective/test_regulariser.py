@@ -77,7 +77,7 @@ def test_a_log_ratio_that_would_overflow_stays_finite_and_still_pulls():
 
 @pytest.mark.ledger("T20")
 def test_k1_as_a_loss_is_refused_with_its_reason():
-    with pytest.raises(ValidationError, match="expected gradient of 0"):
+    with pytest.raises(ValidationError, match=r"k1.*token_kl"):
         KL(estimator="k1", beta=0.1)
 
 
@@ -283,7 +283,7 @@ def test_schedules():
     linear = Schedule(**case["linear"])
     assert [linear.factor(k) for k in range(6)] == pytest.approx(case["linear_factors"], rel=1e-12)
     assert Schedule().factor(10**6) == 1.0
-    with pytest.raises(ValidationError, match="needs `total` updates"):
+    with pytest.raises(ValidationError, match="`total`"):
         Schedule(kind="cosine", warmup=5, total=5)
     assert Schedule(kind="linear", total=1).factor(1) == 0.0
     assert Schedule(kind="linear", total=1, floor=1.0).factor(5) == 1.0

@@ -60,7 +60,7 @@ def test_the_example_runs_as_its_file_says(models: Path, tmp_path: Path) -> None
     summary = learned(models, tmp_path / "run", 0, "loop.updates=2")
     assert (summary.updates, summary.players["seeker"].updates, summary.books_close) == (2, 2, True)
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert all(0 <= line[f"reward/{path}"] <= 1 for line in lines for path in (GUIDE, SEEKER))
+    assert all(0 <= line[f"reward/agent/{path}"] <= 1 for line in lines for path in (GUIDE, SEEKER))
 
 
 def test_people_read_of_each(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_people_read_of_each(models: Path, tmp_path: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     assert f"those of {GUIDE}" in out
     assert f"those of {SEEKER}" in out
-    assert f"The model of seeker: {tmp_path / 'run'}/checkpoints/seeker/update-000001/hf" in out
+    assert f"{tmp_path / 'run'}/checkpoints/seeker/update-000001/hf" in out
 
 
 def test_one_policy_may_speak_for_both(models: Path, tmp_path: Path) -> None:

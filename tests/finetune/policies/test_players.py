@@ -62,7 +62,7 @@ def test_each_learns_from_its_own_words(run: tuple[Path, Any]) -> None:
     assert {by[item[1]] for use in found["bass"] for item in use.items} == {BASS}
     assert spans[ALTO] == {"alto"}
     assert spans[BASS] == {"bass"}
-    assert {f"reward/{ALTO}", f"reward/{BASS}"} <= set(reports[0].metrics)
+    assert {f"reward/agent/{ALTO}", f"reward/agent/{BASS}"} <= set(reports[0].metrics)
 
 
 def test_the_books_close_and_the_run_verifies(run: tuple[Path, Any]) -> None:
@@ -135,14 +135,14 @@ def test_who_trains_whom_must_be_plain(tmp_path: Path) -> None:
     with Store.create(tmp_path / "run") as store:
         config = settings()
         alto, bass = two(store, tmp_path, config)
-        with pytest.raises(BadPlayers, match=r"loop\.agents must name the agents"):
+        with pytest.raises(BadPlayers, match=r"loop\.agents"):
             loop_of(store, alto, bass, settings(agents=None))
-        with pytest.raises(BadPlayers, match="two policies train 'duet/bass'"):
+        with pytest.raises(BadPlayers, match="'duet/bass'"):
             loop_of(store, alto, bass, settings(agents=(ALTO, BASS)))
-        with pytest.raises(BadPlayers, match="the loop's own lineage 'alto'"):
+        with pytest.raises(BadPlayers, match="'alto'"):
             loop_of(store, alto, history_in(store, tmp_path / "x", config, lineage="alto"), config)
         bass.updates = 5
-        with pytest.raises(BrokenHistory, match="has 5 updates, the loop's 'alto' only 0"):
+        with pytest.raises(BrokenHistory, match=r"\b5\b.*'alto'.*\b0\b"):
             loop_of(store, alto, bass, config)
         assert Player(history=bass, engine=None, agents=(BASS,)).agents == (BASS,)
 

@@ -27,7 +27,7 @@ def test_the_path_decides_and_the_nearest_above_stands_in() -> None:
     assert asked(team, "pair/white/helper") == "white"
     assert asked(team, "pair/black") == "anyone"
     assert asked(team, "pair") == "anyone"
-    with pytest.raises(EngineError, match="No engine answers for the agent 'other/white'; the team's paths: 'pair'"):
+    with pytest.raises(EngineError, match=r"'other/white'.*'pair'"):
         asked(team, "other/white")
 
 
@@ -76,9 +76,9 @@ def test_an_answer_that_was_cut_off_names_its_engine() -> None:
 
 def test_engines_that_write_differently_are_refused() -> None:
     one, other = (ScriptedEngine(lambda _: "a", renderer=Renderer(char_tokenizer(w))) for w in ("ab", "abc"))
-    with pytest.raises(BadTeam, match="different tokenizers or chat templates"):
+    with pytest.raises(BadTeam, match="'a', 'b'"):
         TeamEngine({"a": one, "b": other})
-    with pytest.raises(BadTeam, match="has no engines"):
+    with pytest.raises(BadTeam, match=r"\bpath\b"):
         TeamEngine({})
 
 

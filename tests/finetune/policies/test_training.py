@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from pathlib import Path
 from typing import Any
@@ -112,9 +113,14 @@ def test_held_out_episodes_are_sampled_with_the_weights_of_their_moment(trained:
 def test_metrics_and_results_tell_of_each(trained: Path):
     lines = read_metrics(trained / "metrics.jsonl")
     for line in (line for line in lines if line["phase"] == "rl"):
-        assert {f"reward/{GUIDE}", f"reward/{SEEKER}", "players/seeker/loss", "players/seeker/grad_norm"} <= set(line)
-        assert f"reward/{JUDGE}" not in line
-        assert line["reward"] == pytest.approx(line[f"reward/{GUIDE}"] + line[f"reward/{SEEKER}"])
+        assert {
+            f"reward/agent/{GUIDE}",
+            f"reward/agent/{SEEKER}",
+            "players/seeker/loss",
+            "players/seeker/grad_norm",
+        } <= set(line)
+        assert f"reward/agent/{JUDGE}" not in line
+        assert line["reward"] == pytest.approx(line[f"reward/agent/{GUIDE}"] + line[f"reward/agent/{SEEKER}"])
     for line in (line for line in lines if line["phase"] == "evaluation"):
         assert line["sampled"] == pytest.approx(line[f"sampled/{GUIDE}"] + line[f"sampled/{SEEKER}"])
     assert [one.update for one in checkpoints(trained / "checkpoints")] == [1, 2, 3]
@@ -159,9 +165,7 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
         (found,) = answer_of(capsys, "explain", run, "--recipe", "own", "--recipe", "dr_grpo", *words)["experiments"]
         assert (found["lineage"], found["version"]) == (lineage, f"{lineage}:2")
         assert found["lines"][0]["recorded"] is True, "its own weights, trainer and tokens"
-    assert "the players that learned there are seeker" in refusal_of(
-        capsys, "explain", run, "--recipe", "own", "--policy", "judge"
-    )
+    assert " seeker" in refusal_of(capsys, "explain", run, "--recipe", "own", "--policy", "judge")
     assert main(["view", run, "--out", str(tmp_path / "view.html")]) == 0
     capsys.readouterr()
     with RunView(trained) as view:
@@ -170,7 +174,7 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
     assert [point["phase"] for point in points] == [f"rl, {guide}"] * 3 + [f"rl, {seeker}"] * 3
     only = answer_of(capsys, "export", run, str(tmp_path / "guide.jsonl"), "--agent", GUIDE, "--split", "train")
     every = answer_of(capsys, "export", run, str(tmp_path / "all.jsonl"), "--split", "train")
-    assert "--agent is for --format rows" in refusal_of(
+    assert "--format rows" in refusal_of(
         capsys, "export", run, str(tmp_path / "x"), "--format", "sft", "--agent", GUIDE
     )
     assert 3 * only["own_tokens"] == every["own_tokens"] >= 3 * 72
@@ -183,7 +187,7 @@ def test_a_seeker_s_checkpoint_that_was_changed_breaks_the_verdict_of_the_run(mo
     text = config_file.read_text()
     config_file.write_text(text.replace(str(models / "seeker"), str(models / "guide")))
     found = answer_of(capsys, "reproduce", str(tmp_path / "run"), code=2)
-    assert "began with weights of digest" in found["players"]["seeker"]["reason"]
+    assert str(models / "guide") in found["players"]["seeker"]["reason"]
     config_file.write_text(text)
     state.write_text(json.dumps({**json.loads(state.read_text()), "update": 0}))
     assert answer_of(capsys, "reproduce", str(tmp_path / "run"), code=1)["outcome"] == "verified", "the guide's own is"
@@ -252,7 +256,7 @@ def test_other_weights_than_the_run_began_with_are_refused(models: Path, tmp_pat
     begun = config(models, updates=1, players=players)
     train(begun, tmp_path / "run")
     load_pretrained(models / "guide").model.save_pretrained(copy)
-    with pytest.raises(BrokenHistory, match=r"began with weights of digest .* those in .*model have"):
+    with pytest.raises(BrokenHistory, match=rf"[0-9a-f]{{12}}.*{re.escape(str(copy))}.*[0-9a-f]{{12}}"):
         train(begun, tmp_path / "run", resume=True)
 
 
@@ -285,31 +289,31 @@ def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"agents": None}, r"loop\.agents must name the agents"),
-        ({"agents": [GUIDE, SEEKER]}, r"'pair/seeker' stands in loop\.agents, .* and in players\.seeker"),
+        ({"agents": None}, r"\bloop\.agents\b"),
+        ({"agents": [GUIDE, SEEKER]}, r"'pair/seeker'.*loop\.agents.*players\.seeker"),
         (
             {
                 "players": {
                     "a": {"agents": [JUDGE, JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}
                 }
             },
-            "'pair/judge' stands there twice",
+            "'pair/judge'",
         ),
         (
             {"players": {"a": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}}}},
-            "kind scripted has no weights that could be trained: set `frozen",
+            "scripted.*`frozen: true`",
         ),
         (
             {"players": {"a": {"agents": [JUDGE], "engine": {"kind": "litellm", "model": "openai/x"}}}},
-            "kind litellm has no weights that could be trained",
+            "litellm.*`frozen: true`",
         ),
         (
             {"players": {"a/b": {"agents": [JUDGE], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
-            "players.a/b.*should match pattern",
+            "players.a/b.*pattern",
         ),
         (
             {"players": {"a": {"agents": [], "engine": {"kind": "scripted", "answers": ["b"]}, "frozen": True}}},
-            "players.a.agents.*at least 1 item",
+            r"players\.a\.agents.*\b1\b",
         ),
         (
             {
@@ -322,13 +326,13 @@ def test_any_engine_that_writes_alike_may_be_frozen(models: Path, tmp_path: Path
                     }
                 }
             },
-            "A frozen player can't have an optimiser",
+            "`optimiser`.*`frozen: false`",
         ),
         (
             {"players": {"a": {"agents": [JUDGE], "engin": {}}}},
-            r"unknown key players\.a\.engin.*did you mean players\.a\.engine",
+            r"players\.a\.engin\b.*players\.a\.engine\b",
         ),
-        ({"warm": {"tapes": "x"}}, r"a warm start teaches the model of `engine` alone"),
+        ({"warm": {"tapes": "x"}}, r"players\.NAME\.engine\.model"),
     ],
 )
 def test_players_that_make_no_sense_are_refused(models: Path, tmp_path: Path, change: Any, says: str):
@@ -340,7 +344,7 @@ def test_players_that_make_no_sense_are_refused(models: Path, tmp_path: Path, ch
 def test_adapters_of_a_player_drain_as_those_of_the_loop_do(models: Path):
     engine = {"kind": "vllm", "model": "x", "urls": ["http://127.0.0.1:1"], "publish": "lora"}
     player = {"agents": [SEEKER], "engine": engine, "trainer": {"lora": {"rank": 2}}}
-    with pytest.raises(ValueError, match=r"set loop\.publish=drain, or players\.seeker\.engine\.publish=reload"):
+    with pytest.raises(ValueError, match=r"loop\.publish=drain.*players\.seeker\.engine\.publish=reload"):
         config(models, players={"seeker": player})
     assert config(models, players={"seeker": player}, publish="drain").players["seeker"].engine.kind == "vllm"
 
@@ -351,14 +355,14 @@ def test_models_that_write_otherwise_are_refused_before_anything_is_written(mode
     tokenizer.save_pretrained(tmp_path / "other")
     assert Renderer(tokenizer).tokenizer_hash
     play = config(models, players={"judge": frozen(tmp_path / "other")})
-    with pytest.raises(BadTeam, match=r"The engines 'engine', 'players\.judge' have different tokenizers"):
+    with pytest.raises(BadTeam, match=r"'engine', 'players\.judge'"):
         train(play, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_an_agent_that_nobody_is_stops_the_run(models: Path, tmp_path: Path):
     play = config(models, players={"seeker": {**learns(models), "agents": ["pair/seker"]}})
-    with pytest.raises(UnknownAgent, match="the player seeker names 'pair/seker', but the agents that spoke are"):
+    with pytest.raises(UnknownAgent, match=r"seeker.*'pair/seker'"):
         train(play, tmp_path / "run")
 
 
@@ -366,7 +370,7 @@ def test_several_processes_train_no_players(models: Path, tmp_path: Path):
     class Two(Ranks):
         size = 2
 
-    with pytest.raises(UsageError, match="players that learn need updates too"):
+    with pytest.raises(UsageError, match=r"players\.NAME\.frozen"):
         TrainingRun(*config(models).resolve(), tmp_path / "run", silent, Two())
     alone = config(models, players={"judge": frozen(models / "guide")})
     assert TrainingRun(*alone.resolve(), tmp_path / "run", silent, Ranks()).team.policies == {}
@@ -388,7 +392,7 @@ def test_players_learn_from_the_teacher_of_the_loop(models: Path, tmp_path: Path
     found.tokenizer.save_pretrained(teacher)
     learn: dict[str, Any] = {"updates": 1, "recipe": "distill", "group_size": 2}
     one = {"seeker": learns(models)}
-    with pytest.raises(UsageError, match="same weights as the model that is trained"):
+    with pytest.raises(UsageError, match=r"loop\.teacher=.*\bweights\b"):
         train(config(models, **learn, players=one, teacher=str(models / "seeker")), run)
     assert not run.exists()
     train(config(models, **learn, players=one, teacher=str(teacher)), run)
@@ -423,7 +427,7 @@ def test_a_warm_start_imitates_the_agents_that_are_trained_and_no_others(models:
     assert len(first.items) == 8
     assert {by[item[0], item[1]] for item in first.items} == {GUIDE}
     nobody = {**play, "warm": warm, "loop": {**play["loop"], "agents": ["pair/nobody"]}}
-    with pytest.raises(UnknownAgent, match=r"loop\.agents names 'pair/nobody'"):
+    with pytest.raises(UnknownAgent, match=r"loop\.agents.*'pair/nobody'"):
         train(TrainConfig.model_validate(nobody), tmp_path / "none")
 
 

@@ -16,6 +16,7 @@ from tapereel.finetune.history.loop_config import LoopConfig
 from tapereel.finetune.objective import PPO, Baseline, Surrogate
 from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
@@ -47,7 +48,7 @@ def test_an_own_term_takes_an_update_and_reports_its_metric():
     model = tiny_model()
     rows, episodes = batch(model=model)
     before = [p.clone() for p in model.parameters()]
-    stats = Trainer(model, mine, lr=1e-2).update(rows, episodes)
+    stats = Trainer(model, mine, TrainerOptions(lr=1e-2)).update(rows, episodes)
     assert stats.skipped is None
     assert stats.sums.mean("quadratic") is not None
     assert any(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
@@ -98,25 +99,25 @@ def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_pa
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, env=environment)
     plain = json.loads(done.stdout)
     assert plain["surrogate"]["kind"] == "own_term_script:Mine"
-    with pytest.raises(UsageError, match="run in the folder of that module, or add it to PYTHONPATH"):
+    with pytest.raises(UsageError, match=r"'own_term_script:Mine'.*PYTHONPATH"):
         read(plain)
     (tmp_path / "recipes.json").write_text(json.dumps({"rl": plain}), encoding="utf-8")
     found = read_recipes(tmp_path)["rl"]
     assert isinstance(found, UsageError)
-    assert "own_term_script:Mine is code that was not imported" in str(found)
+    assert "own_term_script:Mine" in str(found)
     (tmp_path / "recipes.json").write_text("[]", encoding="utf-8")
-    with pytest.raises(BrokenRecipes, match="holds no recipes"):
+    with pytest.raises(BrokenRecipes, match=r"recipes\.json"):
         read_recipes(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "error", "says"),
     [
-        ("no_such_module:mine", UsageError, "there is no module 'no_such_module'"),
-        (f"{Quadratic.__module__}:yours", UsageError, "has no 'yours'"),
-        ("no_such_file.py:mine", UsageError, "there is no file"),
-        (f"{Quadratic.__module__}:no_recipe", UsageError, "which is no Recipe: assign a Recipe to that name"),
-        (f"{Quadratic.__module__}:Quadratic", UsageError, "which is no Recipe"),
+        ("no_such_module:mine", UsageError, "'no_such_module'"),
+        (f"{Quadratic.__module__}:yours", UsageError, "'yours'"),
+        ("no_such_file.py:mine", UsageError, r"/no_such_file\.py"),
+        (f"{Quadratic.__module__}:no_recipe", UsageError, "no_recipe'.*get_recipe"),
+        (f"{Quadratic.__module__}:Quadratic", UsageError, "Quadratic'.*get_recipe"),
     ],
 )
 def test_a_wrong_name_of_an_own_recipe_is_refused(name: str, error: type[Exception], says: str):
@@ -127,11 +128,14 @@ def test_a_wrong_name_of_an_own_recipe_is_refused(name: str, error: type[Excepti
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"surrogate": {"kind": f"{Quadratic.__module__}:Confidence"}}, "no subclass of .*Surrogate: derive it"),
-        ({"surrogate": {"kind": f"{Quadratic.__module__}:Quadratic", "bta": 1}}, "constants of .*bta"),
-        ({"surrogate": {"kind": f"{Quadratic.__module__}:Quadratic", "beta": -1}}, "constants of .*beta"),
+        (
+            {"surrogate": {"kind": f"{Quadratic.__module__}:Confidence"}},
+            r"Confidence'.*objective\.surrogate\.Surrogate",
+        ),
+        ({"surrogate": {"kind": f"{Quadratic.__module__}:Quadratic", "bta": 1}}, r"Quadratic\b.*\bbta\b"),
+        ({"surrogate": {"kind": f"{Quadratic.__module__}:Quadratic", "beta": -1}}, r"Quadratic\b.*\bbeta\b"),
         ({"surrogate": Confidence()}, "surrogate"),
-        ({"surrogate": {"kind": "nowhere:Loss"}}, "kind 'nowhere:Loss' can't be imported"),
+        ({"surrogate": {"kind": "nowhere:Loss"}}, "'nowhere:Loss'"),
     ],
 )
 def test_a_wrong_own_term_is_refused(changes: dict, says: str):
@@ -146,14 +150,14 @@ def test_a_class_that_no_record_could_name_is_refused():
     class Mean(Baseline):
         pass
 
-    with pytest.raises(UsageError, match="define the class at the top level"):
+    with pytest.raises(UsageError, match=r"<locals>\.Inside"):
         get_recipe("grpo", {"surrogate": Inside()})
     with pytest.raises(UsageError):
         get_recipe("grpo", {"baseline": Mean()})
 
 
 def test_a_term_without_a_loss_says_what_is_missing():
-    with pytest.raises(NotImplementedError, match="Surrogate has no __call__: define the loss of each token there"):
+    with pytest.raises(NotImplementedError, match=r"Surrogate.*__call__"):
         Surrogate()(*[torch.zeros(1)] * 4, None, None)  # type: ignore[arg-type]
 
 
@@ -219,7 +223,7 @@ def test_a_run_says_at_its_start_which_limit_no_episode_reaches(
     tr.train(tr.ChatAgent(), Never, ["a"], model, updates=0, recipe=recipe, out=tmp_path / "run", settings=own)
     found = [line for line in caplog.messages if line.startswith("recipe ")]
     assert [told in line for line in found] == ([True] if told else []), caplog.messages
-    assert all("at most 6 " in line or "at most 4 " in line or "at most 5 " in line for line in found)
+    assert all(" 6 " in line or " 4 " in line or " 5 " in line for line in found)
 
 
 class Never(tr.Environment):

@@ -21,6 +21,7 @@ from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import RECIPES, get_recipe, read
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
@@ -109,7 +110,9 @@ def test_every_recipe_can_be_made_by_its_name_and_takes_a_model_from_rows_to_new
     rows, episodes = batch(model=model)
     recipe = get_recipe(name, {"weigh": {"kind": "episode"}})
     critic = CriticTrainer(Critic.of(model)) if recipe.needs_value else None
-    trainer = Trainer(model, recipe, lr=1e-2, critic=critic, reference=tiny_model(seed=1), teacher=tiny_model(seed=2))
+    trainer = Trainer(
+        model, recipe, TrainerOptions(lr=1e-2), critic=critic, reference=tiny_model(seed=1), teacher=tiny_model(seed=2)
+    )
     stats = trainer.update(rows, episodes)
     assert stats.applied
     assert math.isfinite(stats.loss)
@@ -205,14 +208,17 @@ def test_recipes_are_frozen_named_after_their_module_and_survive_a_round_trip():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"basline": {}}, "unknown key 'basline'; did you mean baseline"),
-        ({"baseline": {"epsilon": 1}}, "unknown key 'baseline.epsilon'"),
+        ({"basline": {}}, r"'basline'.*\bbaseline\b"),
+        ({"baseline": {"epsilon": 1}}, r"'baseline\.epsilon'"),
         ({"surrogate": {"kind": "ppo", "clip": 0.2}}, "clip"),
         ({"baseline": {"kind": "median"}}, "baseline.kind"),
         ({"weigh": {"limit": "long"}}, "weigh.limit"),
-        ({"regulariser": [{"kind": "kl", "estimator": "k1", "beta": 0.1}]}, "expected gradient of 0"),
-        ({"shape": [{"kind": "running"}, {"kind": "running", "centre": True}]}, "two running shapes"),
-        ({"shape": [{"kind": "token_kl", "beta": 1}] * 2, "credit": {"kind": "returns"}}, "two token_kl shapes"),
+        ({"regulariser": [{"kind": "kl", "estimator": "k1", "beta": 0.1}]}, "k1.*token_kl"),
+        ({"shape": [{"kind": "running"}, {"kind": "running", "centre": True}]}, r"'grpo'.*\brunning\b"),
+        (
+            {"shape": [{"kind": "token_kl", "beta": 1}] * 2, "credit": {"kind": "returns"}},
+            r"'grpo'.*\btoken_kl\b.*\bbetas\b",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(changes, message):
@@ -221,7 +227,7 @@ def test_what_cannot_be_meant_is_refused_by_name(changes, message):
 
 
 def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
-    with pytest.raises(UsageError, match="there is no recipe 'grop': take one of grpo") as refused:
+    with pytest.raises(UsageError, match=r"'grop'[^,]*\bgrpo,") as refused:
         get_recipe("grop")
     assert set(RECIPES) <= set(str(refused.value).replace(",", "").split())
 
@@ -229,21 +235,17 @@ def test_an_unknown_recipe_names_its_neighbours_and_then_every_other():
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"baselin": {}}, "unknown key 'baselin'; did you mean baseline?"),
-        ({"baseline": {"epsi": 1}}, "unknown key 'baseline.epsi'; did you mean eps?"),
-        ({"weigh": {"foo": 1}}, "unknown key 'weigh.foo'; there are limit"),
-        (
-            {"regulariser": [{"kind": "entropy", "beta": 0.1}]},
-            "unknown key 'regulariser.0.entropy.beta'; there are coef",
-        ),
-        ({"regulariser": [{"kind": "kl", "adaptive": {"foo": 1}}]}, "unknown key 'regulariser.0.kl.adaptive.foo'"),
-        ({"surrogate": {"kind": "cispo", "hihg": 1}}, "unknown key 'surrogate.cispo.hihg'; there are low, cap"),
+        ({"baselin": {}}, r"'baselin'.*\bbaseline\b"),
+        ({"baseline": {"epsi": 1}}, r"'baseline\.epsi'.*\beps\b"),
+        ({"weigh": {"foo": 1}}, r"'weigh\.foo'.*\blimit\b"),
+        ({"regulariser": [{"kind": "entropy", "beta": 0.1}]}, r"'regulariser\.0\.entropy\.beta'.*\bcoef"),
+        ({"regulariser": [{"kind": "kl", "adaptive": {"foo": 1}}]}, r"'regulariser\.0\.kl\.adaptive\.foo'"),
+        ({"surrogate": {"kind": "cispo", "hihg": 1}}, r"'surrogate\.cispo\.hihg'.*\blow, cap\b"),
     ],
 )
 def test_an_unknown_constant_names_those_of_its_term(changes, says):
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError, match=says):
         get_recipe("grpo", changes)
-    assert says in str(refused.value)
 
 
 def test_changes_keep_what_they_do_not_name():

@@ -58,4 +58,4 @@ def test_blind_belongs_to_pictures(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_the_vision_model_has_one_size(capsys: pytest.CaptureFixture[str]):
     assert main(["demo", "--pictures", "--model-size", "tiny", "--dry-run"]) == 64
-    assert "has one size" in capsys.readouterr().err
+    assert "--model-size tiny" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
+from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.run_directory import read_metrics
@@ -132,7 +133,13 @@ def test_with_a_learning_critic_advantages_targets_and_coefficient_are_the_formu
     model, base = tiny_model(), tiny_model(seed=1)
     shape = [{"kind": "token_kl", "beta": 0.2, "adaptive": {"target": 0.05, "horizon": 32}}]
     recipe = get_recipe("ppo_kl", {"shape": shape})
-    trainer = Trainer(model, recipe, lr=1e-2, reference=base, critic=CriticTrainer(Critic.of(model), lr=1e-2))
+    trainer = Trainer(
+        model,
+        recipe,
+        TrainerOptions(lr=1e-2),
+        reference=base,
+        critic=CriticTrainer(Critic.of(model), StepOptions(lr=1e-2)),
+    )
     beta = 0.2
     for seed in range(3):
         rows, episodes = batch(model=model, seed=seed)
@@ -219,7 +226,7 @@ def test_all_of_the_entropies_chosen_is_as_none_chosen_also_off_policy(
 
 
 def test_a_coefficient_that_could_never_move_is_refused() -> None:
-    with pytest.raises(UsageError, match="beta is 0"):
+    with pytest.raises(UsageError, match=r"adaptive.*\bbeta\b"):
         get_recipe("ppo_kl", {"shape": [{**ADAPTIVE, "beta": 0.0}]})
 
 

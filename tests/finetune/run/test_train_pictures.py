@@ -223,13 +223,13 @@ def test_every_kind_of_training_sees(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "more", "why"),
     [
-        ("text", {}, "the model in .* reads text alone"),
-        ("qwen2_vl", {"trainer__lora": {"rank": 2}}, "trainer.lora trains adapters alone"),
+        ("text", {}, r"/model\b"),
+        ("qwen2_vl", {"trainer__lora": {"rank": 2}}, r"trainer\.lora\b"),
     ],
 )
 def test_a_freeze_that_does_nothing_is_refused(model: str, more: dict[str, Any], why: str, tmp_path: Path) -> None:
     if model == "text":
         tr.save_tiny_model(tmp_path / "model", alphabet="ab", size="micro")
-    with pytest.raises(UsageError, match=rf"trainer.freeze=tower would do nothing, since {why}: remove it"):
+    with pytest.raises(UsageError, match=rf"trainer\.freeze=tower.*{why}"):
         trained(tmp_path, trainer__freeze="tower", **more)
     assert not (tmp_path / "run" / "tapes").exists()

@@ -14,6 +14,7 @@ from tapereel.finetune.data.staleness import drop_stale
 from tapereel.finetune.data.stream import Episode
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
+from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.finetune.trainer.updates import Prepared
 from tapereel.tapes.records import CauseType, Status
@@ -32,7 +33,9 @@ def trainer_of(body: str = "own", lr: float = 0.0, **credit: Any) -> Trainer:
     torch.nn.init.normal_(critic.head.weight)
     torch.nn.init.constant_(critic.head.bias, 0.3)
     recipe = get_recipe("ppo", {"credit": {**CREDIT, **credit}})
-    return Trainer(model, recipe, lr=0.0, critic=CriticTrainer(critic, lr=lr, loss=Value(clip=None)))
+    return Trainer(
+        model, recipe, TrainerOptions(lr=0.0), critic=CriticTrainer(critic, StepOptions(lr=lr), loss=Value(clip=None))
+    )
 
 
 def value_after(trainer: Trainer, one: Row, position: int) -> float:

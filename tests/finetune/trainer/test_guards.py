@@ -10,6 +10,7 @@ import torch
 
 from tapereel.finetune.data.stream import BadBatch, Stream
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 
 from ..build import batch, episode, row, tiny_model
@@ -20,7 +21,7 @@ from ..build import batch, episode, row, tiny_model
 def test_a_number_that_is_not_finite_leaves_the_weights_and_the_next_update_is_fine(where):
     model = tiny_model()
     rows, episodes = batch(model=model)
-    trainer = Trainer(model, get_recipe("reinforce"), lr=1e-2)
+    trainer = Trainer(model, get_recipe("reinforce"), TrainerOptions(lr=1e-2))
     assert trainer.update(rows, episodes).applied
     before, state = copy.deepcopy(model.state_dict()), copy.deepcopy(trainer.state_dict())
     if where == "weights":
@@ -55,7 +56,7 @@ def test_a_number_that_is_not_finite_leaves_the_weights_and_the_next_update_is_f
 def test_a_bad_micro_batch_late_in_the_update_takes_back_the_earlier_ones():
     model = tiny_model()
     rows, episodes = batch(model=model)
-    trainer = Trainer(model, get_recipe("reinforce"), lr=1e-2, micro_tokens=1)
+    trainer = Trainer(model, get_recipe("reinforce"), TrainerOptions(lr=1e-2, micro_tokens=1))
     before = copy.deepcopy(model.state_dict())
     prepared = trainer.prepare(rows, episodes)
     longest = max(range(6), key=lambda i: rows[i].own[-1])
@@ -67,18 +68,18 @@ def test_a_bad_micro_batch_late_in_the_update_takes_back_the_earlier_ones():
 
 @pytest.mark.ledger("P12")
 def test_every_kind_of_bad_input_is_named():
-    with pytest.raises(BadBatch, match=r"tape 'b' has a log-prob of 0\.5"):
+    with pytest.raises(BadBatch, match=r"'b'.*\b0\.5\b"):
         Stream.of([row("a"), row("b", old=[-1.0, 0.5, -1.0])], [episode("a"), episode("b")])
-    with pytest.raises(BadBatch, match=r"0\.0015, above 0 by more than 0\.001"):
+    with pytest.raises(BadBatch, match=r"\b0\.0015\b.*\b0\.001\b"):
         Stream.of([row(old=[-1.0, 1.5e-3, -1.0])], [episode()])
     assert Stream.of([row(old=[-1.0, 5e-4, -1.0])], [episode()]).old.tolist() == [-1.0, 0.0, -1.0]
-    with pytest.raises(BadBatch, match="'b' is in the batch twice"):
+    with pytest.raises(BadBatch, match="'b'"):
         Stream.of([row()], [episode(), episode("b"), episode("c"), episode("b")])
-    with pytest.raises(BadBatch, match="isn't among"):
+    with pytest.raises(BadBatch, match="'other'"):
         Stream.of([row("other")], [episode()])
-    with pytest.raises(BadBatch, match="group by one id"):
+    with pytest.raises(BadBatch, match="'h'"):
         Stream.of([row(group="h")], [episode()])
-    with pytest.raises(BadBatch, match="add up to 3"):
+    with pytest.raises(BadBatch, match=r"'a'.*\b3\b.*\b1\b"):
         Stream.of([row(turns=(1, 1))], [episode(reward=1.0, turn_rewards=[1.0, 2.0])])
-    with pytest.raises(BadBatch, match="reference model"):
+    with pytest.raises(BadBatch, match="reference="):
         Trainer(tiny_model(), get_recipe("grpo", {"regulariser": [{"kind": "kl", "beta": 0.1}]}))

@@ -26,6 +26,7 @@ from tapereel.finetune.policies.policy import freeze
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
+from tapereel.finetune.trainer.options import StepOptions, TrainerOptions
 from tapereel.finetune.trainer.ranks import DataParallelRanks, Ranks, ShardedRanks
 from tapereel.finetune.trainer.reference import EarlierWeights
 from tapereel.finetune.trainer.trainer import Trainer, UpdateStats
@@ -102,18 +103,15 @@ def trained(case: Case, ranks: Ranks) -> dict[str, Any]:
         body = Critic.of(model, normalised=True) if case.critic == "own" else Critic.on(model)
         balance = get_recipe(case.recipe, case.changes).balance
         critic = CriticTrainer(
-            body, lr=0.1, grad_clip=0.05, balance=balance, micro_tokens=15 + 10 * ranks.rank, ranks=ranks
+            body, StepOptions(lr=0.1, grad_clip=0.05, micro_tokens=15 + 10 * ranks.rank), balance=balance, ranks=ranks
         )
     trainer = Trainer(
         model,
         get_recipe(case.recipe, case.changes),
-        lr=0.05,
-        grad_clip=0.05,
+        TrainerOptions(lr=0.05, grad_clip=0.05, ema=case.ema, micro_tokens=20 + 10 * ranks.rank),
         ranks=ranks,
         critic=critic,
         reference=reference,
-        ema=case.ema,
-        micro_tokens=20 + 10 * ranks.rank,
     )
     out: list[Any] = []
     for _ in range(case.steps):
@@ -191,15 +189,13 @@ def led(case: SharedCase, ranks: Ranks) -> dict[str, Any]:
         critic = None
         if case.critic is not None:
             body = Critic.of(model) if case.critic == "own" else Critic.on(work)
-            critic = CriticTrainer(body, lr=0.1, ranks=ranks)
+            critic = CriticTrainer(body, StepOptions(lr=0.1), ranks=ranks)
         return Trainer(
             work,
             get_recipe(case.recipe, case.changes),
-            lr=0.05,
-            grad_clip=0.05,
+            TrainerOptions(lr=0.05, grad_clip=0.05, micro_tokens=20 + 10 * ranks.rank),
             ranks=ranks,
             critic=critic,
-            micro_tokens=20 + 10 * ranks.rank,
         )
 
     processes = Processes(ranks, model, build)
@@ -272,9 +268,11 @@ def seen(case: str, ranks: Ranks) -> dict[str, Any]:
 
     def build(phase: str, work: Any, ranks: Ranks) -> Trainer:
         # With eps 1 a step is nearly linear in the gradient, so that its rounding isn't enlarged.
-        critic = CriticTrainer(Critic.of(model, vision=found.vision), lr=0.1, eps=1.0, micro_tokens=30, ranks=ranks)
-        options: dict[str, Any] = {"micro_tokens": 30, "ranks": ranks, "vision": found.vision}
-        return Trainer(work, get_recipe("ppo"), lr=0.1, eps=1.0, critic=critic, **options)
+        critic = CriticTrainer(
+            Critic.of(model, vision=found.vision), StepOptions(lr=0.1, eps=1.0, micro_tokens=30), ranks=ranks
+        )
+        options = TrainerOptions(lr=0.1, eps=1.0, micro_tokens=30)
+        return Trainer(work, get_recipe("ppo"), options, critic=critic, ranks=ranks, vision=found.vision)
 
     if case != "shared out":
         mine = slice(None) if ranks.size == 1 else slice(0, 3) if ranks.rank == 0 else slice(3, None)

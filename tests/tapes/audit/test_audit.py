@@ -230,7 +230,7 @@ def test_a_fork_earns_by_the_actions_of_its_own():
     )
     earned = audited(fork, inherited={"f": 2}.__getitem__).earned
     assert {one.kind for one in earned} == {"audit_look", INHERITED}
-    with pytest.raises(NotATape, match="is a fork"):
+    with pytest.raises(NotATape, match="`inherited`"):
         audited(fork)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tapereel.tapes.errors import TapereelError
-from tapereel.tapes.records import parse_record
+from tapereel.tapes.schema import parse_record
 from tapereel.tapes.store import reader
 from tapereel.tapes.store.books import BooksFold
 from tapereel.tapes.store.index import Index

@@ -151,21 +151,21 @@ def test_voided_updates_did_not_happen() -> None:
 @pytest.mark.parametrize(
     ("what", "bodies"),
     [
-        ("held out", [*tape("a", 5, split="eval"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
+        ("(eval)", [*tape("a", 5, split="eval"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
         ("cancelled", [*tape("a", 5, status="cancelled"), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
         ("open", [*tape("a", 5, status=None), lab.use(0, [("a", "a.1", 0, 5, 0.1)])]),
-        ("no such call", [*tape("a", 5), lab.use(0, [("a", "a.2", 0, 5, 0.1)])]),
-        ("5 tokens", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 6, 0.1)])]),
+        ("a.2", [*tape("a", 5), lab.use(0, [("a", "a.2", 0, 5, 0.1)])]),
+        ("[0, 6)", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 6, 0.1)])]),
         ("twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 3, 0.1), ("a", "a.1", 2, 5, 0.1)])]),
         ("twice", [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 5, 0.1)], stale=[["a", "a.1", 0, 1]])]),
         (
-            "recorded twice",
+            "(update 0)",
             [*tape("a", 5), lab.use(0, [("a", "a.1", 0, 5, 0.1)]), lab.use(0, [("a", "a.1", 0, 5, 0.1)])],
         ),
-        ("begins twice", [lab.begin("a"), lab.begin("a")]),
-        ("never began", [lab.end("a")]),
-        ("after its end", [*tape("a", 5), lab.end("a")]),
-        ("stands twice", [*tape("a", 5, status=None), lab.call("a", "a.1", 5)]),
+        ("begins", [lab.begin("a"), lab.begin("a")]),
+        ("began", [lab.end("a")]),
+        ("after", [*tape("a", 5), lab.end("a")]),
+        ("stands", [*tape("a", 5, status=None), lab.call("a", "a.1", 5)]),
     ],
 )
 def test_what_does_not_close_is_named(what: str, bodies: list[bytes]) -> None:
@@ -277,10 +277,10 @@ def test_a_lineage_goes_on_from_where_another_was_cut() -> None:
 @pytest.mark.parametrize(
     ("what", "records"),
     [
-        ("recorded twice", [use(0), use(0)]),
-        ("continues itself", [void("main", 0, "main")]),
-        ("one parent", [void("a", 0, "main"), void("b", 0, "main")]),
-        ("belongs to its parent", [use(0, lineage="a"), void("a", 3, "main"), use(2)]),
+        (r"\(update 0\)", [use(0), use(0)]),
+        ("main <- main", [void("main", 0, "main")]),
+        (r"'main'.*\b2\b", [void("a", 0, "main"), void("b", 0, "main")]),
+        (r"\b2\b.*'main'.*\b3\b", [use(0, lineage="a"), void("a", 3, "main"), use(2)]),
     ],
 )
 def test_a_ledger_that_contradicts_itself_is_refused(what: str, records: list[Use | Void]) -> None:
@@ -325,11 +325,11 @@ def test_a_void_of_a_lead_that_was_replaced_does_not_count() -> None:
 def test_updates_that_two_processes_recorded_are_listed() -> None:
     records = [use(0), use(1), use(1), use(2), use(2)]
     assert Lineages(records).doubles == {"main": [1, 2]}
-    with pytest.raises(NotATape, match=r"2 updates are recorded twice \(update 1, 2\): two processes trained"):
+    with pytest.raises(NotATape, match=r"'main'.*\b2\b.*\(update 1, 2\)"):
         Lineages(records).ledger("main")
 
 
 def test_a_range_that_is_none_is_refused() -> None:
     record = Use(lineage="main", update=0, items=(), info={"stale": [["a", 1]]})
-    with pytest.raises(NotATape, match="an entry is"):
+    with pytest.raises(NotATape, match=r"\['a', 1\].*stale"):
         Lineages([record]).ledger("main")

@@ -7,6 +7,7 @@ import errno
 import functools
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -86,7 +87,7 @@ def test_a_full_disk_poisons_the_writer_and_loses_nothing_acknowledged(small_dis
             acknowledged += 1
     assert caught.value.errno == errno.ENOSPC
     assert 0 < acknowledged < 1_000
-    with pytest.raises(StoreFailed, match="Repair the disk"):
+    with pytest.raises(StoreFailed, match="No space left"):
         store.writer.append(lab.begin("more"))
     with pytest.raises(StoreFailed):
         asyncio.run(store.writer.durable())
@@ -143,7 +144,7 @@ def test_an_input_output_error_poisons_the_writer(tmp_path: Path, fault: str) ->
     setattr(disk, f"{fault}_error", OSError(errno.EIO, "the disk is on fire"))
     with suppress(StoreFailed):  # the writing thread may fail before the last record is appended
         write(store, *lab.episode("lost"))
-    with pytest.raises(StoreFailed, match="on fire") as caught:
+    with pytest.raises(StoreFailed, match="fire") as caught:
         store.writer.sync()
     assert caught.value.errno == errno.EIO
     setattr(disk, f"{fault}_error", None)  # the disk says that it is well again: nobody believes it
@@ -185,14 +186,14 @@ def test_an_error_of_any_other_kind_is_told_too(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "run", disk=disk)
     disk.sync_error = MemoryError("no room")  # type: ignore[assignment]
     store.writer.append(lab.begin("a"))
-    with pytest.raises(StoreFailed, match="no room"):
+    with pytest.raises(StoreFailed, match="room"):
         asyncio.run(store.writer.durable())
     store.abandon()
 
 
 def test_a_failure_inside_the_with_statement_is_what_comes_out(tmp_path: Path) -> None:
     disk = FaultyDisk()
-    with pytest.raises(StoreFailed, match="on fire"), Store.create(tmp_path / "run", disk=disk) as store:  # noqa: PT012
+    with pytest.raises(StoreFailed, match="fire"), Store.create(tmp_path / "run", disk=disk) as store:  # noqa: PT012
         disk.sync_error = OSError(errno.EIO, "on fire")
         write(store, lab.begin("a"))
         store.writer.sync()
@@ -287,7 +288,7 @@ def test_with_durability_os_nothing_waits_for_a_sync(tmp_path: Path) -> None:
     ids=["empty", "list", "line break", "two", "too long"],
 )
 def test_what_is_no_body_never_reaches_the_disk(tmp_path: Path, body: bytes) -> None:
-    with Store.create(tmp_path / "run") as store, pytest.raises(ValueError, match="not a record body"):
+    with Store.create(tmp_path / "run") as store, pytest.raises(ValueError, match=re.escape(repr(body[:60]))):
         store.writer.append(body)
     assert verify(tmp_path / "run").exit_code == 0
 
@@ -296,7 +297,7 @@ def test_a_closed_writer_takes_nothing(tmp_path: Path) -> None:
     store = Store.create(tmp_path / "run")
     store.close()
     store.close()
-    with pytest.raises(StoreFailed, match="is closed"):
+    with pytest.raises(StoreFailed, match="closed"):
         store.writer.append(lab.begin("a"))
 
 
@@ -390,7 +391,7 @@ def test_a_forked_child_can_neither_write_nor_keep_the_lock(tmp_path: Path) -> N
     here, there = context.Pipe()
     process = context.Process(target=forked, args=(store, there))
     process.start()
-    assert "belongs to process" in here.recv()
+    assert f"process {os.getpid()}" in here.recv()
     process.join()
     hold, let_go = context.Pipe()
     sleeper = context.Process(target=asleep, args=(hold,))
@@ -432,7 +433,7 @@ def test_open_episodes_end_as_crashed_and_irreversible_actions_are_named(tmp_pat
         assert [(d.tape, d.action) for d in store.recovered.dangling] == [("sent", "answer")]
         cause = store.tape("sent").cause
         assert cause is not None
-        assert "a person must check" in (cause.message or "")
+        assert "'answer'" in (cause.message or "")
         assert store.tape("pure").status is Status.CRASHED
         assert store.tape("pure").cause is None
     with Store.open(run, write=True) as store:
@@ -450,7 +451,7 @@ def test_a_torn_tail_is_set_aside_with_its_bytes(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"n":7,"c":1,"p":"half a li')
     assert verify(run).exit_code == 2
-    assert "torn at line 7" in verify(run).torn[0]
+    assert "line 7 " in verify(run).torn[0]
     with Store.open(run) as reader:
         assert reader.tape("a").closed  # readers stop at the tear
     with Store.open(run, write=True) as store:
@@ -471,7 +472,7 @@ def test_recovery_refuses_changed_bytes_and_changes_none(tmp_path: Path) -> None
     path.write_bytes(bytes(data))
     (run / "tapes" / "index.sqlite").unlink()
     before = {p.name: p.read_bytes() for p in (run / "tapes").iterdir() if p.suffix == ".jsonl"}
-    with pytest.raises(Corrupt, match="restore the file"):
+    with pytest.raises(Corrupt, match=f"{path.stem}.*corrupt"):
         Store.open(run, write=True)
     assert {p.name: p.read_bytes() for p in (run / "tapes").iterdir() if p.suffix == ".jsonl"} == before
 

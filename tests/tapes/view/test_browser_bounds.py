@@ -76,9 +76,9 @@ def test_the_policy_refuses_what_the_test_above_looks_for(page, server):
     }""")
     html = page.evaluate("() => { try { document.body.innerHTML = '<b>x</b>'; } catch (error) { return error.name; } }")
     assert refused == html == "TypeError"
-    with pytest.raises(Exception, match="not an address of this page"):
+    with pytest.raises(Exception, match=r"address.*javascript:window"):
         page.evaluate("T.h('a', { href: 'javascript:window.pwned = 1' })")
-    with pytest.raises(Exception, match="not a script of this page"):
+    with pytest.raises(Exception, match=r"script\b.*data/\.\./\.\./elsewhere\.js"):
         page.evaluate("T.policy.createScriptURL('data/../../elsewhere.js')")
     assert page.evaluate("window.pwned") is None
     page.wait_for_function("() => window.violations.length >= 2")

@@ -105,7 +105,8 @@ def test_where_nothing_can_be_written_it_is_said_and_nothing_else_changes(
     out, err = capsys.readouterr()
     assert json.loads(out)["kept"] is None
     assert json.loads(out)["counts"]["verified"] == 2
-    assert "the verdicts are not kept, so `tapereel view` will not show them: " in err
+    assert "`tapereel view`" in err
+    assert str(run) in err
 
 
 def test_the_newest_verdict_of_each_verb_stands_in_the_table(run: Path):
@@ -153,7 +154,7 @@ def test_what_is_not_as_it_was_written_is_not_shown_and_said(run: Path):
         assert words(view)["g0a0"] == ""
     holes = [hole for hole in overview["integrity"]["holes"] if FOLDER in hole]
     assert len(holes) == 2
-    assert any(changed.name in hole and "not those that were written" in hole for hole in holes)
+    assert any(changed.name in hole and "bytes" in hole for hole in holes)
     assert any(broken.name in hole for hole in holes)
 
 

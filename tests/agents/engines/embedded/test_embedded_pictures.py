@@ -352,28 +352,29 @@ def test_a_bad_picture_fails_its_own_request_alone(qwen: Pretrained) -> None:
     good = renderer.prompt([said("look: ", image(40, 40, 1))])
     name = good.places[0].media[0]
     small = FILES[image(10, 10, 1)["media"]]
-    bad = renderer.prompt([said("look: ", image(64, 32, 4))])
-    broken = bad.places[0].media[0]
+    # A picture of its own for each: the engine reads no picture whose tokens it has computed for another request.
+    shown = [renderer.prompt([said("look: ", image(64, 32, 4 + k))]) for k in range(5)]
+    broken = [one.places[0].media[0] for one in shown]
 
     async def ask() -> list[Any]:
         sampling = engine(qwen)
         requests = [
             asking(good),
-            asking(bad, files={broken: small}),
-            asking(bad, files={broken: b"no picture"}),
-            asking(bad, files={}),
-            Request(**{**vars_of(asking(bad)), "picture": None}),
-            asking(bad),
+            asking(shown[0], files={broken[0]: small}),
+            asking(shown[1], files={broken[1]: b"no picture"}),
+            asking(shown[2], files={}),
+            Request(**{**vars_of(asking(shown[3])), "picture": None}),
+            asking(shown[4]),
         ]
         return await asyncio.gather(*map(sampling.complete, requests), return_exceptions=True)
 
-    first, size, data, gone, without, last = asyncio.run(ask())
+    first, *errors, last = asyncio.run(ask())
     assert off(qwen, asking(good), first) < EXACT
-    assert off(qwen, asking(bad), last) < EXACT
-    for error, words in ((size, "grid"), (data, "can't be processed"), (gone, broken), (without, "no `picture`")):
+    assert off(qwen, asking(shown[4]), last) < EXACT
+    for error, file, word in zip(errors, broken[:4], ("grid", "processed", broken[2], "`picture`"), strict=True):
         assert isinstance(error, EngineError)
-        assert broken in str(error)
-        assert words in str(error)
+        assert file in str(error)
+        assert word in str(error)
         assert name not in str(error)
 
 
@@ -412,7 +413,7 @@ def test_models_and_engines_that_cannot_see_refuse_by_name(qwen: Pretrained) -> 
     rendered = Renderer(qwen.tokenizer, qwen.vision).prompt([said("look: ", image(16, 16, 1))])
     blind = EmbeddedEngine(decoder("qwen2", vocab_size=300), None, version="v0", slots=2)
     assert not blind.sees
-    with pytest.raises(EngineError, match=f"{rendered.places[0].media[0]}, and the engine's model can't see"):
+    with pytest.raises(EngineError, match=f"{rendered.places[0].media[0]}.* see"):
         asyncio.run(blind.complete(asking(rendered)))
     with pytest.raises(UnsupportedModel, match="vision_config"):
         EmbeddedEngine(qwen.model, Renderer(qwen.tokenizer), version="v0", slots=2)
@@ -452,7 +453,7 @@ def test_a_body_that_flattens_positions_beside_a_cache_is_refused(
 
     engine(qwen, slots=1, capacity=2)
     monkeypatch.setattr(body, "forward", flat)
-    with pytest.raises(UnsupportedModel, match="differ from the plain forward"):
+    with pytest.raises(UnsupportedModel, match="tolerance"):
         engine(qwen)
 
 

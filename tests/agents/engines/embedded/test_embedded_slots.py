@@ -56,11 +56,11 @@ def test_full_attention_decoders_are_taken(name: str, config: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("name", "config", "words"),
     [
-        ("Mistral", {"sliding_window": 8}, "sliding window of 8"),
+        ("Mistral", {"sliding_window": 8}, r"window.*\b8\b"),
         ("Gemma2", {"head_dim": 8}, "sliding_attention"),
         ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
-        ("Qwen3Next", {"head_dim": 8}, "recurrent state"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "longest sequence"),
+        ("Qwen3Next", {"head_dim": 8}, "recurrent"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rotary"),
     ],
 )
 def test_other_attention_is_refused(name: str, config: dict[str, Any], words: str) -> None:
@@ -108,9 +108,9 @@ class Fussy(hf.LlamaForCausalLM):
 
 
 def test_what_the_configuration_doesn_t_say_is_tried() -> None:
-    with pytest.raises(UnsupportedModel, match="differ from the plain forward"):
+    with pytest.raises(UnsupportedModel, match="tolerance"):
         SlotDecoder(Maskless(decoder().config), slots=2, capacity=16)
-    with pytest.raises(UnsupportedModel, match="raises ValueError: too many values to unpack"):
+    with pytest.raises(UnsupportedModel, match="ValueError"):
         SlotDecoder(Fussy(decoder().config), slots=2, capacity=16)
 
 

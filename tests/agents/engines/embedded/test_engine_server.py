@@ -127,17 +127,17 @@ def test_weights_take_their_place_with_their_version_and_never_half(folder: Path
     async def test(server: EngineServer) -> None:
         here = Server(server.url)
         sync = VLLMReload(here, seconds=30.0)
-        with pytest.raises(ServerFailed, match="/pause comes first"):
+        with pytest.raises(ServerFailed, match="/pause"):
             await sync.update(tmp_path / "w")
         await sync.pause("reprefill")
         await sync.update(tmp_path / "w")
-        with pytest.raises(ServerFailed, match="/update_weight_version comes first"):
+        with pytest.raises(ServerFailed, match="/update_weight_version"):
             await sync.resume()
         await sync.finish("new", "reprefill")
         await sync.resume()
         for wrong in (tmp_path / "nowhere", tmp_path):
             await sync.pause("reprefill")
-            with pytest.raises(ServerFailed, match="no weights"):
+            with pytest.raises(ServerFailed, match=r"\*\.safetensors"):
                 await sync.update(wrong)
         await sync.abandon("unknown")
         assert await here.get("/weight_info") == {"weight_version": "unknown"}
@@ -202,7 +202,7 @@ def test_a_model_that_fails_in_the_midst_of_a_stream_ends_it_with_the_error() ->
         await server.engine.sync_weights(
             weights | {"model.norm.weight": weights["model.norm.weight"] * math.nan}, "broken"
         )
-        with pytest.raises(ServerFailed, match=r"500: the stream broke off.*no finite probabilities") as caught:
+        with pytest.raises(ServerFailed, match=r"500.*'broken'") as caught:
             await asked
         assert caught.value.retry
         assert heard.ids

@@ -105,7 +105,7 @@ def test_no_step_of_a_publish_outlives_its_bound(step: str, tmp_path: Path) -> N
             return await super().step(request)
 
     async def test(engine: RemoteEngine) -> None:
-        with pytest.raises(PublishFailed, match=r"no answer within 0\.2 s"):
+        with pytest.raises(PublishFailed, match=r"0\.2 s"):
             await engine.sync_weights({"w": torch.zeros(2)}, "run:1")
 
     using([StandsStill()], test, weights_folder=tmp_path, control_seconds=0.2)

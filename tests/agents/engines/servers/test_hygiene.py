@@ -148,7 +148,7 @@ def test_a_token_that_is_named_must_be_there_and_long_enough(
     assert "NO_SUCH_TOKEN" in capsys.readouterr().err
     monkeypatch.setenv("SHORT_TOKEN", "fifteen-letters")
     assert main([*words, "--key", "SHORT_TOKEN"]) == 64
-    assert "at least 16" in capsys.readouterr().err
+    assert re.search(r"\b16\b.*\b15\b", capsys.readouterr().err)
 
 
 KEY, TOKEN, PASSWORD = "sk-mellon4242mellon4242", "hf_opensesame0123456789", "speak-friend-42"
@@ -279,7 +279,7 @@ def test_a_server_that_sends_the_key_back_gets_no_further(caplog: pytest.LogCapt
             return str(caught.value)
 
     said = asyncio.run(test())
-    assert f"who is Bearer {HIDDEN}" in said
+    assert f"Bearer {HIDDEN}" in said
     assert KEY not in said + caplog.text
 
 
@@ -329,7 +329,7 @@ def test_an_address_with_a_secret_is_refused_in_every_group_of_settings() -> Non
         more: dict[str, list[str]] = Field(default={})
 
     for wrong in ({"address": ADDRESS}, {"more": {"a": ["x", ADDRESS]}}):
-        with pytest.raises(ValidationError, match="name the environment variable"):
+        with pytest.raises(ValidationError, match="key_variable"):
             Group.model_validate(wrong)
     assert Group(address=f"see {ADDRESS}").address.startswith("see"), "a text that speaks of one is a text"
 

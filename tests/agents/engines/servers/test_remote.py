@@ -110,9 +110,9 @@ def test_patience_ends() -> None:
 @pytest.mark.parametrize(
     ("fault", "retry", "match"),
     [
-        (status(500), True, "500: not now"),
-        (status(401), False, "is the API key right"),
-        (status(404), False, "no such route or model"),
+        (status(500), True, "500"),
+        (status(401), False, "401.*key_variable"),
+        (status(404), False, "404.*route"),
         (status(409), False, "409"),
     ],
 )
@@ -157,7 +157,7 @@ def test_what_every_request_meets_stops_the_run_at_once(fault: Any, reason: str)
 
 
 def test_a_server_that_never_answers_is_given_up() -> None:
-    with pytest.raises(ServerFailed, match=r"no answer within 0\.2 s"):
+    with pytest.raises(ServerFailed, match=r"0\.2 s"):
         completed(FaultyServer([stuck]), seconds=0.2)
 
 
@@ -172,20 +172,20 @@ def logprob(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("fault", "match"),
     [
-        (logprob(NAN), "log-prob 2 of the answer is nan"),
-        (logprob(-9999.0), "unknown"),
+        (logprob(NAN), "log-prob 2 .*nan"),
+        (logprob(-9999.0), "-9999"),
         (logprob(None), "None"),
         (logprob(0.5), "0.5"),
-        (choice(logprobs=None), "text alone is no RL data"),
-        (choice(token_ids=None), "text alone is no RL data"),
-        (changed(lambda found: found["logprobs"]["content"].pop()), "are those of the ids"),
-        (changed(lambda found: found["logprobs"]["content"].reverse()), "are those of the ids"),
-        (changed(lambda found: found["token_ids"].append(9)), "are those of the ids"),
-        (choice(finish_reason="error"), "finished as 'error'"),
-        (choice(weight_versions=[{"version": "default", "start": 0, "end": 3}]), "cover 3 of 5"),
-        (choice(weight_versions=[{"version": "default", "start": 1, "end": 5}]), "don't follow"),
-        (choice(weight_versions=[{"version": "x"}]), "version spans"),
-        (choice(weight_versions=[{"version": "other", "start": 0, "end": 5}]), "not published here"),
+        (choice(logprobs=None), "`tapereel serve model`"),
+        (choice(token_ids=None), "`tapereel serve model`"),
+        (changed(lambda found: found["logprobs"]["content"].pop()), r"\[8, 9, 10, 11\].*\[8, 9, 10, 11, 8\]"),
+        (changed(lambda found: found["logprobs"]["content"].reverse()), r"\[8, 11, 10, 9, 8\].*\[8, 9, 10, 11, 8\]"),
+        (changed(lambda found: found["token_ids"].append(9)), r"\[8, 9, 10, 11, 8\].*\[8, 9, 10, 11, 8, 9\]"),
+        (choice(finish_reason="error"), "'error'"),
+        (choice(weight_versions=[{"version": "default", "start": 0, "end": 3}]), " 3 of 5 "),
+        (choice(weight_versions=[{"version": "default", "start": 1, "end": 5}]), "'default', 1, 5.* 0 to 5"),
+        (choice(weight_versions=[{"version": "x"}]), "'version': 'x'.*KeyError"),
+        (choice(weight_versions=[{"version": "other", "start": 0, "end": 5}]), "'other'.*'default'"),
     ],
 )
 def test_an_answer_that_would_train_wrongly_is_refused(fault: Any, match: str) -> None:
@@ -223,19 +223,19 @@ def test_a_stream_that_says_it_is_busy_is_asked_for_again_and_what_was_told_is_v
 @pytest.mark.parametrize(
     ("change", "retry", "match"),
     [
-        (lambda events: events.insert(2, error(500)), True, "500: the stream broke off.*not now"),
-        (lambda events: events.insert(0, error(400)), False, "400: the stream broke off"),
-        (lambda events: events.insert(2, {"error": "no"}), True, "broke off"),
-        (lambda events: events.pop(), True, "broke off before its end"),
-        (lambda events: events.pop(-3), True, "broke off before its end"),
-        (lambda events: events[1]["choices"][0].update(token_ids=7), True, "ids of type int"),
-        (lambda events: events[1]["choices"][0].update(token_ids=["a"]), True, "of the stream is 'a', not an id"),
-        (lambda events: events[1]["choices"][0].update(token_ids=[]), True, "are those of the ids"),
-        (lambda events: events[1]["choices"][0].update(logprobs=None), True, "are those of the ids"),
+        (lambda events: events.insert(2, error(500)), True, "500: .*broke"),
+        (lambda events: events.insert(0, error(400)), False, "400: .*broke"),
+        (lambda events: events.insert(2, {"error": "no"}), True, 'broke.*"no"'),
+        (lambda events: events.pop(), True, "before"),
+        (lambda events: events.pop(-3), True, "before"),
+        (lambda events: events[1]["choices"][0].update(token_ids=7), True, r"ids .*\bint\b"),
+        (lambda events: events[1]["choices"][0].update(token_ids=["a"]), True, "stream .*'a'"),
+        (lambda events: events[1]["choices"][0].update(token_ids=[]), True, r"\[8, 9, 10, 11, 8\].*\[8, 10, 11, 8\]"),
+        (lambda events: events[1]["choices"][0].update(logprobs=None), True, r"\[8, 10, 11, 8\].*\[8, 9, 10, 11, 8\]"),
         (lambda events: events[1]["choices"][0]["logprobs"]["content"][0].update(logprob=NAN), True, "log-prob 1"),
-        (lambda events: events[4]["choices"][0].update(weight_versions=[]), True, "cover 0 of 5"),
-        (lambda events: events.append("more"), True, "after its end"),
-        (lambda events: events.insert(1, {"choices": [{"index": 1, "token_ids": [8]}]}), True, "one answer"),
+        (lambda events: events[4]["choices"][0].update(weight_versions=[]), True, " 0 of 5 "),
+        (lambda events: events.append("more"), True, "after.*'more'"),
+        (lambda events: events.insert(1, {"choices": [{"index": 1, "token_ids": [8]}]}), True, "'index': 1"),
     ],
 )
 def test_a_stream_that_would_train_wrongly_is_refused(change: Any, retry: bool, match: str) -> None:
@@ -245,7 +245,7 @@ def test_a_stream_that_would_train_wrongly_is_refused(change: Any, retry: bool, 
 
 
 def test_a_server_that_knows_no_streams_is_no_answer() -> None:
-    with pytest.raises(EngineError, match="broke off before its end"):
+    with pytest.raises(EngineError, match="before"):
         heard(FaultyServer([changed(lambda choice: None)]), Heard())
 
 
@@ -306,7 +306,7 @@ def test_publishing_goes_step_by_step_and_tokens_carry_the_new_version(tmp_path:
 
     async def test(engine: RemoteEngine) -> Completion:
         await engine.sync_weights(WEIGHTS, "run:1")
-        with pytest.raises(ValueError, match="published before"):
+        with pytest.raises(ValueError, match="'run:1'"):
             await engine.sync_weights(WEIGHTS, "run:1")
         return await engine.complete(ask())
 
@@ -325,12 +325,12 @@ def test_after_a_publish_that_failed_nothing_is_sampled(step: str) -> None:
         asked = asyncio.create_task(engine.complete(ask()))
         while not server.pending:  # noqa: ASYNC110  # the other side of a real connection
             await asyncio.sleep(0.001)
-        with pytest.raises(PublishFailed, match="out of memory"):
+        with pytest.raises(PublishFailed, match="memory"):
             await engine.sync_weights(WEIGHTS, "run:1")
         assert server.control[-1] == "/resume", "it must not stay paused"
         server.pending.popitem()[1].set()
         for request in (asked, engine.complete(ask())):
-            with pytest.raises(EngineError, match="publish failed"):
+            with pytest.raises(EngineError, match="'run:1'"):
                 await request
 
     using(server, test)
@@ -354,7 +354,7 @@ def test_weights_that_change_under_a_silent_server_are_not_guessed() -> None:
             await asyncio.sleep(0.001)
         await engine.sync_weights(WEIGHTS, "run:1")
         server.pending.popitem()[1].set()
-        with pytest.raises(EngineError, match="weights changed under way"):
+        with pytest.raises(EngineError, match=r"--enable-scale-out.*drain"):
             await asked
 
     using(server, test)
@@ -403,7 +403,7 @@ def test_a_server_of_text_is_refused_when_connecting() -> None:
             answer["choices"][0]["token_ids"] = None
             return answer
 
-    with pytest.raises(NotTrainable, match="text alone is no RL data"):
+    with pytest.raises(NotTrainable, match=r"missing.*`tapereel serve model`"):
         completed(Text())
 
 
@@ -426,16 +426,16 @@ def test_keys_are_in_no_message(monkeypatch: pytest.MonkeyPatch, caplog: pytest.
 
 
 def test_servers_beyond_loopback_need_a_key_and_take_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="can be reached by others"):
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*--key"):
         LocalServer("m", host="0.0.0.0", control=False)
     monkeypatch.setenv("SOME_KEY", "open-sesame-open-sesame")
-    with pytest.raises(ValueError, match="take weights from any client"):
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*--no-weights"):
         LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY")
     assert "sesame" not in " ".join(LocalServer("m", host="0.0.0.0", key_variable="SOME_KEY", control=False).command)
 
 
 def test_addresses_are_checked() -> None:
-    with pytest.raises(ValueError, match="must begin with http"):
+    with pytest.raises(ValueError, match=r"'127\.0\.0\.1:8000'.*http://"):
         Server("127.0.0.1:8000")
 
 
@@ -484,8 +484,8 @@ def test_the_other_dialects_read_their_servers_shapes() -> None:
     body = SGLangGenerate().body(ask(), model="m", request_id="x", stops=(2,))
     assert body["return_logprob"] is True
     assert body["sampling_params"]["max_new_tokens"] == 5
-    with pytest.raises(BadAnswer, match="are those of the ids"):
+    with pytest.raises(BadAnswer, match=r"\[8, 9\].*\[9, 8\]"):
         SGLangGenerate().parse({**SGLANG, "output_ids": [9, 8]})
-    with pytest.raises(BadAnswer, match="no meta_info"):
+    with pytest.raises(BadAnswer, match="meta_info"):
         SGLangGenerate().parse({"error": {"message": "no"}})
     assert Generate().abort("x") == ("/inference/v1/abort_requests", {"request_ids": ["generate-tokens-x"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -98,9 +99,9 @@ def test_a_transfer_that_failed_ends_the_engine(tmp_path: Path) -> None:
     server.broken_step = "/update_weights"
 
     async def test(engine: RemoteEngine) -> None:
-        with pytest.raises(PublishFailed, match=r"`update`.*out of memory"):
+        with pytest.raises(PublishFailed, match=r"`update`.*memory"):
             await engine.sync_weights(WEIGHTS, "run:1")
-        with pytest.raises(EngineError, match="publish failed"):
+        with pytest.raises(EngineError, match="'run:1'"):
             await engine.complete(ask())
 
     using([server], test, way="transfer", weights_folder=tmp_path)
@@ -128,15 +129,15 @@ def test_nccl_is_a_setting_of_vllm_servers(tmp_path: Path, capsys: pytest.Captur
     config = ServerConfig.model_validate({**given, "publish": "nccl", "nccl": {"address": "10.0.0.1", "port": 29500}})
     assert config.nccl == NCCLConfig(address="10.0.0.1", port=29500)
     assert ServerConfig.model_validate({**given, "publish": "nccl"}).nccl is None
-    with pytest.raises(ValueError, match="publish is 'reload'"):
+    with pytest.raises(ValueError, match=r"nccl.*'reload'"):
         ServerConfig.model_validate({**given, "nccl": {}})
-    with pytest.raises(ValueError, match="65535 is the last"):
+    with pytest.raises(ValueError, match=r"nccl\.port=65535"):
         ServerConfig.model_validate({**given, "publish": "nccl", "nccl": {"port": 65535}})
-    with pytest.raises(ValueError, match="NCCL refuses two ranks on one"):
+    with pytest.raises(ValueError, match=r"nccl.*publish=transfer"):
         ServerConfig.model_validate({"model": "m", "publish": "nccl"})
     assert main(["serve", "model", str(tmp_path), "--nccl", "--transfer"]) == 64
-    assert "--nccl alone, or --transfer alone" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="SGLang servers reload a folder"):
+    assert re.search("--nccl .*--transfer .*--no-weights", capsys.readouterr().err)
+    with pytest.raises(ValueError, match=r"nccl.*publish=reload"):
         ServerConfig.model_validate({**given, "kind": "sglang", "publish": "nccl"})
 
 
@@ -144,7 +145,7 @@ def test_each_server_has_a_group_of_its_own_at_a_port_of_its_own() -> None:
     assert ports("127.0.0.1", 29500, 3) == [29500, 29501, 29502]
     free = ports("127.0.0.1", None, 2)
     assert all(0 < port <= 65535 for port in free)
-    with pytest.raises(CannotSend, match=r"engine\.nccl\.address='192\.0\.2\.1'.*an address of this machine"):
+    with pytest.raises(CannotSend, match=r"engine\.nccl\.address='192\.0\.2\.1'"):
         ports("192.0.2.1", None, 1)
 
 
@@ -153,7 +154,7 @@ def test_without_vllm_or_a_gpu_nothing_is_connected_for_nccl(monkeypatch: pytest
         raise AssertionError("it was connected")
 
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(MissingExtra, match=r"publishing weights over NCCL.*tapereel\[vllm\]"):
+    with pytest.raises(MissingExtra, match=r"NCCL.*tapereel\[vllm\]"):
         using([FaultyServer()], never, way="nccl")
     for name in (
         "vllm",
@@ -163,7 +164,7 @@ def test_without_vllm_or_a_gpu_nothing_is_connected_for_nccl(monkeypatch: pytest
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(CannotSend, match=r"no CUDA device here.*engine\.publish=reload"):
+    with pytest.raises(CannotSend, match=r"engine\.publish=nccl.*engine\.publish=reload"):
         using([FaultyServer()], never, way="nccl")
 
 
@@ -192,7 +193,7 @@ def test_workers_that_never_come_are_waited_for_within_the_bound(monkeypatch: py
     server: Any = Quiet()
     sync = transfer.NCCLTransfer(server, address="127.0.0.1", port=1, seconds=0.2)
     try:
-        with pytest.raises(CannotSend, match=r"at 127\.0\.0\.1:1 within 0\.2 s"):
+        with pytest.raises(CannotSend, match=r"127\.0\.0\.1:1 .*0\.2 s"):
             asyncio.run(sync.init())
     finally:
         release.set()
@@ -221,9 +222,7 @@ def test_a_server_that_dies_in_a_weight_sync_stops_the_run_as_one_that_is_away(
     way: str, step: str, tmp_path: Path
 ) -> None:
     async def test(engine: RemoteEngine) -> None:
-        with pytest.raises(
-            EngineStopped, match=rf"publishing 'run:1' failed at .*{'adapter' if way == 'lora' else ''}"
-        ) as stopped:
+        with pytest.raises(EngineStopped, match=rf"'run:1'.*{'adapter' if way == 'lora' else ''}") as stopped:
             await engine.sync_weights(adapted().state_dict() if way == "lora" else WEIGHTS, "run:1")
         assert stopped.value.reason == "away"
 
@@ -241,7 +240,7 @@ def test_a_weight_sync_waits_for_a_server_and_changes_nothing_where_none_comes(w
                 await asyncio.sleep(0.01)
 
         asking, server.dead = asyncio.create_task(others()), True
-        with pytest.raises(EngineStopped, match="new weights are to be sent there") as stopped:
+        with pytest.raises(EngineStopped, match=r"^http://127\.0\.0\.1:\d+ .*weights") as stopped:
             await engine.sync_weights(weights, "run:1")
         assert stopped.value.reason == "away"
         asyncio.get_running_loop().call_later(0.3, setattr, server, "dead", False)
@@ -271,7 +270,7 @@ def test_a_server_of_this_run_that_has_ended_is_not_waited_for(monkeypatch: pyte
     monkeypatch.setattr(Server, "ended", lambda self: "vLLM ended with exit code 9")
 
     async def test(engine: RemoteEngine) -> None:
-        with pytest.raises(EngineStopped, match="exit code 9"):
+        with pytest.raises(EngineStopped, match="code 9"):
             await engine.complete(ask())
         assert len(server.asked) == 1
 
@@ -283,7 +282,7 @@ def test_a_server_with_foreign_weights_that_this_engine_cannot_replace_stops_the
 
     async def test(engine: RemoteEngine) -> None:
         server.version = "somebody's"
-        with pytest.raises(EngineStopped, match=r"which were not published here since 'default'") as stopped:
+        with pytest.raises(EngineStopped, match=r"somebody's.*'default'") as stopped:
             await engine.complete(ask("a"))
         assert stopped.value.reason == "model"
 
@@ -321,7 +320,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool
     named += ["/start_weight_update", *named] if way == "transfer" and not begun else []
     assert server.control[: len(named) + 4] == ["/pause", "/wake_up", "/pause", *named, "/resume"]
     server.paused = True
-    with pytest.raises(NotTrainable, match="under the adapters"):
+    with pytest.raises(NotTrainable, match=r"adapters.*'unknown: "):
         using([server], test, way="lora", adapters=ADAPTERS)
 
 
@@ -331,7 +330,7 @@ def test_servers_with_different_weights_are_connected_for_training_alone() -> No
 
     async def test(engine: RemoteEngine) -> None:
         assert engine.version == DIFFERENT
-        with pytest.raises(EngineError, match="not published here"):
+        with pytest.raises(EngineError, match=re.escape(repr(DIFFERENT))):
             await engine.complete(ask())
         await engine.sync_weights(WEIGHTS, "run:7")
         assert (await engine.complete(ask())).spans == (("run:7", 0, 5),)
@@ -339,7 +338,7 @@ def test_servers_with_different_weights_are_connected_for_training_alone() -> No
 
     using([ahead, anew], test)
     ahead.version, anew.version = "run:7", "default"
-    with pytest.raises(NotTrainable, match="start them anew"):
+    with pytest.raises(NotTrainable, match=r"\['default', 'run:7'\]"):
         using([ahead, anew], test, way="lora", adapters=ADAPTERS)
 
 
@@ -372,7 +371,7 @@ def test_an_adapter_on_disk_is_one_that_peft_loads(tmp_path: Path) -> None:
     found: Any = PeftModel.from_pretrained(tiny_model(WORDS, "micro", context=64), str(tmp_path / "a"))
     ids = torch.tensor([[8, 9, 10]])
     torch.testing.assert_close(found(ids).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="none of the 1 weights is an adapter"):
+    with pytest.raises(ValueError, match=r"lora_A\.weight"):
         adapters_in(WEIGHTS)
 
 
@@ -397,7 +396,7 @@ def test_each_version_is_an_adapter_and_those_that_nobody_uses_are_unloaded(tmp_
         unloaded = [body["lora_name"] for route, body in server.told if "unload" in route]
         assert unloaded == ["run:1", "run:2", "run:3"]
         server.version = "somebody's"
-        with pytest.raises(EngineError, match="base weights under the adapters"):
+        with pytest.raises(EngineError, match=r"somebody's.*'default'"):
             await engine.complete(ask())
 
     using([server], test, way="lora", adapters=ADAPTERS, weights_folder=tmp_path)
@@ -409,7 +408,7 @@ def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_pa
     async def test(engine: AdapterEngine) -> None:
         await engine.sync_weights(adapted().state_dict(), "run:1")
         ill.broken_step = "/v1/load_lora_adapter"
-        with pytest.raises(PublishFailed, match=r"'run:1' goes on.*--lora 2"):
+        with pytest.raises(PublishFailed, match=r"'run:1'.*--lora 2"):
             await engine.sync_weights(adapted().state_dict(), "run:2")
         assert well.told[-1] == ("/v1/unload_lora_adapter", {"lora_name": "run:2"})
         assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
@@ -419,7 +418,7 @@ def test_an_adapter_that_one_server_refuses_is_taken_back_from_the_others(tmp_pa
 
 def test_a_rank_that_vllm_does_not_take_is_refused_and_another_is_rounded_up() -> None:
     assert lora_flags(4)[:3] == ["--enable-lora", "--max-lora-rank", "8"]
-    with pytest.raises(ValueError, match="up to 512"):
+    with pytest.raises(ValueError, match=r"1000.*512"):
         lora_flags(1000)
     assert flags_of({"max_model_len": 8192, "enforce_eager": True, "swap": None, "lora": False, "cuts": [1, 2]}) == [
         "--max-model-len",
@@ -432,13 +431,13 @@ def test_a_rank_that_vllm_does_not_take_is_refused_and_another_is_rounded_up() -
     command = LocalServer("m", transfer=True, lora_rank=9).command
     assert command[command.index("--max-lora-rank") + 1] == "16"
     assert json.loads(command[command.index("--weight-transfer-config") + 1]) == {"backend": "tapereel"}
-    with pytest.raises(ValueError, match="ways to take weights"):
+    with pytest.raises(ValueError, match=r"transfer.*control=False"):
         LocalServer("m", transfer=True, control=False)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
 def test_an_interpreter_without_vllm_is_told_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ServerStart, match=r"install the extra tapereel.vllm., or name an interpreter"):
+    with pytest.raises(ServerStart, match=r"tapereel\[vllm\].*--python"):
         asyncio.run(LocalServer(tmp_path).start())
 
 
@@ -482,7 +481,7 @@ def test_answers_of_a_silent_server_in_the_middle_of_a_publish(mode: Any, known:
         if known:
             assert (await asked).spans == (("default", 0, 2),)
         else:
-            with pytest.raises(EngineError, match="weights changed under way"):
+            with pytest.raises(EngineError, match=r"--enable-scale-out.*drain"):
                 await asked
         assert (await engine.complete(ask())).spans == (("run:1", 0, 5),)
 
@@ -565,4 +564,4 @@ def test_what_the_embedded_engine_would_ignore_is_refused(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "model", str(tmp_path), "--engine", "embedded", *more]) == 64
-    assert f"{more[0].partition('=')[0]} is only for vLLM" in capsys.readouterr().err
+    assert re.search(f"{more[0].partition('=')[0]} .*vLLM", capsys.readouterr().err)

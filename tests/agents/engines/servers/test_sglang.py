@@ -180,7 +180,7 @@ def test_publishing_pauses_reloads_with_the_version_and_goes_on(mode: Any, tmp_p
         return await engine.complete(ask())
 
     if mode == "drain":
-        with pytest.raises(PublishFailed, match="no pause that lets requests end"):
+        with pytest.raises(PublishFailed, match=r"`pause`.*reprefill.*stale_kv"):
             using(server, test, weights_folder=tmp_path)
         return
     assert using(server, test, weights_folder=tmp_path).spans == (("run:1", 0, 5),)
@@ -199,9 +199,9 @@ def test_weights_that_it_refuses_end_the_engine_and_its_pause(status: int, tmp_p
     server.broken, server.status = "/update_weights_from_disk", status
 
     async def test(engine: RemoteEngine) -> None:
-        with pytest.raises(PublishFailed, match="no such folder"):
+        with pytest.raises(PublishFailed, match=r"`finish`.*folder"):
             await engine.sync_weights({"w": torch.zeros(2)}, "run:1")
-        with pytest.raises(EngineError, match="publish failed"):
+        with pytest.raises(EngineError, match="'run:1'"):
             await engine.complete(ask())
 
     using(server, test, weights_folder=tmp_path)
@@ -222,7 +222,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed() -> None:
 
 def test_drain_is_refused_where_the_configuration_is_read() -> None:
     engine = ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",))
-    with pytest.raises(ValueError, match=r"no pause that lets requests end; set loop\.publish=reprefill"):
+    with pytest.raises(ValueError, match=r"loop\.publish=drain.*loop\.publish=reprefill"):
         check_engine(engine, TrainerConfig(), LoopConfig(publish="drain"))
     check_engine(engine, TrainerConfig(), LoopConfig())
 
@@ -257,9 +257,9 @@ def test_sleeping_uses_its_routes() -> None:
 
 
 def test_other_ways_to_publish_are_refused() -> None:
-    with pytest.raises(ValueError, match="SGLang servers reload a folder"):
+    with pytest.raises(ValueError, match=r"transfer.*publish=reload"):
         ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), publish="transfer")
-    with pytest.raises(NotTrainable, match="reload only"):
+    with pytest.raises(NotTrainable, match=r"engine\.publish=reload.*'transfer'"):
         using(SGLangServer(), lambda engine: engine.complete(ask()), way="transfer")
 
 
@@ -268,5 +268,5 @@ def test_a_server_of_another_kind_is_refused() -> None:
         async def about(self, request: web.Request) -> web.Response:
             return web.Response(status=404)
 
-    with pytest.raises(NotTrainable, match="neither vLLM"):
+    with pytest.raises(NotTrainable, match=r"engine\.kind=litellm"):
         using(Other(), lambda engine: engine.complete(ask()))

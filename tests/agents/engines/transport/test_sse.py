@@ -88,17 +88,17 @@ def test_the_chunks_add_up_to_the_answer() -> None:
 def test_what_came_before_a_cut_is_an_aborted_answer() -> None:
     found = Chat().parse(folded(CHUNKS[:3], done=False).answer(cut=True))
     assert (list(found.ids), found.finish, found.spans) == ([8, 9], "abort", None)
-    with pytest.raises(BadAnswer, match="text alone"):
+    with pytest.raises(BadAnswer, match="`tapereel serve model`"):
         Chat().parse(folded(CHUNKS[:1], done=False).answer(cut=True))
 
 
 @pytest.mark.parametrize(
     ("chunks", "match"),
     [
-        (CHUNKS[:3], "broke off before its end"),
-        ([*CHUNKS[:2], {"error": {"message": "out of memory", "code": 500}}], "out of memory"),
-        ([{"choices": [{"index": 1}]}], "one answer was asked for"),
-        (["text"], "broke off"),
+        (CHUNKS[:3], "before"),
+        ([*CHUNKS[:2], {"error": {"message": "out of memory", "code": 500}}], "memory"),
+        ([{"choices": [{"index": 1}]}], "'index': 1"),
+        (["text"], 'broke.*"text"'),
     ],
 )
 def test_a_stream_that_breaks_off_is_no_answer(chunks: list[Any], match: str) -> None:
@@ -108,16 +108,16 @@ def test_a_stream_that_breaks_off_is_no_answer(chunks: list[Any], match: str) ->
 
 def test_nothing_may_follow_the_end() -> None:
     stream = folded(CHUNKS)
-    with pytest.raises(BadAnswer, match="after its end"):
+    with pytest.raises(BadAnswer, match="after"):
         stream.feed(json.dumps(CHUNKS[1]))
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"prompt_token_ids": None}, "prompt ids missing"),
-        ({"choices": [{"token_ids": None, "logprobs": None, "finish_reason": "stop"}]}, "text alone"),
-        ({"choices": [{"token_ids": [8], "logprobs": {"content": []}, "finish_reason": "stop"}]}, "nothing can be"),
+        ({"prompt_token_ids": None}, "prompt.*missing"),
+        ({"choices": [{"token_ids": None, "logprobs": None, "finish_reason": "stop"}]}, "`tapereel serve model`"),
+        ({"choices": [{"token_ids": [8], "logprobs": {"content": []}, "finish_reason": "stop"}]}, " 1 .* 0 "),
     ],
 )
 def test_fields_that_a_server_ignored_are_missed(change: dict[str, Any], match: str) -> None:

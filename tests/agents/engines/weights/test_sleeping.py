@@ -146,7 +146,7 @@ def test_an_engine_that_sleeps_samples_nothing_and_takes_weights(tmp_path: Path)
             "/update_weight_version",
             "/resume",
         ]
-        with pytest.raises(EngineError, match="until they are woken"):
+        with pytest.raises(EngineError, match=r"weights.*engine\.wake\(\)"):
             await engine.complete(ask())
         server.told.clear()
         for _ in range(2):
