@@ -108,13 +108,13 @@ def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
 
 
 def reward_by_agent(stream: Stream) -> dict[str, float]:
-    """`reward/PATH` -> mean reward of the agent's scored episodes in a batch that was taken apart."""
+    """`reward/agent/PATH` -> mean reward of the agent's scored episodes in a batch that was taken apart."""
     found: dict[str, list[float]] = {}
     for name, reward in zip(stream.episodes.tape, stream.episodes.reward.tolist(), strict=True):
         _, apart_, path = name.partition("#")
         if apart_ and reward == reward:
             found.setdefault(path, []).append(reward)
-    return {f"reward/{path}": mean(rewards) for path, rewards in sorted(found.items())}
+    return {f"reward/agent/{path}": mean(rewards) for path, rewards in sorted(found.items())}
 
 
 def _sum(a: NDArray[np.float64] | None, b: Sequence[float] | NDArray[np.floating] | None) -> NDArray[np.float64] | None:

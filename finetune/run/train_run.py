@@ -352,7 +352,7 @@ class TrainingRun:
             recipe=self.recipe.name,
             updates=history.updates - self.training.warm.updates,
             reward=_first_and_last(lines, "reward"),
-            agents={path: _first_and_last(lines, f"reward/{path}") for path in self.training.trained},
+            agents={path: _first_and_last(lines, f"reward/agent/{path}") for path in self.training.trained},
             players={name: self._player(name) for name in self.config.players},
             held_out=_held_out(results),
             seconds=results.seconds,

@@ -57,16 +57,15 @@ def reward_curve(name: str, metrics: Path) -> Curve:
     return _curve(name, "reward", _loop(read_metrics(metrics)), MEAN_OF)
 
 
+_AGENT = "reward/agent/"
+"""The beginning of the metrics that are agents' rewards; the path of the agent follows."""
+
+
 def agent_curves(metrics: Path) -> list[Curve]:
     """Mean reward of each agent that the metrics have a reward of."""
     lines = _loop(read_metrics(metrics))
-    keys = dict.fromkeys(key.removeprefix("reward/") for line in lines for key in line if key.startswith("reward/"))
-    paths = [key for key in keys if key not in _TERMS and not key.startswith("missing/")]
-    return [_curve(path, f"reward/{path}", lines, MEAN_OF) for path in paths]
-
-
-_TERMS = ("clipped", "overlong", "kl", "square", "std", "min", "max")
-"""Keys below `reward/` in the metrics that the objective writes; all others are paths of agents."""
+    keys = dict.fromkeys(key for line in lines for key in line if key.startswith(_AGENT))
+    return [_curve(key.removeprefix(_AGENT), key, lines, MEAN_OF) for key in keys]
 
 
 def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Curve] = ()) -> Plot:
