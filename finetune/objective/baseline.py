@@ -18,7 +18,7 @@ in no group.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -67,6 +67,8 @@ class Baseline(Term):
         context.sums.add("group/single", size == 1)
         y = x - segments.mean(x, owner, n)[owner]
         match self.kind:
+            case "none" | "mean":
+                pass
             case "loo":
                 y = y * (size / (size - 1))[owner]
             case "std":
@@ -75,6 +77,8 @@ class Baseline(Term):
             case "batch_std":
                 count, _, square = context.mean_and_square(x)
                 y = y / ((square / max(count - self.ddof, 1.0)) ** 0.5 + self.eps)
+            case _:
+                assert_never(self.kind)
         # The mask also replaces the NaN and infinity of a group of one: n / (n - 1) and 0 / (n - ddof) divide by 0.
         return torch.where(flat[owner], torch.zeros_like(y), y)
 
@@ -87,10 +91,14 @@ class Baseline(Term):
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(y)
         match self.kind:
+            case "none" | "mean":
+                pass
             case "loo":
                 y = y * (n / (n - 1))
             case "std" | "batch_std":
                 y = y / ((square / (n - self.ddof)) ** 0.5 + self.eps)
+            case _:
+                assert_never(self.kind)
         return y
 
 

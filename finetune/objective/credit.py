@@ -16,7 +16,7 @@ The critic's target is A + V.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -58,6 +58,8 @@ class Credit(Term):
         decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":
             return segments.recur(reward, decay)[clock.step], None
+        if self.kind != "gae":
+            assert_never(self.kind)
         if stream.value is None:
             raise ValueError(
                 "credit 'gae' needs a value per token, and there is no critic: pass critic=... to the "

@@ -16,7 +16,7 @@ of an update, as kl, and its n episodes give the next adaptive coefficient:
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from pydantic import Field
@@ -43,8 +43,10 @@ def estimate(kind: Estimator, lp: Tensor, ref: Tensor) -> Tensor:
             return d
         case "k2":
             return d.square() / 2
-        case _:
+        case "k3":
             return exp(-d) - 1 + d
+        case _:
+            assert_never(kind)
 
 
 class Adaptive(Term):

@@ -14,7 +14,7 @@ denominator. The losses of micro-batches, ranks, packed rows and the rows of a s
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -51,8 +51,10 @@ class Weigh(Term):
                 return float(len(torch.unique(stream.turn[entered])))
             case "group":
                 return float(len(torch.unique(stream.group[entered])))
-            case _:
+            case "episode" | "constant":
                 return float(len(torch.unique(stream.episode[entered])))
+            case _:
+                assert_never(self.kind)
 
     def __call__(self, stream: Stream, entered: Tensor, n: float) -> Tensor:
         """(T,) float64 weights; 0 where `entered` is False. n: `totals`, summed over all ranks."""
@@ -68,8 +70,10 @@ class Weigh(Term):
                 return self._share(one, stream.group, len(stream.episodes.groups), n)
             case "constant":
                 return one / (max(n, 1.0) * self.limit)
-            case _:
+            case "sum":
                 return one / self.limit
+            case _:
+                assert_never(self.kind)
 
     @staticmethod
     def _share(one: Tensor, owner: Tensor, owners: int, n: float) -> Tensor:

@@ -25,11 +25,13 @@ def baseline(rewards: Sequence[float], groups: Sequence[str], kind: str, by: str
             out.append(r - mean)
         elif kind == "loo":
             out.append(r - (math.fsum(peers) - r) / (n - 1))
-        else:
+        elif kind in ("std", "batch_std"):
             spread = peers if kind == "std" else list(rewards)
             m = math.fsum(spread) / len(spread)
             var = math.fsum((x - m) ** 2 for x in spread) / (len(spread) - ddof)
             out.append((r - mean) / (math.sqrt(var) + eps))
+        else:
+            raise ValueError(kind)
     return out
 
 
@@ -82,8 +84,10 @@ def weights(kind: str, tokens: Sequence[tuple[str, str, int]], limit: float) -> 
             out.append(1 / (len(groups) * sum(t[0] == g for t in tokens)))
         elif kind == "constant":
             out.append(1 / (len(episodes) * limit))
-        else:
+        elif kind == "sum":
             out.append(1 / limit)
+        else:
+            raise ValueError(kind)
     return out
 
 

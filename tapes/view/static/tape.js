@@ -192,8 +192,9 @@ T.Tape = class {
   // A thumbnail; a click shows the whole file. Its size is that of the file that arrived.
   picture(name, time) {
     const image = T.h("img", { src: `media/${name}`, alt: "an image of this record", loading: "lazy", class: "media" });
-    const says = T.h("figcaption", { class: "note" }, name.slice(0, 12));
-    image.addEventListener("load", () => says.prepend(`${typeof time === "number" ? `${time.toFixed(1)} s ` : ""}${image.naturalWidth}x${image.naturalHeight} `));
+    const when = typeof time === "number" ? `${time.toFixed(1)} s ` : "";
+    const says = T.h("figcaption", { class: "note" }, when + name.slice(0, 12));
+    image.addEventListener("load", () => { says.textContent = `${when}${image.naturalWidth}x${image.naturalHeight} ${name.slice(0, 12)}`; });
     return T.h("figure", { class: "media" }, T.h("a", { href: `media/${name}`, target: "_blank", rel: "noopener", title: name }, image), says);
   }
 

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import itertools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Stream
-from tapereel.finetune.objective import Context
+from tapereel.finetune.objective import Baseline, Context, Credit
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import get_recipe
@@ -39,6 +39,7 @@ FEW = settings(
 MANY = settings(FEW, max_examples=30)
 MODEL, REFERENCE = tiny_model(), tiny_model(seed=1)
 BATCHES = worlds(scored_only=True)
+BASELINES = [kind for kind in get_args(Baseline.model_fields["kind"].annotation) if kind != "none"]
 
 
 def needs(recipe: Recipe, model: Any = MODEL) -> dict[str, Any]:
@@ -123,7 +124,7 @@ def test_ranks_that_share_out_the_groups_take_the_gradient_of_one(batch, changes
 @given(
     st.sampled_from([0.1, 0.3, 0.9, 1e-9, -7.7, 1e6]),
     st.integers(1, 9),
-    st.sampled_from(["mean", "loo", "std", "batch_std"]),
+    st.sampled_from(BASELINES),
     st.sampled_from([1e-9, 1e-6, 1e-4]),
     st.sampled_from(["keep", "drop"]),
 )
@@ -267,7 +268,7 @@ def test_the_expected_gradient_on_any_bandit_is_that_of_the_expected_reward(logi
 @given(
     st.lists(st.floats(-2, 2), min_size=6, max_size=6),
     st.lists(st.sampled_from([0.0, 1.0, -0.5]), min_size=6, max_size=6),
-    st.sampled_from(["broadcast", "returns", "gae"]),
+    st.sampled_from(get_args(Credit.model_fields["kind"].annotation)),
     st.floats(-1, 1),
 )
 def test_the_expected_gradient_over_two_turns_is_that_of_the_expected_return(logits, rewards, credit, v):
@@ -359,7 +360,7 @@ def test_an_episode_split_into_rows_keeps_its_weight_and_its_gradient(batch, cha
 @MANY
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 1.0, 0.5]), st.integers(1, 4)), min_size=2, max_size=5),
-    st.sampled_from(["mean", "loo", "std", "batch_std"]),
+    st.sampled_from(BASELINES),
     st.sampled_from(["group", "batch"]),
 )
 def test_a_tape_with_more_calls_is_one_episode_in_its_group(tapes, kind, by):
