@@ -18,7 +18,8 @@ dropping a token doesn't raise the weight of the others. For each reason a metri
    episodes. `keep` chooses among those within `bounds`. `bounds` and `flat` alone leave the statistics as they are.
 3. `keep_when = after_baseline` is the order of earlier versions, for their recorded runs: the statistics are of all
    scored episodes, and `keep` comes last.
-4. `entropy_top` chooses among the tokens that enter, and breaks ties by position.
+4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six decimals.
+   Those of equal contexts differ by rounding, which depends on how rows are cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ class Select(Term):
         at = entered.nonzero()[:, 0]
         # Two stable sorts: first by entropy, then by episode. Within an episode the order by entropy remains, and equal
         # entropies remain in token order, so the choice doesn't depend on the sort implementation.
-        by_entropy = at[torch.argsort(stream.entropy[at], descending=True, stable=True)]
+        by_entropy = at[torch.argsort(stream.entropy[at].round(decimals=6), descending=True, stable=True)]
         ranked = by_entropy[torch.argsort(stream.episode[by_entropy], stable=True)]
         owner = stream.episode[ranked]
         size = torch.bincount(owner, minlength=len(stream.episodes.tape))

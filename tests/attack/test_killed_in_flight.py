@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,15 @@ def records(run: Path, kind: str) -> int:
 def kill_in_flight(model: str, run: Path, rng: random.Random, lag: int = 0) -> None:
     """Kill a new run at a random moment at which it has open episodes."""
     update, share = rng.randrange(UPDATES), rng.random()
+    while not killed(model, run, update, share, lag):
+        shutil.rmtree(run)
+        update -= 1
+        assert update >= 0, "a run that has just begun has open episodes"
+
+
+def killed(model: str, run: Path, update: int, share: float, lag: int) -> bool:
+    """Kill a new run that has open episodes after `update` updates. False if it ended first: on a busy machine, the
+    last episodes may all end between two looks."""
     stop = time.monotonic() + 120
     with train(model, run, lag=lag) as process:
         while records(run, "use") < update or records(run, "begin") <= records(run, "end"):
@@ -73,8 +83,11 @@ def kill_in_flight(model: str, run: Path, rng: random.Random, lag: int = 0) -> N
             # Stopped, it ends no episode between the look at its records and the kill.
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
-            assert process.poll() is None, "the run ended before the kill"
+            if process.poll() is not None:
+                assert process.returncode == 0, run.with_suffix(".log").read_text()[-3000:]
+                return False
         process.kill()
+    return True
 
 
 @pytest.fixture(scope="module")

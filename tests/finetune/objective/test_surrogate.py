@@ -337,6 +337,9 @@ def test_the_highest_entropies_keep_their_loss():
         stream = one_row(len(part["entropy"]), entropy=part["entropy"])
         kept = Select(entropy_top=part["share"]).top_entropy(torch.ones(len(stream), dtype=torch.bool), stream)
         assert kept.int().tolist() == part["expected"]
+    tied = one_row(3, entropy=[1.0, 1.0 + 1e-12, 0.5])
+    kept = Select(entropy_top=0.4).top_entropy(torch.ones(3, dtype=torch.bool), tied)
+    assert kept.tolist() == [True, False, False], "rounding breaks no tie"
     n = case["exact"]["length"]
     stream = one_row(n, entropy=list(range(n)))
     kept = Select(entropy_top=case["exact"]["share"]).top_entropy(torch.ones(n, dtype=torch.bool), stream)
