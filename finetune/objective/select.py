@@ -18,8 +18,8 @@ dropping a token doesn't raise the weight of the others. For each reason a metri
    episodes. `keep` chooses among those within `bounds`. `bounds` and `flat` alone leave the statistics as they are.
 3. `keep_when = after_baseline` is the order of earlier versions, for their recorded runs: the statistics are of all
    scored episodes, and `keep` comes last.
-4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six decimals.
-   Those of equal contexts differ by rounding, which depends on how rows are cut into micro-batches.
+4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six
+   decimals, because those of equal contexts differ by rounding, which depends on the micro-batches.
 """
 
 from __future__ import annotations
