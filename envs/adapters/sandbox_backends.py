@@ -351,7 +351,10 @@ def _bubblewrap(box: Path, binds: list[str]) -> list[str]:
 def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) -> list[str]:
     """The command line of podman, up to the snippet's command. base: the host's id of the container's root."""
     runtime = shutil.which("runc", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or _program("crun")
-    words = [_program("podman"), "--runtime", runtime, "run", "--rm", "--pidfile", "{pidfile}", "--log-driver", "none"]
+    # The snippet has this process's pipe itself, as descriptor 3. Podman forwards output, and on a busy machine it may
+    # lose that of a command that ends at once.
+    words = ["/bin/sh", "-c", 'exec "$@" 3>&1', "sh", _program("podman"), "--runtime", runtime, "run"]
+    words += ["--rm", "--preserve-fds=1", "--pidfile", "{pidfile}", "--log-driver", "none"]
     words += ["--network", "none", "--no-hosts", "--hostname", "sandbox", "--http-proxy=false", "--unsetenv-all"]
     words += ["--read-only", "--read-only-tmpfs=false", "--cap-drop", "all", "--user", f"{_UID}:{_UID}"]
     # A user namespace of the container's own, so that its limit of processes counts no other container's.
@@ -368,7 +371,7 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
     words += [word for volume in volumes for word in ("--volume", volume)]
     words += [image] if image else ["--rootfs", f"{box}/root"]
     # podman sets no limit of address space. The command is the shell's arguments, which it runs and doesn't interpret.
-    script = 'ulimit -v "$1"; shift; exec 2>/dev/null; "$@" 2>&1; exit $?'
+    script = 'ulimit -v "$1"; shift; exec >&3 3>&- 2>/dev/null; "$@" 2>&1; exit $?'
     return [*words, "/bin/sh", "-c", script, "sh", str(bounds.memory // 1024)]
 
 
