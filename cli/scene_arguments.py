@@ -136,4 +136,4 @@ def token_line(file: str | None) -> str:
     """What a command says about its server's token: where clients find it."""
     if file is None:
         return "clients send the token that you gave"
-    return f"your own clients on this machine find the token; for others it stands in {file}"
+    return f"local clients read the token automatically; others find it in {file}"

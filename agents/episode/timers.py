@@ -1,12 +1,12 @@
 """The two timers of an episode: the agent's time and the system's time. One of them runs at any moment.
 
-Agent time is what the policy causes: the agent's own code, its model calls while the model is at work for them, and its
-tools. At its limit the episode is scored, as at the limit of turns. System time is all the rest: the engine's queue,
-retries, the environment and Tapereel, without the wait for servers that don't answer. At its limit the episode says
-nothing of the policy: it is repeated.
+Agent time is what the policy causes: the agent's own code, its tools, and its model calls while the model computes. An
+episode that reaches this limit is scored, as at the limit of turns. System time is everything else: the engine's queue,
+retries, the environment and Tapereel, but not the wait for servers that don't answer. Reaching this limit is not the
+policy's fault, so the episode is repeated.
 
-An engine reports that a model begins to work at a request by `Request.on_start`. A call whose engine doesn't report it
-is system time, since a policy must not be punished for a queue that no one measured.
+An engine calls `Request.on_start` when the model begins to compute. If it doesn't, the whole call is system time: a
+policy must not be punished for a queue that nobody measured.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class Gateway(HttpService):
     Single use. Call its methods in the event loop of `serving`: its counters and tables have no lock.
     """
 
-    no_token = "this is no key of a tape here, and not the admin token"
+    no_token = "unknown API key: neither a tape's key nor the admin token"
 
     def __init__(self, host: str = "127.0.0.1", *, token: str | None = None, bounds: Bounds = Bounds()) -> None:
         """token: the admin token of the routes that a subclass adds; None: a new one is made."""
@@ -147,7 +147,7 @@ class Gateway(HttpService):
             return session
         if _digest(key) in self._ended:
             raise ended()
-        raise Refused(401, "this is no key of a tape here")
+        raise Refused(401, "unknown API key: not a tape's key")
 
     # Weights
 

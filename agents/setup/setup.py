@@ -316,7 +316,7 @@ def _named(source: Any, key: str) -> Any:
         return source
     if is_unnamed(source):
         raise UsageError(
-            f"the run's {key} was passed as a Python object, {source}, which no name finds again: pass it to "
+            f"the run's {key} is a Python object, {source}, that can't be imported by name: pass it to "
             f"the Python function, or name one as `module:name` (`{key}=...`)"
         )
     return load_named(source)

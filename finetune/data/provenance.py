@@ -99,7 +99,7 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
 
 
 def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
-    """The rows with the own tokens that `kept` (row -> (n,) bool) excludes made context, and their ranges.
+    """The rows, in which the own tokens that `kept` (row -> (n,) bool) excludes are context now, and their ranges.
 
     A row that keeps no own token is left out.
     """

@@ -113,7 +113,7 @@ def version_number(version: str, lineage: str) -> int | None:
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
-    """The rows with every token of a policy older than `lineage:oldest` made context, and the ranges of those tokens.
+    """The rows, in which tokens of policies older than `lineage:oldest` are context now, and those tokens' ranges.
 
     A token without a version (authored text) has no age. A token of another lineage counts as stale: how far that
     policy is from this one is unknown.

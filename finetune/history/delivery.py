@@ -1,12 +1,12 @@
 """Delivery: whether each sampler has the weights that were published to it.
 
-After every weight sync, each sampler samples one token after each of some beginnings of a recorded row, its places. The
-log-probs must be those of the trainer under the new weights. The requests go the way of every completion, and the
-places are the same in the whole run: a prefix cache holds their keys and values of the weights before, so a cache that
-wasn't cleared shows as well. The trainer keeps its distributions under the last versions, to name the served one.
+After every weight sync, each sampler draws one token after several prefixes of a recorded row. Its log-probs must equal
+the trainer's under the new weights. The requests take the same route as every completion, and the prefixes stay the
+same during a run. So the prefix cache holds their keys and values of the earlier weights, and a cache that wasn't
+cleared is noticed too. The trainer keeps its distributions under the last versions, to name the served one.
 
-Differences up to a bound count as rounding. Only a sync that surely arrived, because the update moved the log-probs by
-more than twice the bound, may widen it. Smaller updates are `unmoved`. They are compared with the newest weights too:
+Differences up to a bound count as rounding. The bound grows only after a confirmed sync, whose update moved the
+log-probs by more than twice the bound. Smaller updates are `unmoved`. They are compared with the newest weights too:
 updates that never arrive add up until they exceed the bound.
 
 No engine is asked to score given tokens: vLLM's CPU build with adapters dies of `prompt_logprobs`.

@@ -160,8 +160,8 @@ def check_engine(
     publish = engine.publish if isinstance(engine, ServerConfig) else None
     if publish is not None and (publish == "lora") != (trainer.lora is not None):
         raise ValueError(
-            f"{name}.publish=lora sends the adapters of {trains}.lora to servers, and neither works there without the "
-            f"other: set both, as in {name}.publish=lora {trains}.lora.rank=16, or neither"
+            f"{name}.publish=lora sends the adapters of {trains}.lora to servers: set both (for example "
+            f"{name}.publish=lora and {trains}.lora.rank=16) or neither"
         )
     if publish == "lora" and loop.publish != "drain":
         raise ValueError(

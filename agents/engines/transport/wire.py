@@ -202,7 +202,7 @@ def checked_logprob(value: object, k: int) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
     if not FLOOR < value <= ABOVE_ZERO:
-        raise BadAnswer(f"log-prob {k} of the answer is {value!r}, the server's word for unknown or no log-prob at all")
+        raise BadAnswer(f"log-prob {k} of the answer is {value!r}, the server's placeholder for an unknown log-prob")
     return min(float(value), 0.0)
 
 
