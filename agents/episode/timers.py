@@ -6,7 +6,7 @@ retries, the environment and Tapereel, but not the wait for servers that don't a
 policy's fault, so the episode is repeated.
 
 An engine calls `Request.on_start` when the model begins to compute. If it doesn't, the whole call is system time: a
-policy must not be punished for a queue that nobody measured.
+policy must not be punished for an unmeasured queue.
 """
 
 from __future__ import annotations
