@@ -84,7 +84,7 @@ class RolloutConfig(EpisodesConfig):
 class AttemptsConfig(Config):
     """How many episodes there are of one task."""
 
-    attempts: int = Field(default=1, ge=1)
+    attempts: int = Field(default=1, ge=1, le=100_000)
     """Episodes of each task; they form one group and share the environment's seed."""
     concurrency: int = Field(default=64, ge=1)
     """Episodes in flight."""

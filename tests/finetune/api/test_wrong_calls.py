@@ -93,6 +93,7 @@ def _nested() -> list[object]:
         (lambda run: run.scores(k=iter(["a"])), "list_iterator"),
         (lambda run: tr.evaluate(tr.ChatAgent(), Echo, str(run.path), ["a"]), "--repo-type dataset"),
         (lambda run: run.branch(run.tapes()[0], 0, model=[]), "[]"),
+        (lambda run: run.branch(run.tapes()[0], 0, n=10**30), str(10**30)),
     ],
 )
 def test_content_that_no_call_can_use_is_named(tmp_path: Path, call: Callable[[tr.Run], object], named: str) -> None:
