@@ -82,7 +82,8 @@ def killed(model: str, run: Path, update: int, share: float, lag: int) -> bool:
             assert time.monotonic() < stop, "training makes no progress"
             # Stopped, it ends no episode between the look at its records and the kill.
             process.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            if process.poll() is None:
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
             if process.poll() is not None:
                 assert process.returncode == 0, run.with_suffix(".log").read_text()[-3000:]
                 return False
