@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from tapereel.finetune.history.loop_config import WarmStartConfig
 from tapereel.finetune.loop.loop import UpdateReport
+from tapereel.finetune.loop.loop_config import WarmStartConfig
 from tapereel.finetune.run.demonstrations import DemoConfig, DemoRun
 from tapereel.finetune.trainer.checkpoint import copied_weights
 from tapereel.tapes.common.progress import silent

@@ -21,8 +21,8 @@ from peers.loop_case import CHATML, GROUP, GROUPS, LR, MAX_TOKENS, make_folder, 
 
 from tapereel.agents import Limits
 from tapereel.agents.setup.engine_config import EmbeddedConfig
-from tapereel.finetune.history.delivery import Delivery
-from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.delivery import Delivery
+from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.tapes import Sampling

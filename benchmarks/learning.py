@@ -29,7 +29,7 @@ from tapereel.agents import Limits
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.runs.runner import RunConfig, run
 from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
-from tapereel.finetune.history.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, ImitationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer.schedule import Schedule

@@ -35,8 +35,8 @@ import numpy as np
 import torch
 
 from tapereel.envs.adapters.calculator import Calculate
-from tapereel.finetune.history.loop_config import WarmStartConfig
 from tapereel.finetune.loop.loop import UpdateReport
+from tapereel.finetune.loop.loop_config import WarmStartConfig
 from tapereel.finetune.run.demonstrations import DemoConfig, DemoRun
 from tapereel.tapes import Tape
 from tapereel.tapes.common.progress import silent

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from .data.provenance import episode_of
     from .data.rows import Row, rows
     from .data.stream import Episode, Stream
-    from .history.history import History
-    from .history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from .interchange.rl_columns import prepare_rl_fields, rl_features, to_dataset
     from .interchange.rl_dataset import (
         RLConfig,
@@ -29,11 +27,13 @@ if TYPE_CHECKING:
         rl_step,
         update_rewards_and_advantages,
     )
-    from .loop.held_out import Evaluation, evaluate
+    from .loop.history import History
     from .loop.loop import Loop
-    from .loop.warm_start import warm_start
+    from .loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from .objective.recipe import Recipe
     from .recipes import RECIPES, get_recipe
+    from .run.evaluation import Evaluation, evaluate
+    from .run.warm_start import warm_start
     from .trainer.trainer import Trainer, UpdateStats
 
 __all__ = [
@@ -73,12 +73,12 @@ _HOME = {
         "interchange.rl_dataset",
     ),
     "episode_of": "data.provenance",
-    **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "history.loop_config"),
-    **dict.fromkeys(("Evaluation", "evaluate"), "loop.held_out"),
-    "History": "history.history",
+    **dict.fromkeys(("LoopConfig", "OptimiserConfig", "WarmStartConfig"), "loop.loop_config"),
+    **dict.fromkeys(("Evaluation", "evaluate"), "run.evaluation"),
+    "History": "loop.history",
     "Loop": "loop.loop",
     **dict.fromkeys(("RECIPES", "Recipe", "get_recipe"), "recipes"),
-    "warm_start": "loop.warm_start",
+    "warm_start": "run.warm_start",
     **dict.fromkeys(("Episode", "Stream"), "data.stream"),
     **dict.fromkeys(("Row", "rows"), "data.rows"),
     **dict.fromkeys(("Trainer", "UpdateStats"), "trainer.trainer"),

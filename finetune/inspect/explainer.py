@@ -32,8 +32,8 @@ from ...tapes.value import Value
 from ..data.provenance import ChangedTape, episode_of
 from ..data.rows import Row, rows
 from ..data.stream import Stream
-from ..history.history import History, as_read
-from ..history.plan import UpdateInfo
+from ..loop.history import History, as_read
+from ..loop.plan import UpdateInfo
 from ..objective import Context, Running
 from ..objective.loss import prepare_batches
 from ..objective.recipe import Recipe

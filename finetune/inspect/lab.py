@@ -32,13 +32,13 @@ from ...tapes.records import Use
 from ...tapes.store.store import Store
 from ...tapes.value import Value
 from ..data.provenance import known, weighed
-from ..data.staleness import version_name
-from ..history.history import History, apply_again, as_read, with_threads
-from ..history.loop_config import RecipeConfig
-from ..history.plan import Batch, ComputedOn, UpdateInfo, by_update
+from ..loop.history import History, apply_again, as_read, with_threads
+from ..loop.loop_config import RecipeConfig
+from ..loop.plan import Batch, ComputedOn, UpdateInfo, by_update
+from ..loop.staleness import version_name
 from ..objective.recipe import Recipe
-from ..policies.players import lineage_of
 from ..recipes import get_recipe
+from ..run.players import lineage_of
 from ..trainer.checkpoint import checkpoint_folders, checkpoints
 from ..trainer.reference import EarlierWeights
 from ..trainer.trainer import Trainer

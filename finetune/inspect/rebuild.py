@@ -16,12 +16,12 @@ from ...tapes.common.config_yaml import YamlProblem
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recorded_config
 from ...tapes.store.store import Store
-from ..history.history import BrokenHistory, History
-from ..policies.player_config import TrainerConfig
-from ..policies.players import Team, lineage_of
-from ..policies.policy import load_policy
+from ..loop.history import BrokenHistory, History
 from ..recipes import BrokenRecipes
 from ..run.demonstrations import DemoConfig, PicturesDemoConfig
+from ..run.player_config import TrainerConfig
+from ..run.players import Team, lineage_of
+from ..run.policy import load_policy
 from ..run.train_config import TrainConfig
 from ..run.training import Training
 from ..trainer.checkpoint import checkpoints

@@ -26,9 +26,9 @@ from ...tapes.records import Use
 from ...tapes.store.ledger import Ledger
 from ...tapes.store.store import Store
 from ...tapes.value import STANDINGS, Standing, Value
-from ..data.staleness import version_name
-from ..history.history import BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
-from ..history.plan import Plan, by_update, taught_by
+from ..loop.history import BrokenHistory, Differs, History, apply_again, computed_on, elsewhere
+from ..loop.plan import Plan, by_update, taught_by
+from ..loop.staleness import version_name
 from ..trainer.checkpoint import (
     STATE,
     BadCheckpoint,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from ...agents.setup.setup import load_tasks
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
-from ..history.loop_config import CorpusConfig
-from ..history.plan import TEXTS
+from ..loop.loop_config import CorpusConfig
+from ..loop.plan import TEXTS
 from .imported import Conversation, Said, write_tape
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The loop: rollouts go on while the trainer updates, with pacing, metrics, warm start and evaluation.
+"""The training loop: rollouts and updates side by side, how fresh the samples must be, and the record of each update.
 
-Imports `finetune.policies` and the rooms below it.
+Imports `finetune.data`, `finetune.objective`, `finetune.recipes` and `finetune.trainer`.
 """

@@ -1,9 +1,9 @@
 """The asynchronous training loop: it samples groups of episodes while the trainer updates on the oldest closed groups.
 
-The event loop runs the agents, the environments and the embedded engine; updates run in one thread beside it. The order
+The event loop runs the agents, the environments and the embedded engine; updates run in a thread. The order
 of an update is fixed: the weights change in memory, the `use` record becomes durable, the engine gets the new weights,
 and only then can the engine sample with them. Pacing (`staleness.py`) keeps samples fresh, and the plan of each update
-drops the tokens that are too stale nevertheless. Every episode is in exactly one update, or the books say why not.
+drops tokens that became too stale anyway. Every episode is in exactly one update, or the books say why not.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ...tapes.common.text import logger
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.store.store import Store
 from ..data.rows import Row
-from ..data.staleness import stale_before
-from ..history.history import History, Plan
-from ..history.loop_config import LoopConfig
 from ..objective.recipe import Recipe
-from ..policies.players import Player, check_players
 from ..recipes import get_recipe
 from ..trainer.updates import UpdateStats
+from .history import History
+from .loop_config import LoopConfig
 from .metrics import performance_line, player_line, rollout_line
+from .plan import Plan, batch_of
+from .player import Player, check_players
 from .rollouts import Rollouts, Taken
-from .warm_start import batch_of
+from .staleness import stale_before
 
 log = logger("loop")
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """Sampler and trainer have the same weights and compute different log-probs: the trainer's tokens, masks or
-    positions are not those of the sampler."""
+    """Sampler and trainer have the same weights and compute different log-probs: their tokens, masks or
+    positions differ."""
 
 
 class UnknownAgent(TapereelError, ValueError):
@@ -51,8 +51,8 @@ class UnknownAgent(TapereelError, ValueError):
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
-    """UsageError where the settings ask for what the recipe doesn't use, or lack what it needs. shown: the number of
-    tapes that may be imitated beside the rollouts; None: not known yet."""
+    """Raise UsageError if the settings ask for something that the recipe doesn't use, or lack something that it needs.
+    shown: the number of tapes that updates may imitate in addition to the rollouts, or None if it isn't known yet."""
     if config.forks is not None and recipe.baseline.by != "fork":
         raise UsageError(
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
@@ -69,7 +69,7 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
-    """UnknownAgent where some agents spoke in these rows, but none of `agents`. setting: where `agents` are set."""
+    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. setting: where `agents` are set."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
         raise UnknownAgent(
@@ -129,11 +129,10 @@ class Loop:
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
         """`tasks(k)`: the task of group k, the same at every call. `recipe`: the recipe of the updates (default: the
-        configuration's). `shown`: tapes in the store that are imitated beside the rollouts (`loop.demonstrations`).
-        `players`: other policies that learn from the same episodes. `start`: the update at which this phase began
-        (default: the history's updates now), so that a resumed loop ends where an uninterrupted one does. `stop`:
-        called between updates; true ends the phase early. `settled`: awaited before the engine gets new weights or
-        sleeps."""
+        configuration's). `shown`: tapes in the store that updates imitate as well (`loop.demonstrations`). `players`:
+        other policies that learn from the same episodes. `start`: the update at which this phase began (default: the
+        history's updates now), so that a resumed loop ends at the same update as an uninterrupted one. `stop`: called
+        between updates; true ends the phase early. `settled`: awaited before the engine gets new weights or sleeps."""
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -281,7 +280,7 @@ class Loop:
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
         """One update: train, record, publish, in this order.
 
-        A crash before the records are durable loses the update, and resume makes it anew from the same tapes. A crash
+        A crash before the records are durable loses the update, and resume makes it again from the same tapes. A crash
         after that finds the records, and resume applies the update again. If the engine got the weights before the
         records were durable, a crash would leave tapes sampled by a version that no record explains.
         """
@@ -309,7 +308,7 @@ class Loop:
             seconds = time.perf_counter() - started
             self.train_seconds += seconds
             self.train_engine_seconds += self.engine.stats.busy_seconds - before
-            # Checked before the records are written: a run must not go on from an update on wrong log-probs.
+            # Checked before the records are written: a run must not continue after an update on wrong log-probs.
             for one in (stats, *(other[0] for other in others)):
                 self._check(one)
             for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
@@ -336,7 +335,7 @@ class Loop:
         return UpdateReport(self.history.updates, line["reward"], line)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
-        """NotDelivered where a sampler of any policy lacks the policy's present weights."""
+        """Raise NotDelivered if a sampler of any policy lacks the policy's present weights."""
         policies = [(self.history, self.engine), *((player.history, player.engine) for player in self.players)]
         for history, engine in policies:
             history.delivery.choose(tapes, lambda tape: self.rollouts.converted[tape][0])
@@ -377,7 +376,7 @@ class Loop:
         }
 
     def _check_agents(self, plan: Plan) -> None:
-        """UnknownAgent where no trained agent spoke in the first batch: the run would train on nothing."""
+        """Raise UnknownAgent if no trained agent spoke in the first batch: the run would train on nothing."""
         if plan.agents is None or self._agents_checked:
             return
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
@@ -387,7 +386,7 @@ class Loop:
         self._agents_checked = True
 
     def _check(self, stats: UpdateStats) -> None:
-        """SamplerMismatch where sampler and trainer differ by more than the tolerance.
+        """Raise SamplerMismatch if sampler and trainer differ by more than the tolerance.
 
         `stats.mismatch` is of the update's first step alone: after it the trainer has other weights than the sampler.
         """

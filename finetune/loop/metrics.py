@@ -17,9 +17,9 @@ from ...tapes import Status, Tape
 from ...tapes.common.stats import mean, mean_of
 from ...tapes.records import Call, Use
 from ..data.by_agent import reward_by_agent
-from ..data.staleness import version_number
-from ..history.plan import UpdateInfo
 from ..trainer.trainer import UpdateStats
+from .plan import UpdateInfo
+from .staleness import version_number
 
 
 def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
@@ -31,7 +31,7 @@ def rollout_line(
     stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
 ) -> dict[str, object]:
     """The line of an update of the loop on `tapes`. seconds: its duration; None for an update that is applied again."""
-    # The reward of a continuation counts its own turns only, so it is not comparable with that of a whole episode.
+    # The reward of a continuation counts its own turns only, so it isn't comparable with the reward of a whole episode.
     scored = [reward for tape in tapes if tape.begin.parent is None and (reward := tape.reward) is not None]
     line: dict[str, object] = {
         "phase": UpdateInfo.of(uses[0]).phase,
@@ -49,13 +49,13 @@ def rollout_line(
 
 
 def player_line(name: str, stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """What the update of the player `name` adds to the line of the loop's update on `tapes`."""
+    """The fields that the player `name` adds to the line of the loop's update on `tapes`."""
     values = _policy_values(stats, uses, tapes)
     return {f"players/{name}/{key}": value for key, value in values.items()} | reward_by_agent(stats.stream)
 
 
 def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """What one policy's agents sampled for the update, and what became of it."""
+    """Lengths and ages of the tokens that one policy's agents sampled for the update, and how many were trained on."""
     info = UpdateInfo.of(uses[0])
     read = set(info.every)
     tapes = [tape for tape in tapes if tape.id in read]
@@ -97,7 +97,7 @@ def components(tapes: Iterable[Tape]) -> dict[str, float]:
 
 
 def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dict[str, float | None]:
-    """`length/...`: tokens of answers and episodes. agents: those whose tokens count; None: all."""
+    """`length/...`: tokens of answers and episodes. agents: count only their tokens; None counts all."""
     found: dict[str, list[int]] = {"answer": [], "episode": [], "total": []}
     cut: list[bool] = []
     for tape in tapes:

@@ -35,23 +35,23 @@ from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
 from ..data.provenance import episode_of
 from ..data.rows import Row, rows
-from ..data.staleness import Pacer, version_number
 from ..data.stream import Episode
-from ..history.history import History, Plan
-from ..history.loop_config import LoopConfig
 from ..objective.recipe import Recipe
+from .history import History, Plan
+from .loop_config import LoopConfig
+from .staleness import Pacer, version_number
 
 log = logger("groups")
 
 BARREN_BATCHES = 8
-"""The loop stops after so many batches of groups in a row without a usable attempt: the cause is permanent then, and
-without the stop the loop would record failures until the disk is full."""
+"""The loop stops after this many batches of groups in a row without a usable attempt. By then the cause is permanent,
+and the loop would record failures until the disk is full."""
 EXTRA_BATCHES = 3
 """The default of `loop.extra_groups`, in batches of groups."""
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """No attempt of many groups in a row can be trained on; says how the last attempt ended."""
+    """No attempt of many groups in a row can be trained on. The message names the end of the last attempt."""
 
 
 class Filled(StrEnum):
@@ -119,7 +119,7 @@ class Rollouts:
         self.seed = seed
         self.phase = phase
         self.trained = None if config.agents is None else frozenset(config.agents)
-        """Paths of all agents that are trained, by any policy; None: all."""
+        """Paths of all agents that any policy trains, or None if all are trained."""
         self.drops_flat = recipe.select.flat == "drop"
         extra = config.extra_groups
         batch = config.groups * config.rollouts
@@ -182,8 +182,8 @@ class Rollouts:
                 self._continue(group)
 
     def _continue(self, group: Group) -> None:
-        # The age of a group is that of its oldest sampled token, not that of this process's start: pacing and
-        # staleness must be those of an uninterrupted run.
+        # A group is as old as its oldest sampled token, not as this process: pacing and staleness must be the same as
+        # in an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         for tape in (tape for tapes in group.tapes.values() for tape in tapes):
             if tape.trains and not comparable(tape):
@@ -258,14 +258,14 @@ class Rollouts:
         self._close(group)
 
     async def _compare(self, group: Group) -> None:
-        """Add the rewards that depend on the other attempts of the group (relative rewards), where there are any."""
-        beside = await compared(self.rewards, group.usable, self.store.append_layer)
+        """Add the rewards that depend on the other attempts of the group (relative rewards), if there are any."""
+        scored = await compared(self.rewards, group.usable, self.store.append_layer)
         for tapes in group.tapes.values():
-            tapes[:] = [next((t for t in beside if t.id == tape.id), tape) for tape in tapes]
+            tapes[:] = [next((t for t in scored if t.id == tape.id), tape) for tape in tapes]
 
     @property
     def rewards(self) -> Rewards[Tape] | None:
-        """The rewards that score episodes beside the environment; None without any."""
+        """The reward sources that score episodes in addition to the environment, or None."""
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:

@@ -1,4 +1,4 @@
-"""Training runs in a run directory: `train`, the demo, curricula, and runs made longer.
+"""A training run in its directory: settings, models, warm start, loop, evaluations, report and trackers; the demo.
 
-Imports `finetune.loop`, `finetune.report` and the rooms below them.
+Imports `finetune.loop`, `finetune.interchange` and the rooms below them.
 """

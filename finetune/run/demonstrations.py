@@ -1,7 +1,7 @@
 """The demo: an untrained chat model learns what words mean to a calculator, in one run directory, in minutes on a CPU.
 
-Its problems are like `47plus83`. Demonstrations show how to use the calculator, and nothing of what the words mean:
-that is in the rewards alone. A habit that all tasks share, whichever it is, solves a third of them. So the held-out
+Its problems look like `47plus83`. Demonstrations show how to use the calculator but not the meaning of the words: only
+the rewards contain that. A habit that all tasks share, whichever it is, solves a third of them. So the held-out
 reward, greedy or sampled, can't come near 1 by a drift.
 
 It is a run of `train` whose model is drawn from the seed, and whose warm start imitates demonstrations that the demo
@@ -48,19 +48,19 @@ try:
     from ..data.provenance import episode_of
     from ..data.rows import Row, rows
     from ..data.stream import Episode
-    from ..history.history import History, Source
-    from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-    from ..loop.warm_start import bring_in, warm_start
-    from ..policies.player_config import TrainerConfig
-    from ..policies.policy import Policy, load_policy
-    from ..report.trackers import TrackedConfig
+    from ..loop.history import History, Source
+    from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
     from ..trainer.checkpoint import checkpoints
     from ..trainer.ranks import Ranks
     from ..trainer.schedule import Schedule
     from .longer import end_name
+    from .player_config import TrainerConfig
+    from .policy import Policy, load_policy
+    from .trackers import TrackedConfig
     from .train_config import EvaluationConfig, ImitationConfig, TrainConfig
     from .train_run import TrainingRun, TrainSummary
     from .training import closing
+    from .warm_start import bring_in, warm_start
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -156,7 +156,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
     def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
         """The task of each demonstration."""
         n = self.demonstrations
-        # Other numbers than those of the word problems: with the same ones, a symbol would say what a word means.
+        # The numbers differ from the word problems': with equal ones, a symbol would give away the meaning of a word.
         symbols = word_problems((n + 1) // 2, self.seed + 10**9, symbols=True)
         return [train_tasks[k % len(train_tasks)] if k % 2 else symbols[k // 2] for k in range(n)]
 
@@ -214,7 +214,7 @@ class PicturesDemoConfig(DemoConfig):
 
 
 class DemoFailed(TapereelError, RuntimeError):
-    """A part of the demo doesn't do what the demo relies on; names the part."""
+    """A part of the demo failed; the message names the part."""
 
 
 def calculator_agent() -> ChatAgent:
@@ -255,7 +255,7 @@ def demo(
     resume: bool = False,
     progress: Progress = silent,
 ) -> DemoSummary:
-    """Run the demo, or with `resume` what is missing of it. Errors are those of `train`."""
+    """Run the demo, or with `resume` its missing parts. Raises the same errors as `train`."""
     torch.set_num_threads(config.threads)
     run = DemoRun(config, Path(out), controls, progress)
     summary = run.lead(resume)
@@ -275,7 +275,7 @@ def demo(
 
 
 class DemoRun(TrainingRun):
-    """A run of `train` that records what it imitates, and runs the controls."""
+    """A run of `train` that records its own demonstrations and runs the controls."""
 
     def __init__(self, config: DemoConfig, out: Path, controls: bool, progress: Progress) -> None:
         super().__init__(*config.resolved(), out, progress, Ranks(), config.policy())
@@ -426,7 +426,7 @@ class DemoRun(TrainingRun):
             )
         )
 
-    # What a demo writes for a reader
+    # The report
 
     def _reward_plot(self) -> Plot:
         """Reward per update, with the held-out levels and the control."""

@@ -1,4 +1,5 @@
-"""What a training run needs at most, from the settings and the model's `config.json`. Doesn't import torch.
+"""Upper bounds on the memory and tokens of a training run, from its settings and the model's `config.json`, without
+torch.
 
 Not counted: players, the shards of several processes, CUDA itself (about 0.5 GiB), fragments of torch's allocator.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 from ...agents.setup.engine_config import EmbeddedConfig
 from ...agents.setup.profiles import shape_of
-from ..history.loop_config import OWN, SECOND
+from ..loop.loop_config import OWN, SECOND
 from .train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
-"""Bytes of float32 and bfloat16. What is trained, its gradients and optimiser states are float32."""
+"""Bytes of float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""
 SAVED = {
     (False, False, WIDE): (24, 16, 16, 16),
     (False, True, WIDE): (26, 10, 10, 8),
@@ -24,7 +25,7 @@ queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama h
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     """`GiB`: memory of the trainer's device by item, at the moment when their `sum` is largest. `tokens`: the most that
-    an episode, an update, and the run with its evaluations sample. None where the model's shape is unknown. config:
+    an episode, an update, and the run with its evaluations sample. None if the model's shape is unknown. config:
     with its profile applied."""
     shape = shape_of(config.engine.model)
     if shape is None:
@@ -47,7 +48,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
     changed = [loop.changes.get(name) for name in ("regulariser", "shape")]
-    # `changes` is checked with the recipe, which needs torch: what is no term here is refused there.
+    # `changes` is checked with the recipe, which needs torch. Values that aren't terms are skipped here and refused
+    # there.
     terms = [term for part in changed if isinstance(part, list) for term in part if isinstance(term, dict)]
     kls = [term for term in terms if "kl" in str(term.get("kind")) and term.get("to") in (None, "reference")]
     reads = "reference" in second or bool(kls)
@@ -69,13 +71,14 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     if own == WIDE and not narrow and shape.keys != shape.queries:
         # No fused kernel of torch takes float32 with fewer heads of keys than of queries: the matrix is kept.
         layer += micro * min(capacity, micro) * shape.heads * WIDE
-    # With checkpointing, the input of each layer and all of one; the way back has gradients of one layer beside.
+    # With checkpointing, the input of each layer and all of one are kept; the backward pass adds the gradients of one
+    # layer.
     whole = 1 if loop.optimiser.gradient_checkpointing else shape.layers
     inputs = micro * shape.width * own * (shape.layers - whole + 3)
     # `micro_tokens` counts tokens and patches together. Of a patch in a layer, 16 times the width is kept.
     patches = 0 if still or lora else micro * shape.seen[1] * 16 * own * (shape.seen[0] if whole > 1 else 1)
     update = {
-        # The gradient of the output layer is summed beside the others before it is added to them.
+        # The gradient of the output layer is summed separately before it is added to the others.
         "gradients": trained * WIDE + (output * WIDE if lora is None else 0),
         "activations": max(layer * whole, patches) + inputs + micro * (3 * shape.feed + 2 * shape.width) * WIDE,
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,

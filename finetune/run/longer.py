@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import Change, Lengthened, Results, RunDir
-from ..history.loop_config import LoopConfig, OptimiserConfig
-from ..policies.player_config import PlayerConfig
+from ..loop.loop_config import LoopConfig, OptimiserConfig
+from .player_config import PlayerConfig
 
 UPDATES = "loop.updates"
 

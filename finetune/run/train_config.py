@@ -17,15 +17,15 @@ from ...envs.taskset import TASK_FILES
 from ...tapes import Sampling
 from ...tapes.errors import UsageError
 from ...tapes.store.store import Store
-from ..history.loop_config import SECOND, LoopConfig, ProcessesConfig, WarmStartConfig
-from ..policies.player_config import (
+from ..loop.loop_config import SECOND, LoopConfig, ProcessesConfig, WarmStartConfig
+from .player_config import (
     Players,
     TrainedEngine,
     TrainerConfig,
     check_engine,
     check_players_of,
 )
-from ..report.trackers import TrackedConfig
+from .trackers import TrackedConfig
 
 MeasuredBy = Literal["own", "loop"]
 """The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
@@ -38,18 +38,18 @@ class EvaluationConfig(ScoresConfig, TasksConfig):
     """
 
     fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the tasks that is held out, chosen by task hash; 0: no held-out tasks and no evaluation."""
+    """Share of the tasks that is held out, chosen by task hash. 0 disables held-out tasks and evaluation."""
     limit: int | None = Field(default=128, ge=1)
     """Held-out tasks of one evaluation; None for all."""
     every: int | None = Field(default=20, ge=1)
-    """Updates of the loop between two evaluations; None: only before and after."""
+    """Updates of the loop between two evaluations. None evaluates only before and after the loop."""
     sampling: Sampling | None = None
     """None: as the loop samples."""
     greedy: bool = False
     """Evaluate at temperature 0 as well."""
     engine: MeasuredBy | None = None
-    """`own`: an engine in this process with a copy of the weights, beside the loop; `loop`: the loop's engine, which
-    gets its next weights after the evaluation. None: `loop` with servers, else `own`."""
+    """`own` samples with a copy of the weights in this process while the loop continues. `loop` uses the loop's engine,
+    which gets its next weights after the evaluation. None means `loop` with servers, otherwise `own`."""
 
 
 class ImitationConfig(WarmStartConfig):
@@ -58,7 +58,7 @@ class ImitationConfig(WarmStartConfig):
     tapes: str
     """The other run's directory. The tapes are copied, so it isn't needed again."""
     split: str | None = None
-    """Only tapes of this split; None: `train` and `demo`."""
+    """Only tapes of this split. None uses `train` and `demo`."""
     min_reward: float | None = None
     """Only tapes with at least this reward."""
 
@@ -77,7 +77,7 @@ class CurriculumConfig(SuccessConfig):
 
 
 class TrainConfig(Setup, TrackedConfig):
-    """What to train, on what, and how."""
+    """The settings of a training run."""
 
     engine: TrainedEngine
     """The model to train, and the engine that samples with it: embedded, or servers that take its weights."""
@@ -89,7 +89,7 @@ class TrainConfig(Setup, TrackedConfig):
     The model of `engine` learns from the agents in `loop.agents`, and speaks for every agent that no player has."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
-    """Draw tasks by their difficulty; None: each in turn."""
+    """Draw tasks by their difficulty. None takes each in turn."""
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
     """Multi-process settings; ignored unless started by `accelerate launch` or `torchrun`."""
@@ -111,17 +111,17 @@ class TrainConfig(Setup, TrackedConfig):
         return self
 
     def checked(self, resume: bool = False) -> TrainConfig:
-        """Check what can be checked without torch, download models of the hub, and apply the model's profile.
+        """Make the checks that don't need torch, download models of the hub, and apply the model's profile.
 
         So a wrong setting is answered at once. resume: the runs of `warm` and `curriculum` need not be there any more.
-        Raises UsageError, and NoRun where one of these is missing."""
+        Raises UsageError, and NoRun if one of these is missing."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
         files = {"evaluation.tasks": str(self.evaluation.tasks)}
         if self.loop.corpus is not None and not resume:
             files["loop.corpus.path"] = self.loop.corpus.path
         for setting, name in files.items():
             if name.endswith(tuple(TASK_FILES)) and not Path(name).is_file():
-                raise UsageError(f"{setting}: there is no file {name}")
+                raise UsageError(f"{setting}: the file {name} doesn't exist")
         for run in () if resume else filter(None, (self.warm, self.curriculum)):
             Store.open(run.tapes).close()
         return fitted(self)

@@ -1,8 +1,8 @@
 """`train`: the asynchronous loop on any agent, environment, tasks and model, in one run directory.
 
-A warm start on another run's tapes comes first where it is configured. Then rollouts and updates run side by side, with
+A warm start on another run's tapes comes first if it is configured. Then rollouts and updates run side by side, with
 evaluations on held-out tasks before, between and after. A run that was killed resumes: recorded updates are applied
-again from the tapes, and recorded rollouts are used. A finished run continues where `loop.updates` is raised.
+again from the tapes, and recorded rollouts are used. A finished run continues if `loop.updates` is raised.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ try:
     from ...agents.engines.embedded.embedded_engine import DEFAULT_CAPACITY
     from ...agents.engines.embedded.pretrained import weights_digest
     from ...tapes.common.stats import mean_of
-    from ..history.history import History, Source
-    from ..history.loop_config import CriticConfig
     from ..interchange.corpus import bring_in_corpus, read_corpus
     from ..interchange.imported import Conversation
+    from ..loop.history import History, Source
     from ..loop.loop import check_recipe
-    from ..loop.warm_start import bring_in, choose
-    from ..policies.phases import Phases
-    from ..policies.players import NO_WARM_START, Team
-    from ..policies.policy import Policy, check_begun, check_custom, load_policy
+    from ..loop.loop_config import CriticConfig
     from ..recipes import Recipe, get_recipe
-    from ..report.run_report import REPORT, Reporter, reporting
-    from ..report.trackers import check_trackers, tracking
     from ..trainer.distributed import Processes, launched
     from ..trainer.ranks import Ranks
     from .longer import UPDATES, lengthening
+    from .phases import Phases
+    from .players import NO_WARM_START, Team
+    from .policy import Policy, check_begun, check_custom, load_policy
+    from .run_report import REPORT, Reporter, reporting
+    from .trackers import check_trackers, tracking
     from .train_config import CurriculumConfig, EvaluationConfig, TrainConfig
     from .training import Scene, Training
+    from .warm_start import bring_in, choose
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers", "numpy", "tokenizers"):
         raise
@@ -75,7 +75,7 @@ class PlayerSummary(Value):
     """None for a frozen model."""
     updates: int
     model: str | None
-    """The folder with the model; None where the engine has no folder."""
+    """The folder with the model, or None if the engine has no folder."""
 
 
 class TrainSummary(Value):
@@ -85,7 +85,7 @@ class TrainSummary(Value):
     lineage: str
     recipe: str
     updates: int
-    """Updates of the loop, without those of the warm start."""
+    """Updates of the loop, not counting the warm start."""
     reward: dict[str, float | None]
     """Mean reward of the loop's `first` and `last` five updates."""
     agents: dict[str, dict[str, float | None]]
@@ -93,8 +93,8 @@ class TrainSummary(Value):
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
     """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks;
-    `after_change`: their difference, paired by task, with its interval; `every`: {update: mean reward}. None without an
-    evaluation."""
+    `after_change` is their difference, paired by task, with its interval. `every` maps update to mean reward. None
+    without an evaluation."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -104,9 +104,9 @@ class TrainSummary(Value):
     report: str
     """A page with all of this, for a browser."""
     compared: dict[str, str] = Field(default={})
-    """`reference` and `teacher` -> name and digest of the model, as far as the recipe reads them."""
+    """`reference` and `teacher` -> name and digest of the model, if the recipe reads them."""
     advice: tuple[str, ...] = ()
-    """What to look at, a sentence each, where training doesn't work."""
+    """Suggestions of where to look if training doesn't work, one sentence each."""
 
 
 def train(
@@ -120,10 +120,11 @@ def train(
     resume: bool = False,
     progress: Progress = silent,
 ) -> TrainSummary:
-    """Train, or continue the run in `out`. RunExists where `out` holds a run and `resume` is false.
+    """Train, or continue the run in `out`. Raises RunExists if `out` holds a run and `resume` is false.
 
-    `agent`, `env` and `tasks` are objects, where the configuration names none; `setup`: those that `config.checked()`
-    and `resolve` gave. Raises UsageError before anything is written where the configuration names what isn't there.
+    `agent`, `env` and `tasks` are objects for a configuration that names none. `setup` is the result of
+    `config.checked()` and `resolve`. Raises UsageError, before anything is written, if the configuration names
+    something that doesn't exist.
     Started as one of several processes (`accelerate launch`, `torchrun`), rank 0 does all of this and the other ranks
     compute shares of its updates; every rank returns the summary. Works inside a running event loop too.
     """
@@ -161,7 +162,7 @@ class TrainingRun:
         ranks: Ranks,
         policy: Policy | None = None,
     ) -> None:
-        """policy: the model of `config.engine`, where the caller has made it."""
+        """policy: the model of `config.engine`, if the caller has made it."""
         self.config, self.out, self.progress = config, out, progress
         self.title = f"Training {setup.agent.name}"
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
@@ -246,16 +247,16 @@ class TrainingRun:
         return results
 
     def _texts(self, results: Results) -> Sequence[Conversation]:
-        """The texts of `loop.corpus`. UsageError where they are others than when the run began."""
+        """The documents of `loop.corpus`. Raises UsageError if they have changed since the run began."""
         assert self.config.loop.corpus is not None
-        texts, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
+        documents, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
         if results.corpus_digest not in (None, digest):
             raise UsageError(
-                "loop.corpus has other texts than when the run began, and the run was interrupted before it had copied "
-                "them: restore the corpus, or choose another directory (`out=...`)"
+                "loop.corpus has changed since the run began, and the run was interrupted before it had copied it "
+                "completely: restore the corpus, or choose another directory (`out=...`)"
             )
         results.corpus_digest = digest
-        return texts
+        return documents
 
     async def _check_custom_engines(self) -> None:
         policies = [(self.config, False), *((player, player.frozen) for player in self.config.players.values())]
@@ -300,7 +301,7 @@ class TrainingRun:
             results.task_rates = _rates_of(config, tasks)
         return _drawn(config, tasks, results.task_rates, self.config.seed)
 
-    # What a run of another kind (the demo) does in another way
+    # Overridden by the demo
 
     @property
     def recorded(self) -> Config:
@@ -313,7 +314,7 @@ class TrainingRun:
         return lengthening(self.config.loop, warm, self.config.players)(directory, then, now)
 
     def tapes_to_imitate(self) -> Sequence[str]:
-        """Ids of the tapes in the other run; none without a warm start. UsageError where they are too few."""
+        """Ids of the tapes in the other run; none without a warm start. Raises UsageError if there are too few."""
         warm = self.config.warm
         if warm is None:
             return ()
@@ -378,8 +379,8 @@ class TrainingRun:
 def _split_tasks(
     tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
 ) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(tasks to train on, held-out tasks), with no task in both. dataset: that of the tasks to train on, whose columns
-    hold for the others too."""
+    """(tasks to train on, held-out tasks), with no task in both. dataset: the settings of the tasks to train on; its
+    columns apply to the held-out tasks too."""
     if config.tasks is not None:
         columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
         shared = config.dataset.model_copy(update={"columns": columns})
@@ -403,7 +404,8 @@ def _split_tasks(
 
 
 def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Task hash -> (passed, tried) of these tasks in the run `config.tapes`. UsageError where it tried none of them."""
+    """Task hash -> (passed, tried) of these tasks in the run `config.tapes`. Raises UsageError if it tried none of
+    them."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)
     rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}
@@ -418,7 +420,7 @@ def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tupl
 def _drawn(
     config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, tuple[int, int]], seed: int
 ) -> Callable[[int], Task]:
-    """A function from k to the task of group k. UsageError where the weights or bounds leave no task to draw."""
+    """A function from k to the task of group k. Raises UsageError if the weights or bounds leave no task to draw."""
     measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
     try:
         parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)

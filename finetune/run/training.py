@@ -1,6 +1,6 @@
 """Training in one run directory: the updates, the engines with their weights, the loop and the evaluations.
 
-Each method reads in the directory what an earlier process has done, and does the rest.
+Each method reads from the directory how far an earlier process got, and continues from there.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ...tapes.records import Use
 from ...tapes.store.run_directory import METRICS, Evaluations, HeldOut, RunDir, read_metrics
 from ...tapes.store.store import Store
 from ..data.by_agent import rewards_of
-from ..history.history import History, Plan, Source
-from ..history.loop_config import LoopConfig
-from ..loop.held_out import evaluate
+from ..loop.history import History, Plan, Source
 from ..loop.loop import Loop, UpdateReport, check_recipe, check_speaks
+from ..loop.loop_config import LoopConfig
 from ..loop.metrics import imitation_line, player_line, rollout_line
-from ..loop.warm_start import warm_start
-from ..policies.phases import Phases, recipes_by_phase
-from ..policies.players import NO_WARM_START, Player, Team
-from ..policies.policy import Policy
 from ..recipes import get_recipe, write_recipes
 from ..trainer.distributed import Processes
 from ..trainer.ranks import Ranks
 from ..trainer.trainer import UpdateStats
+from .evaluation import evaluate
 from .longer import end_name
+from .phases import Phases, recipes_by_phase
+from .players import NO_WARM_START, Player, Team
+from .policy import Policy
 from .train_config import MeasuredBy, TrainConfig
+from .warm_start import warm_start
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ class Scene:
     train_tasks: Sequence[Task]
     held_out: Sequence[Task]
     draw: Callable[[int], Task] | None = None
-    """The task of the loop's group k; None: each of `train_tasks` in turn, in an order that the seed decides."""
+    """The task of the loop's group k. None takes each of `train_tasks` in turn, in an order that the seed decides."""
     shows: str | None = None
     """As `LoadedSetup.shows`."""
 
@@ -81,8 +81,9 @@ class Training:
         processes: Processes | None = None,
         progress: Progress = silent,
     ) -> None:
-        """policy, team: the models of `config`, with their base weights; updates change them in place. scene: None
-        where recorded updates are only applied again. processes: those that compute the updates; None: this one."""
+        """policy, team: the models of `config`, with their base weights; updates change them in place. scene: None if
+        recorded updates are only applied again. processes: the processes that compute the updates; None for this one
+        alone."""
         self.config, self.run, self.team, self.progress = config, run, team, progress
         self.loop = config.loop
         self.policy = policy.computing(config.loop)
@@ -97,11 +98,11 @@ class Training:
         team.begin(run, self.loop, self.recipe)
         self._scene = scene
         self.shown: Sequence[str] = ()
-        """Tapes in the run that the loop may imitate beside its rollouts."""
+        """Tapes in the run that the loop may imitate in addition to its rollouts."""
         self._loop: Loop | None = None
         """The loop, while it runs."""
         self._evaluation: asyncio.Task[None] | None = None
-        """The latest evaluation beside the loop."""
+        """The latest evaluation that runs while the loop continues."""
 
     @property
     def scene(self) -> Scene:
@@ -242,7 +243,7 @@ class Training:
     async def improve(self) -> None:
         """Make the loop's missing updates, with evaluations on the held-out tasks before, between and after."""
         results = self.run.results
-        # `before` stays None where the loop has begun without it: the weights of that moment are gone.
+        # `before` stays None if the loop has begun without it: the weights of that moment are gone.
         if self.scene.held_out and self.history.updates == self.warm.updates and results.before is None:
             async with self.measuring() as engine:
                 results.before = await self.evaluate(engine, "before")

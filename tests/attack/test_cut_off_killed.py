@@ -20,7 +20,7 @@ from tapereel.tapes.store.run_directory import METRICS, read_metrics
 from tapereel.tapes.store.store import Store
 
 from ..finetune.loop import lab
-from ..finetune.policies import stage
+from ..finetune.run import stage
 
 pytestmark = [pytest.mark.kill, pytest.mark.timeout(300)]
 WORLD = str(Path(__file__).with_name("cut_off_world.py"))

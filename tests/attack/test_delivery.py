@@ -22,14 +22,14 @@ from tapereel.agents.engines.embedded.embedded_server import EngineServer
 from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.envs import Outcome
-from tapereel.finetune.history.delivery import NotDelivered
+from tapereel.finetune.loop.delivery import NotDelivered
 from tapereel.finetune.loop.loop import Loop
 from tapereel.tapes import Answer, Text
 from tapereel.tapes.store.store import Store
 
 from ..agents.engines.servers.test_remote import servers
 from ..finetune.loop.lab import RENDERER, WORDS, EverySecond, history_in, loop_in, model, run, settings_of
-from ..finetune.policies.duet import ALTO, BASS, Score, loop_of, settings, two
+from ..finetune.run.duet import ALTO, BASS, Score, loop_of, settings, two
 
 State = dict[str, Tensor]
 TRIES = int(os.environ.get("ATTACK_TRIES", "8"))

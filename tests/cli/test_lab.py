@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tapereel.cli import main
-from tapereel.finetune.history.history import History, apply_again
 from tapereel.finetune.inspect.lab import Experiment, LabReport, lab
+from tapereel.finetune.loop.history import History, apply_again
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.errors import UsageError

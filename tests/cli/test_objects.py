@@ -18,7 +18,7 @@ from tapereel.agents.setup.engine_config import EmbeddedConfig, ScriptedConfig
 from tapereel.agents.setup.setup import Setup
 from tapereel.cli import main
 from tapereel.envs import Taskset
-from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.tapes import Sampling, Tape

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.report import run_report
-from tapereel.finetune.report.run_report import Reporter, reporting
+from tapereel.finetune.run import run_report
+from tapereel.finetune.run.run_report import Reporter, reporting
 from tapereel.tapes.audit.faults import Faults
 from tapereel.tapes.records import Cause, CauseType
 from tapereel.tapes.store.run_directory import HeldOut, Results, open_run
@@ -78,7 +78,7 @@ def test_the_answer_names_the_page_and_a_run_at_work_has_one(
     assert held_out["after_change"]["value"] == pytest.approx(held_out["after"] - held_out["before"])
     *at_work, last = written
     assert at_work
-    assert all("The run is at work" in one.notes[0] for one in at_work)
+    assert all("The run is in progress" in one.notes[0] for one in at_work)
     assert last.notes == ()
     assert not list(out.glob("*.part"))
 

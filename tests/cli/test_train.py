@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.policies.policy import Policy
 from tapereel.finetune.recipes import get_recipe, read_recipes
+from tapereel.finetune.run.policy import Policy
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import load_config
@@ -261,7 +261,7 @@ def test_tapes_in_the_tokens_of_another_model_are_refused(model: str, tmp_path: 
 def test_a_copied_tape_that_a_kill_cut_off_is_left_out(model: str, demonstrations: Path, tmp_path: Path):
     from tapereel.agents.engines.embedded.pretrained import load_tokenizer
     from tapereel.agents.rendering.renderer import Renderer
-    from tapereel.finetune.loop.warm_start import bring_in, choose
+    from tapereel.finetune.run.warm_start import bring_in, choose
 
     renderer = Renderer(load_tokenizer(model))
     with Store.open(demonstrations) as source:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.report.trackers import Axes
+from tapereel.finetune.run.trackers import Axes
 from tapereel.tapes.store.run_directory import read_metrics
 
 from ..cli.lab import EXAMPLE, MICRO, SCENE, settings
@@ -106,7 +106,7 @@ def test_nothing_was_lost_and_nobody_asked_a_network(trained: Path, outside: soc
 DRAW = """
 import sys
 from pathlib import Path
-from tapereel.finetune.report.trackers import Trackers
+from tapereel.finetune.run.trackers import Trackers
 
 run, done = Path(sys.argv[1]), int(sys.argv[2])
 lines = [{"update": k, "loss": k / 8, "reward": k / 4, "episodes": 2} for k in range(4)]

@@ -19,7 +19,7 @@ from tapereel.agents.engines.servers import lora_servers, server_engine
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.weights.weight_config import add_adapters
 from tapereel.agents.engines.weights.weight_sync import VLLMReload
-from tapereel.finetune.history.delivery import NotDelivered
+from tapereel.finetune.loop.delivery import NotDelivered
 from tapereel.tapes import Text
 from tapereel.tapes.store.store import Store
 

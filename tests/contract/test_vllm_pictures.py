@@ -32,12 +32,12 @@ from tapereel.agents.rendering.renderer import Rendered, Renderer
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
 from tapereel.agents.vision.vision import PictureTokens
 from tapereel.finetune.data.rows import Row
-from tapereel.finetune.history.delivery import Delivery, NotDelivered
-from tapereel.finetune.history.loop_config import LoopConfig
-from tapereel.finetune.policies.phases import Phases
-from tapereel.finetune.policies.players import NO_WARM_START
-from tapereel.finetune.policies.policy import Policy
+from tapereel.finetune.loop.delivery import Delivery, NotDelivered
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run.phases import Phases
+from tapereel.finetune.run.players import NO_WARM_START
+from tapereel.finetune.run.policy import Policy
 from tapereel.finetune.trainer.logprobs import score
 from tapereel.tapes import Picture, Sampling, Video
 from tapereel.tapes.messages import part_of

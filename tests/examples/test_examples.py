@@ -21,7 +21,7 @@ ELSEWHERE = {
     "gateway_pydantic_ai.py": "tests/agents/gateway/test_examples.py",
     "gymnasium_blackjack.py": "tests/envs/test_example.py",
     "gsm8k.py": "tests/examples/test_configurations.py",
-    "two_agents.py": "tests/finetune/policies/test_learning.py",
+    "two_agents.py": "tests/finetune/run/test_players_learn.py",
 }
 
 

@@ -21,7 +21,7 @@ PLAIN_WORDS = {
     "baseline": "finetune/objective/baseline.py",
     "recipe": "finetune/objective/recipe.py",
     "rows": "finetune/data/rows.py",
-    "staleness": "finetune/data/staleness.py",
+    "staleness": "finetune/loop/staleness.py",
     "trainer": "finetune/trainer/trainer.py",
     "checkpoint": "finetune/trainer/checkpoint.py",
     "distributed": "finetune/trainer/distributed.py",

@@ -16,7 +16,7 @@ import pytest
 
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.envs import Outcome
-from tapereel.finetune.history.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.loop_config import CriticConfig, CriticOptimiserConfig, LoopConfig, OptimiserConfig
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig
 from tapereel.finetune.run.train_run import TrainSummary, train
 from tapereel.tapes import Answer, Sampling

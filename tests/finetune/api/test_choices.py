@@ -291,7 +291,7 @@ def test_each_text_is_learned_after_its_prompt_and_by_every_trained_agent(model:
 KILLED = """
 import importlib, os, secrets, sys
 import tapereel.finetune.interchange.corpus as corpus
-from tapereel.finetune.history.history import History
+from tapereel.finetune.loop.history import History
 secrets.token_hex = lambda n: "00" * n
 here = importlib.import_module(sys.argv[4])
 from pathlib import Path

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tapereel.finetune.data.staleness import Pacer, stale_before
+from tapereel.finetune.loop.staleness import Pacer, stale_before
 
 
 class Pacing(RuleBasedStateMachine):

@@ -13,7 +13,7 @@ import pytest
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.finetune.data.provenance import episode_of, weighed
 from tapereel.finetune.data.rows import Row, rows
-from tapereel.finetune.data.staleness import drop_stale
+from tapereel.finetune.loop.staleness import drop_stale
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes import Answer, NotATape, Sampling, Tape

@@ -20,9 +20,9 @@ from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.history.history import History
-from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig
+from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop, UpdateReport
+from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer

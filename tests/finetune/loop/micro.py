@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tapereel.agents import Limits
-from tapereel.finetune.history.history import History
-from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
-from tapereel.finetune.policies.players import Team
+from tapereel.finetune.loop.history import History
+from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 from tapereel.finetune.run.demonstrations import DemoConfig, PicturesDemoConfig
+from tapereel.finetune.run.players import Team
 from tapereel.finetune.run.training import Training
 from tapereel.finetune.trainer.checkpoint import checkpoints, copied_weights, weights_digest
 from tapereel.tapes import Sampling, Status

@@ -15,9 +15,9 @@ from transformers.models.llama.modeling_llama import LlamaModel
 from tapereel.agents.engines.embedded.pretrained import BadModel, device_of, load_pretrained
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
-from tapereel.finetune.history.loop_config import CriticConfig
-from tapereel.finetune.policies.player_config import TrainerConfig
-from tapereel.finetune.policies.policy import load_policy, sampling_attention
+from tapereel.finetune.loop.loop_config import CriticConfig
+from tapereel.finetune.run.player_config import TrainerConfig
+from tapereel.finetune.run.policy import load_policy, sampling_attention
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
 from tapereel.finetune.trainer import logprobs as scoring

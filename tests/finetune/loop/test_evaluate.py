@@ -28,7 +28,7 @@ from tapereel.agents.runs.pass_at_k import (
 )
 from tapereel.cli import main
 from tapereel.envs.load_named import load_named
-from tapereel.finetune.loop.held_out import Evaluation, evaluate
+from tapereel.finetune.run.evaluation import Evaluation, evaluate
 from tapereel.tapes import Sampling, Task
 from tapereel.tapes.store.store import Store
 

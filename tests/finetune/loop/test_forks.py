@@ -20,13 +20,12 @@ import numpy as np
 import pytest
 
 from tapereel.agents import Completion, Request, rollout
-from tapereel.finetune.history.history import Plan
-from tapereel.finetune.history.loop_config import ForkConfig
+from tapereel.finetune.loop.history import Plan
+from tapereel.finetune.loop.loop_config import ForkConfig
 from tapereel.tapes import Tape
 from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
-from ..history.test_history import abandoned
 from .lab import (
     LETTERS,
     RENDERER,
@@ -42,6 +41,7 @@ from .lab import (
     settings_of,
     tasks,
 )
+from .test_history import abandoned
 
 MEAN = {"baseline": {"by": "fork", "kind": "mean"}}
 

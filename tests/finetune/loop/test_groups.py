@@ -20,16 +20,16 @@ from tapereel.agents import Limits, ScriptedEngine, rollout, rollout_group
 from tapereel.agents.runs.group import Closing, Group, fill
 from tapereel.envs import Environment, Outcome
 from tapereel.envs.rewards import relative
-from tapereel.finetune.history.history import Plan
+from tapereel.finetune.loop.history import Plan
 from tapereel.finetune.loop.rollouts import Filled, NothingUsable, Rollouts, Taken
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes import Answer, Status, Tape, Text
 from tapereel.tapes.common import stats
 from tapereel.tapes.store.store import Store
 
-from ..history.test_history import Gone, abandoned
 from . import clock
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
+from .test_history import Gone, abandoned
 
 ENDLESS = Limits(agent_seconds=None, system_seconds=None, environment_seconds=None)
 """Nothing but a group's deadline ends what hangs."""

@@ -16,9 +16,9 @@ import torch
 from tapereel.agents import Limits
 from tapereel.envs import Outcome
 from tapereel.finetune.data.rows import Row
-from tapereel.finetune.history.history import History
-from tapereel.finetune.history.loop_config import OptimiserConfig
+from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop, SamplerMismatch
+from tapereel.finetune.loop.loop_config import OptimiserConfig
 from tapereel.finetune.loop.rollouts import NothingUsable
 from tapereel.finetune.trainer.checkpoint import copied_weights
 from tapereel.tapes import Answer, Sampling, Status, Tape

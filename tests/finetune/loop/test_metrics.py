@@ -17,14 +17,14 @@ import torch
 import tapereel as tr
 from tapereel.envs.load_named import load_named
 from tapereel.finetune import get_recipe
-from tapereel.finetune.report.trackers import Axes
+from tapereel.finetune.run.trackers import Axes
 from tapereel.finetune.run.train_run import train
 from tapereel.tapes.store.run_directory import append_metrics, read_metrics
 from tapereel.tapes.view.curves import loss_plots
 
 from ...envs.remote.worlds import until
 from ...oracles import advantages, losses, metrics
-from ..policies.stage import EXAMPLE, WORLD, config
+from ..run.stage import EXAMPLE, WORLD, config
 from ..run.test_recorded_losses import LR, Reading
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tapereel.agents import LLM, Agent, ScriptedEngine, delegate, rollout
-from tapereel.finetune.history.history import History, Plan
-from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.loop.history import History, Plan
 from tapereel.finetune.loop.loop import SamplerMismatch, UnknownAgent
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.checkpoint import copied_weights, weights_digest
 from tapereel.finetune.trainer.options import TrainerOptions
@@ -26,8 +26,8 @@ from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store
 
-from ..history.test_history import abandoned
 from .lab import RENDERER, Letters, Speaker, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
+from .test_history import abandoned
 from .test_loop import Shifted
 
 

@@ -18,7 +18,7 @@ from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Outcome
 from tapereel.envs.adapters.mcp import McpServer
 from tapereel.envs.adapters.tools import ToolEnvironment
-from tapereel.finetune.history.history import History
+from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.options import TrainerOptions

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tapereel as tr
-from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.objective import PPO, Baseline, Surrogate
 from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tapereel.finetune import recipes
-from tapereel.finetune.history import loop_config
+from tapereel.finetune.loop import loop_config
 from tapereel.finetune.objective import KL, Context, TokenKL, Whiten
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tapereel.agents.setup.engine_config import EmbeddedConfig
-from tapereel.finetune.history.loop_config import LoopConfig, OptimiserConfig
 from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.loop.loop_config import LoopConfig, OptimiserConfig
 from tapereel.finetune.recipes import RECIPES, Recipe, get_recipe, read_recipes
 from tapereel.finetune.run import training
 from tapereel.finetune.run.train_config import EvaluationConfig, TrainConfig

@@ -10,8 +10,8 @@ import torch
 
 from tapereel.finetune.data.by_agent import apart
 from tapereel.finetune.data.rows import Row
-from tapereel.finetune.data.staleness import drop_stale
 from tapereel.finetune.data.stream import Episode
+from tapereel.finetune.loop.staleness import drop_stale
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer, Value
 from tapereel.finetune.trainer.options import StepOptions, TrainerOptions

@@ -17,12 +17,12 @@ from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_ada
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import BadBatch, Episode
-from tapereel.finetune.history.loop_config import LoopConfig
-from tapereel.finetune.policies.phases import Phases
-from tapereel.finetune.policies.player_config import Frozen
-from tapereel.finetune.policies.players import NO_WARM_START
-from tapereel.finetune.policies.policy import Policy, freeze
+from tapereel.finetune.loop.loop_config import LoopConfig
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run.phases import Phases
+from tapereel.finetune.run.player_config import Frozen
+from tapereel.finetune.run.players import NO_WARM_START
+from tapereel.finetune.run.policy import Policy, freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
 from tapereel.finetune.trainer.options import StepOptions

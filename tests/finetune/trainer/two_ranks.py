@@ -22,8 +22,8 @@ import torch
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode
-from tapereel.finetune.policies.policy import freeze
 from tapereel.finetune.recipes import get_recipe
+from tapereel.finetune.run.policy import freeze
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.distributed import Processes
 from tapereel.finetune.trainer.options import StepOptions, TrainerOptions

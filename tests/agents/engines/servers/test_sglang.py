@@ -23,8 +23,8 @@ from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import ALL, SGLangGenerate
 from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMode
 from tapereel.agents.setup.engine_config import ServerConfig
-from tapereel.finetune.history.loop_config import LoopConfig
-from tapereel.finetune.policies.player_config import TrainerConfig, check_engine
+from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune.run.player_config import TrainerConfig, check_engine
 from tapereel.tapes.records import Sampling
 
 from ....finetune.loop.lab import RENDERER

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.finetune.history.delivery import FIRST, Delivery, NotDelivered
-from tapereel.finetune.history.plan import UpdateInfo
+from tapereel.finetune.loop.delivery import FIRST, Delivery, NotDelivered
+from tapereel.finetune.loop.plan import UpdateInfo
 from tapereel.tapes.store.store import Store
 
 from ..build import row
-from ..loop.lab import RENDERER, WORDS, engine_of, history_in, loop_in, model, run, settings_of
-from ..loop.test_loop import Shifted
+from .lab import RENDERER, WORDS, engine_of, history_in, loop_in, model, run, settings_of
+from .test_loop import Shifted
 
 CONFIG = settings_of(updates=3, max_lag=1, checkpoint_every=1)
 

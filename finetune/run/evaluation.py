@@ -18,7 +18,7 @@ from ...tapes import Sampling, Tape, Task
 from ...tapes.common.stats import mean_of
 from ...tapes.journal import Journal
 from ...tapes.status import TRAINED_SPLITS
-from .metrics import components, ends, lengths
+from ..loop.metrics import components, ends, lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Evaluation:
     """Rewards of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Of each episode, task after task; None where it could not be scored, or ended by an error that isn't the
+    """Of each episode, task after task; None if it could not be scored, or ended by an error that isn't the
     agent's."""
     metrics: dict[str, float]
     """Mean of every reward component and metric, summed over an episode, over the tapes that have it."""

@@ -29,7 +29,6 @@ from ...tapes.records import Publish, Use
 from ...tapes.store.store import Store
 from ..data.provenance import ChangedTape, Pin, Range, as_pinned, episode_of, known, ranges_of, weighed
 from ..data.rows import Row, rows
-from ..data.staleness import version_name
 from ..data.stream import Episode
 from ..trainer.checkpoint import (
     BadCheckpoint,
@@ -46,6 +45,7 @@ from ..trainer.reference import ServedTeacher
 from ..trainer.updates import PolicyTrainer, TrainerState, UpdateStats, together
 from .delivery import Delivery
 from .plan import Batch, ComputedOn, Plan, Source, UpdateInfo, by_update, taught_by
+from .staleness import version_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -107,7 +107,7 @@ class History:
         self.cursor = 0
         """The number of groups begun in this phase: the position in the taskset."""
         self.scores: dict[int, float] = {}
-        """update -> held-out reward of its weights, where it was measured; the best checkpoint is kept."""
+        """update -> held-out reward of its weights, if it was measured. The best checkpoint is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
@@ -182,8 +182,8 @@ class History:
         return stats, uses
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
-        """The rows of the plan's update, with what a teacher behind an engine says of them. A recorded update has it in
-        the run: BrokenHistory where it is gone."""
+        """The rows of the plan's update, with the log-probs of a teacher behind an engine. A recorded update reads
+        these from the run, and raises BrokenHistory if they are gone."""
         teacher = self.enter(plan.phase).others.get("teacher")
         if not isinstance(teacher, ServedTeacher) or not batch.rows:
             return batch.rows
@@ -277,9 +277,9 @@ class History:
         """Bring the weights to the last recorded update: load the newest checkpoint, then apply the updates after it
         again.
 
-        Returns the number of updates that were applied again; `report` gets each of them. until: only updates below
-        this one. checkpoint_every: updates between the checkpoints that are written, those that the process before had
-        no time for; None: none are. BrokenHistory where a record and its update differ.
+        Returns the number of updates that were applied again; `report` gets each of them. until: apply only updates
+        below this one. checkpoint_every: write the checkpoints that the previous process had no time for, one after
+        this many updates; None writes none. Raises BrokenHistory if a record and its update differ.
         """
         if checkpoint_every is not None:
             remove_partial(self.directory)
@@ -315,13 +315,13 @@ class History:
         return len(redo)
 
     def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
-        """Load the newest checkpoint that is whole and fits; False where there is none. A damaged one costs only the
-        time to apply its updates again."""
+        """Load the newest checkpoint that is whole and fits, and return whether there is one. A damaged checkpoint
+        costs only the time to apply its updates again."""
         recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
         for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
                 one = read_checkpoint(path)
-                # Checked before its state is asked whether it fits: the state may be what was damaged.
+                # Check for damage first: `fits` reads the checkpoint's state, which may be the damaged part.
                 broken = self.store.damage(path)
                 if broken is None and recorded:
                     # A crash came before its digests, or another program put it here.
@@ -349,7 +349,7 @@ class History:
             self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
-        """BrokenHistory where the restored weights differ from those that were published under their version.
+        """Raise BrokenHistory if the restored weights differ from the weights that were published under their version.
 
         The comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
         weights under the same version, and tapes of both would count as of one policy.
@@ -370,8 +370,8 @@ class History:
 def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
     """Apply one update, recorded in `epochs`, to the history's weights; returns its statistics and its new records.
 
-    Differs where the update is not the recorded one, BrokenHistory where a tape is gone. A record may lack its last
-    epochs (a crash): the epochs that are recorded are compared.
+    Raises Differs if the update isn't the recorded one, and BrokenHistory if a tape is gone. After a crash the record
+    may lack its last epochs; then only the recorded epochs are compared.
     """
     use = epochs[0]
     if use.update != history.updates:
@@ -396,7 +396,7 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, info: UpdateInfo) -> Source:
-    """The source of tapes with the content that the update read. ChangedTape where a tape lost it."""
+    """The source of tapes with the content that the update read. Raises ChangedTape if a tape has lost it."""
     pins = info.pins or {}
     return lambda tape: history.from_store(tape, pins.get(tape) or None)
 
@@ -414,9 +414,9 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """The error with the recipe as its cause, where the recipe's digest differs too.
+    """The error, with the recipe named as its cause if the recipe's digest differs too.
 
-    The digest alone is no error: a new constant of a term changes it, and may leave the update as it was.
+    Another digest alone isn't an error: a term's new constant changes it, and may not affect the update.
     """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
@@ -441,8 +441,8 @@ def _compare(use: Use, again: Use) -> None:
             raise Differs(
                 use,
                 "items",
-                f"applied again trains on other tokens or weights than recorded: {_item(now)} "
-                f"where the record has {_item(then)}; the code, the tapes or the configuration changed",
+                f"applied again trains on other tokens or weights than recorded: {_item(now)}; "
+                f"the record has {_item(then)}. The code, the tapes or the configuration changed",
                 recorded=then,
                 found=now,
             )
@@ -495,8 +495,8 @@ def cpu_model() -> str:
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
-    """What the bits of an update depend on besides tapes and weights: recipe, torch version, threads, device, ranks,
-    and the image processor of a model that sees."""
+    """Everything except tapes and weights that determines an update's bits: recipe, torch version, threads, device,
+    ranks, and the image processor of a vision model."""
     device = next(trainer.model.parameters()).device
     chip = (
         torch.cuda.get_device_name(device)

@@ -157,7 +157,7 @@ class Trackers:
 
 @contextmanager
 def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
-    """Send the run's metrics to these trackers inside the block; `results.lost_points` counts what they lost."""
+    """Send the run's metrics to these trackers inside the block; `results.lost_points` counts the points they lost."""
     if not names:
         yield
         return
@@ -173,7 +173,7 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:
-    """MissingExtra where a tracker's package is not installed. Called before a run begins, so that it fails early."""
+    """Raise MissingExtra if a tracker's package isn't installed. Called before a run begins, so that it fails early."""
     for name in names:
         for package, extra in (("accelerate", "train"), (name, "track" if name == "tensorboard" else name)):
             if importlib.util.find_spec(package) is None:

@@ -21,8 +21,8 @@ from ...agents.vision.vision import Vision
 from ...tapes.errors import UsageError
 from ...tapes.store.run_directory import PlayerResults, Results
 from ...tapes.store.store import Store
-from ..history.history import BrokenHistory, History
-from ..history.loop_config import LoopConfig
+from ..loop.history import BrokenHistory, History
+from ..loop.loop_config import LoopConfig
 from ..trainer.checkpoint import copied_weights
 from ..trainer.updates import PolicyTrainer
 from .player_config import Frozen, TrainedConfig, TrainerConfig
@@ -38,15 +38,16 @@ class Policy:
     slots: int = 64
     capacity: int | None = None
     attention: Attention | None = None
-    """The model's attention implementation in training; None: as transformers chose."""
+    """The model's attention implementation in training, or None if transformers chose it."""
     autocast: torch.dtype | None = None
-    """The dtype in which the model's body computes, in training and in embedded engines; None: that of its weights."""
+    """The dtype in which the model's body computes, in training and in embedded engines. None means the dtype of its
+    weights."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
-    """Connects to the servers that sample for the loop; None: an engine in this process samples."""
+    """Connects to the servers that sample for the loop, or None if an engine in this process samples."""
 
     @property
     def vision(self) -> Vision | None:
-        """How the model sees; None: it reads text alone."""
+        """How the model reads pictures, or None if it reads text only."""
         pictures = self.renderer.pictures
         return pictures if isinstance(pictures, Vision) else None
 
@@ -149,7 +150,7 @@ def freeze(model: torch.nn.Module, vision: Vision, what: Frozen) -> None:
 
 
 def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:
-    """Makes the engine that samples for the loop; None: an embedded engine with a copy of the weights does."""
+    """Makes the engine that samples for the loop, or None if an embedded engine with a copy of the weights samples."""
     if isinstance(engine, EmbeddedConfig):
         return None
     if isinstance(engine, CustomConfig):
@@ -176,7 +177,7 @@ def sampling_attention(attention: Attention | None) -> Attention | None:
 
 
 def check_begun(results: Results | PlayerResults, digest: str, run: Path, folder: str) -> None:
-    """BrokenHistory where the run began with weights of another digest. A new run's results get the digest."""
+    """Raise BrokenHistory if the run began with weights of another digest. A new run's results get the digest."""
     if results.base is None:
         results.base = digest
     if results.base != digest:

@@ -18,10 +18,10 @@ from tapereel.agents.rendering.renderer import Renderer
 from tapereel.cli import main
 from tapereel.finetune.data.provenance import drop_others, episode_of
 from tapereel.finetune.data.rows import rows
-from tapereel.finetune.history.history import BrokenHistory
-from tapereel.finetune.history.plan import Plan
 from tapereel.finetune.inspect.reproducer import reproduce
+from tapereel.finetune.loop.history import BrokenHistory
 from tapereel.finetune.loop.loop import UnknownAgent
+from tapereel.finetune.loop.plan import Plan
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import TrainingRun, train
 from tapereel.finetune.trainer.checkpoint import checkpoints

@@ -38,8 +38,8 @@ from ..trainer.logprobs import casting, parts, plan, states
 PLACES = 8
 """Tokens that each sampler samples."""
 SHARE, LEAST, MOST = 100, 32, 144
-"""The longest place has the tokens of the batch / SHARE, within these bounds, so that the check costs little beside the
-update. With MOST tokens it fills a block of 128, which is a large one for a prefix cache."""
+"""The longest prefix has the number of tokens of the batch / SHARE, within these bounds, so the check costs little
+compared to the update. With MOST tokens it fills a block of 128, a large block for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
 """Difference in nats that always counts as rounding, by the dtype in which the trainer computes; NARROW for others."""
 MARGIN = 3.0
@@ -88,9 +88,9 @@ class Delivery:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.autocast: torch.dtype | None = None
-        """The dtype in which the trainer forwards its body; None: that of its weights."""
+        """The dtype in which the trainer forwards its body. None means the dtype of its weights."""
         self.vision: Vision | None = None
-        """How the model sees; None: it reads text."""
+        """How the model reads pictures, or None if it reads text only."""
         self.found: dict[str, JsonValue] = {}
         """The last check, for metrics and the next `use` record."""
         self._tape = ""
@@ -143,7 +143,7 @@ class Delivery:
                 raise NotDelivered(self._sentence(answer, to_versions, bound))
         difference, sure = max(newest), self._sure
         moved = min(float(np.abs(one.of(new) - one.of(sure)).max()) for one in answers) if sure is not None else None
-        # A sampler that lags behind by small updates is nearer to an older version: its difference is no rounding.
+        # A sampler that lags behind by small updates is nearer to an older version: its difference isn't rounding.
         lags = any(to_versions[-1] > min(to_versions) for to_versions in gaps)
         if moved is None or (moved > 2 * bound and not lags):
             self._sure = new
@@ -185,13 +185,13 @@ class Delivery:
         return (
             f"the weights {new.name} did not arrive at {answer.sampler}: its log-probs of {len(answer.ids)} tokens "
             f"in a row of tape {self._tape} differ from the trainer's by up to {gaps[-1]:.3g} nats (allowed: "
-            f"{bound:.3g}); {what}; the last that surely arrived: {sure}. Mend the weight sync and continue with "
-            "`resume=True`, or raise loop.sampler_tolerance for a sampler that computes in another precision"
+            f"{bound:.3g}); {what}. The last weights known to have arrived: {sure}. Fix the weight sync and continue "
+            "with `resume=True`, or raise loop.sampler_tolerance for a sampler that computes in another precision"
         )
 
 
 def _beginning(row: Row, length: int) -> Row:
-    """The first `length` tokens; where the last would be inside a picture, those before it."""
+    """The first `length` tokens, or fewer if the last one would be inside a picture."""
     end = next((place.offset for place in row.places if place.offset < length < place.end), length)
     return replace(row, input_ids=row.input_ids[:end], places=tuple(p for p in row.places if p.end <= end))
 
@@ -202,7 +202,7 @@ async def _ask(name: str, sampler: Sampler, asked: Sequence[Row]) -> _Answer:
 
 
 async def _sample(name: str, sampler: Sampler, prompt: Row, tries: int = 5) -> tuple[int, float]:
-    """(id, log-prob) of the token after `prompt`. EngineError where the sampler fails `tries` times."""
+    """(id, log-prob) of the token after `prompt`. Raises EngineError if the sampler fails `tries` times."""
     key = f"delivery/{len(prompt)}"
     ids, shown = ints(prompt.input_ids), prompt.places
     request = Request(

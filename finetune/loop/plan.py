@@ -6,24 +6,26 @@ mini-batches, with an optimiser step for each; there is a `use` record for each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Self
 
 from pydantic import ConfigDict, JsonValue, ValidationError
 
+from ...agents.episode.seeds import derive_seed
 from ...tapes.errors import NotATape
 from ...tapes.records import Use
 from ...tapes.value import Value
 from ..data.by_agent import apart, check_addresses
 from ..data.provenance import Pin, Range, drop_others, own_ranges
 from ..data.rows import Row
-from ..data.staleness import drop_stale
 from ..data.stream import Episode
+from .staleness import drop_stale
 
 TEXTS = "@corpus"
-"""The path of the texts of a corpus, which no agent has: policies of all agents imitate them."""
+"""The path of a corpus's rows. No agent has this path, so the policies of all agents imitate these rows."""
 Source = Callable[[str], tuple[list[Row], Episode]]
 """Rows and episode of a tape, by its id."""
 
@@ -44,7 +46,7 @@ class Batch:
 
 
 class ComputedOn(Value):
-    """What the bits of an update depend on besides tapes and weights."""
+    """Everything except tapes and weights that determines an update's bits."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -60,14 +62,14 @@ class ComputedOn(Value):
 
 
 class Plan(Value):
-    """The tapes of an update, and how it trains on them. The field names are those of the `use` record."""
+    """The tapes of an update, and how it trains on them. The fields are named as in the `use` record."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     phase: str = ""
     tapes: tuple[str, ...] = ()
     oldest: int | None = None
-    """Tokens that an older version sampled are stale and are left out; None: no bound on staleness."""
+    """Tokens sampled by a version older than this are stale and are left out. None sets no bound."""
     rewards: tuple[float | None, ...] | None = None
     """Rewards in place of the tapes' own (a control experiment); None for an unscored tape."""
     aside: tuple[str, ...] = ()
@@ -77,8 +79,8 @@ class Plan(Value):
     by_agent: bool = False
     """Compare each agent with itself in the other attempts, by its own reward."""
     batches: tuple[int, ...] = ()
-    """The number of tapes of each rollout batch, where an update has several; a recipe's baseline `by = batch` compares
-    within one of them. Empty: one batch."""
+    """The number of tapes of each rollout batch, if an update has several; empty for a single batch. A recipe's
+    baseline `by = batch` compares within one of them."""
     epochs: int = 1
     minibatches: int = 1
     """Optimiser steps of an epoch, each on one part of the tapes."""
@@ -110,7 +112,7 @@ class Plan(Value):
 
     @classmethod
     def of(cls, use: Use) -> Self:
-        """The plan of a recorded update. NotATape where a field has the wrong type."""
+        """The plan of a recorded update. Raises NotATape if a field has the wrong type."""
         try:
             return cls.model_validate(use.info)
         except ValidationError as error:
@@ -165,17 +167,17 @@ class UpdateInfo(Plan):
     """Tokens of scored episodes that took no part."""
     lr: float | None = None
     skipped: str | None = None
-    """Why no step was taken; None: the update was applied."""
+    """Why no step was taken, or None if the update was applied."""
     loss: float | None = None
-    """None where it wasn't finite."""
+    """None if it wasn't finite."""
     grad_norm: float | None = None
-    """Before clipping; None where it wasn't finite."""
+    """Before clipping; None if it wasn't finite."""
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
     """Tape -> its digests as the update read it. Only the first epoch of an update has the fields from here on."""
     reference: str | None = None
-    """Name and digest of the model that the policy was compared with; None: the recipe reads none."""
+    """Name and digest of the model that the policy was compared with, or None if the recipe reads none."""
     teacher: str | None = None
     """The same of the teacher."""
     on: ComputedOn | None = None
@@ -203,3 +205,15 @@ def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
         for tape in dict.fromkeys(item[0] for item in use.items):
             taught[tape] = pins.get(tape, ())
     return taught
+
+
+def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
+    """The tapes of SFT update `update`: shuffled epochs, cut into batches. The seed alone decides, so a resumed run
+    draws the same batches."""
+    if len(tapes) < batch:
+        raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
+    per_epoch = len(tapes) // batch
+    epoch, k = divmod(update, per_epoch)
+    order = list(range(len(tapes)))
+    random.Random(derive_seed(seed, "sft", epoch)).shuffle(order)
+    return tuple(tapes[i] for i in order[k * batch : (k + 1) * batch])

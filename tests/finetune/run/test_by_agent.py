@@ -16,8 +16,8 @@ from tapereel.finetune.data.by_agent import addressed, apart, rewards_of
 from tapereel.finetune.data.provenance import episode_of
 from tapereel.finetune.data.rows import rows
 from tapereel.finetune.data.stream import BadBatch, Stream
-from tapereel.finetune.history.loop_config import LoopConfig
-from tapereel.finetune.history.plan import Plan
+from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune.loop.plan import Plan
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective.loss import prepare
 from tapereel.finetune.recipes import get_recipe

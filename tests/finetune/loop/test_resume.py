@@ -32,8 +32,8 @@ from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.writer import SegmentWriter
 
 from ...tapes.store.synced import Synced
-from ..loop.lab import model
 from ..loop.micro import MICRO, UPDATES, WARM, assert_reproduced, assert_sound, closed_tapes, history_of
+from .lab import model
 
 
 class Death(BaseException):

@@ -27,7 +27,7 @@ log = logger("report")
 
 REPORT = "report.html"
 EVERY = 60.0
-"""Seconds between two reports of a run at work, at least."""
+"""Seconds between two reports of a running run, at least."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Reporter:
             self._try(self.run.results, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
 
     def overview(self, results: Results, *, over: bool, cut: str | None = None) -> Overview:
-        """The page's content. `results`: those of the run so far; `cut`: what ended the run early."""
+        """The page's content. `results` are the run's results so far, and `cut` is the error that ended it early."""
         known = results.seconds.get("total", 0.0)
         running = self._seconds_before + time.perf_counter() - self._began
         total = known if over and known > self._seconds_before else running
@@ -112,7 +112,7 @@ class Reporter:
         notes = []
         if not over:
             notes.append(
-                f"The run is at work: {done} of {self.updates} updates were made at {when}. This page is "
+                f"The run is in progress: {done} of {self.updates} updates were made at {when}. This page is "
                 "written again at evaluations and checkpoints."
             )
         elif cut is not None:

@@ -20,7 +20,7 @@ from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
 from ..data.rows import Row
 from ..data.stream import BadBatch
-from ..history.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig, ReferenceConfig, WarmStartConfig
+from ..loop.loop_config import OWN, CriticConfig, LoopConfig, OptimiserConfig, ReferenceConfig, WarmStartConfig
 from ..objective.recipe import Recipe
 from ..recipes import get_recipe
 from ..trainer.critic import Critic, CriticTrainer, Value
@@ -76,8 +76,9 @@ class Phases:
                     None,
                 }:
                     raise UsageError(
-                        f"a teacher behind an engine scores at temperature 1, and recipe {recipe.name!r} at that of "
-                        "loop.sampling: set loop.sampling.temperature=1, or loop.teacher to a model's folder"
+                        f"a teacher behind an engine scores at temperature 1, but recipe {recipe.name!r} uses the "
+                        "temperature of loop.sampling: set loop.sampling.temperature=1, or loop.teacher to a model's "
+                        "folder"
                     )
         for setting, other in self._others.items() if start == "base" else ():
             alone = setting == "teacher" or recipe.stands_still(own_reference=True)
@@ -91,7 +92,7 @@ class Phases:
 
     def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
         """A fresh trainer of `phase` on the model as it is now. work: a model with the same weights that is trained in
-        its place, where each rank has its own (a sharded one, for example)."""
+        its place, if each rank has its own (a sharded one, for example)."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
         work = work if work is not None else cast(nn.Module, self.policy.model)
@@ -138,10 +139,11 @@ class Phases:
 
 
 def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
-    """UsageError where the recipe reads a reference or a teacher that no setting names, or a setting names one that it
-    doesn't read, or it would compare the policy with itself alone. start: the moment at which the loop begins."""
+    """Raise UsageError if the recipe reads a reference or a teacher that no setting names, if a setting names one that
+    the recipe doesn't read, or if the policy would only be compared with itself. start: the moment at which the loop
+    begins."""
     reference = None if how.model == "none" else how.model
-    # `base` stands in the configurations of earlier runs, whether their recipe reads it or not.
+    # Some configurations name `base` although their recipe doesn't read it.
     unread = loop.reference is not None and (reference not in (None, "base") or how.every is not None)
     for setting, needs, name, chosen in (
         ("reference", recipe.needs_reference, reference, unread),
@@ -167,7 +169,8 @@ def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, star
 
 
 def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
-    """The model of that folder or name, where and how the policy is computed. UsageError where it has other tokens."""
+    """The model of that folder or name, on the policy's device and in its dtype. Raises UsageError if its tokens
+    differ."""
     weights = next(policy.model.parameters())
     base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
     dtype: Any = str(base.dtype).removeprefix("torch.")
@@ -178,7 +181,8 @@ def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
 
 
 def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:
-    """The teacher behind that engine, which is made and closed for each batch. UsageError where its tokens differ."""
+    """The teacher behind that engine, which is made and closed for each batch. Raises UsageError if its tokens
+    differ."""
     if isinstance(config, ServerConfig) and not config.urls:
         raise UsageError("loop.teacher.urls is empty: start the teacher's server (`tapereel serve model`) and name it")
     if config.model is not None:
@@ -194,7 +198,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
                     f"{config.kind}:{config.model} can't see: set loop.teacher to vLLM with --enable-scale-out that "
                     "serves a model that sees, or to the folder of one"
                 )
-            # An engine of text has no such arguments.
+            # A text-only engine doesn't take these arguments.
             more: list[Any] = [{"places": row.places, "picture": row.file} if row.places else {} for row in rows]
             asked = [engine.score(row.input_ids.tolist(), **own) for row, own in zip(rows, more, strict=True)]
             found = await asyncio.gather(*asked)
@@ -216,7 +220,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
 
 
 def _check_tokens(policy: Policy, tokenizer: PreTrainedTokenizerFast, named: str) -> None:
-    """UsageError where a token has another id than for the policy."""
+    """Raise UsageError if a token has another id than for the policy."""
     ours, theirs = policy.tokenizer.get_vocab(), tokenizer.get_vocab()
     if ours != theirs:
         token = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.history.history import BrokenHistory, Differs, History
-from tapereel.finetune.history.loop_config import OptimiserConfig
+from tapereel.finetune.loop.history import BrokenHistory, Differs, History
+from tapereel.finetune.loop.loop_config import OptimiserConfig
 from tapereel.finetune.trainer.checkpoint import copied_weights, save_checkpoint, weights_digest
 from tapereel.tapes import Status, Tape
 from tapereel.tapes.records import Label
 from tapereel.tapes.store.store import Store
 
-from ..loop.lab import Flaky, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
+from .lab import Flaky, assert_books_close, history_in, loop_in, model, run, settings_of, tasks
 
 CONFIG = settings_of(updates=5, checkpoint_every=2)
 

@@ -9,10 +9,10 @@ from typing import Any
 from tapereel.agents import LLM, Agent, delegate
 from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.envs import Environment, Outcome
-from tapereel.finetune.history.history import History
-from tapereel.finetune.history.loop_config import LoopConfig
+from tapereel.finetune.loop.history import History
 from tapereel.finetune.loop.loop import Loop
-from tapereel.finetune.policies.players import Player
+from tapereel.finetune.loop.loop_config import LoopConfig
+from tapereel.finetune.loop.player import Player
 from tapereel.tapes import Answer, Tape, Text, Thought
 from tapereel.tapes.store.store import Store
 

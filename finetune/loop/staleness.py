@@ -5,7 +5,7 @@ unused + in the update. `Pacer` makes stale samples rare: it counts groups that 
 at most, if no group is overtaken. Only `drop_stale`, when the batch is made, guarantees the bound for each token.
 Counts are in groups: a group is sampled to be compared, so half of one is of no use.
 
-Groups that teach nothing (flat ones, where the recipe drops them) are set aside, and others are sampled in their place:
+Groups that teach nothing (flat ones, if the recipe drops them) are set aside, and others are sampled in their place:
 `extra` of them for one update. Each further one makes the update's batch one group smaller, so an update always comes.
 """
 
@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .provenance import Range, keep_tokens
-from .rows import Row
+from ..data.provenance import Range, keep_tokens
+from ..data.rows import Row
 
 
 @dataclass(slots=True)
 class Pacer:
-    """Counts groups by their state. The caller reports each change; `capacity` says how many groups may start."""
+    """Counts groups by their state. The caller reports each change; `capacity` is the number of groups that may
+    start."""
 
     batch: int
     """Groups per update."""

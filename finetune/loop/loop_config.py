@@ -24,15 +24,15 @@ class OptimiserConfig(Config):
     """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float | None = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm; None: no bound."""
+    """The gradient is scaled down to this norm. None disables clipping."""
     schedule: Schedule = Schedule()
     ema: float | None = Field(default=None, gt=0, lt=1)
-    """Decay, per optimiser step, of a moving average of the weights that is kept beside them; None: no average."""
+    """Decay, per optimiser step, of a moving average of the weights. None keeps no average."""
     micro_tokens: int = Field(default=4096, ge=1)
     """Tokens of one forward pass, padding included."""
     pack: bool | None = None
-    """Rows end to end in one sequence, instead of padded. None: packed where the attention kernel knows the boundaries
-    of rows (flash attention on a GPU); elsewhere packing is exact too, and slower than padding."""
+    """Put rows end to end in one sequence instead of padding them. None packs if the attention kernel knows the
+    boundaries of rows (flash attention on a GPU). Packing is exact with other kernels too, but slower than padding."""
     autocast: Literal["bfloat16"] | None = None
     """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None: all in float32."""
     gradient_checkpointing: bool = False
@@ -58,11 +58,11 @@ class CriticConfig(Config):
     """The critic of a recipe that takes values, as `ppo` does."""
 
     body: Literal["own", "policy"] = "own"
-    """`own`: a copy of the policy's body, trained with the head; `policy`: a head alone, on the policy's states."""
+    """`own` trains a copy of the policy's body with the head. `policy` trains only a head, on the policy's states."""
     optimiser: CriticOptimiserConfig = CriticOptimiserConfig()
     clip: float | None = Field(default=0.2, gt=0)
-    """The loss stops where a value has moved this far from its value before the update, in units of reward; None: no
-    bound."""
+    """A value that has moved this far from its value before the update, in units of reward, has no further loss. None
+    sets no bound."""
     normalised: bool = True
     """Targets are scaled by their running mean and deviation, and the critic begins at the mean of its first
     targets."""
@@ -98,25 +98,26 @@ class ForkConfig(Config):
 
 
 class CorpusConfig(DatasetConfig):
-    """Plain texts to imitate beside the rollouts. They are copied into the run, so the corpus isn't needed again."""
+    """Plain text to imitate in addition to the rollouts. It is copied into the run, so the corpus isn't needed
+    again."""
 
     path: str
     """A JSONL, JSON, Parquet or CSV file, a dataset of the hub as `org/name@revision`, or a folder with a dataset."""
     columns: dict[str, str] = Field(default={"text": "text"})
-    """`{text: column}`, and with `prompt: column` a text that stands before each as context, up to its last `tokens`
-    tokens. Rows that repeat are used once."""
+    """`{text: column}`, and optionally `prompt: column`: context before each document, of which the last `tokens`
+    tokens are kept. Duplicate rows are used once."""
     tokens: int = Field(default=512, ge=1)
-    """A longer text is divided into parts of so many tokens; each counts as a demonstration."""
+    """A longer document is divided into parts of this many tokens, and each part counts as a demonstration."""
     count: int | None = Field(default=None, ge=1)
-    """Rows to use, from the first on; None: all."""
+    """Use only the first rows, this many. None uses all."""
 
 
 class ProcessesConfig(Config):
     """How processes that were launched together share the work of an update."""
 
     shard: bool = False
-    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2); False: a copy of all of
-    them."""
+    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2). With False, each keeps a full
+    copy."""
     timeout: float = Field(default=1800.0, gt=0)
     """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
 
@@ -125,10 +126,10 @@ class ReferenceConfig(Config):
     """The model that a KL to the reference, and `minor_sft`, compare the policy with."""
 
     model: str
-    """`base`: the model as the run began; `warm`: after the warm start; `none`: no reference; or another model with the
-    same tokenizer, as a folder or a name of the hub."""
+    """`base` is the model at the beginning of the run, `warm` the model after the warm start, and `none` disables the
+    reference. Any other value names a model with the same tokenizer, as a folder or a name on the hub."""
     every: int | None = Field(default=None, ge=1)
-    """Updates of the loop between two refreshes of `base` or `warm`; None: the reference stays as it is."""
+    """Updates of the loop between two refreshes of `base` or `warm`. None never refreshes the reference."""
     decay: float = Field(default=0.0, ge=0, lt=1)
     """Each refresh makes the reference decay * reference + (1 - decay) * policy; 0: the policy as it is then."""
 
@@ -173,7 +174,7 @@ class RecipeConfig(Config):
     def _known(cls, name: str) -> str:
         if ":" not in name and name not in RECIPES:
             known = ", ".join(dict.fromkeys([*get_close_matches(name, RECIPES, n=2), *sorted(RECIPES)]))
-            raise ValueError(f"there is no recipe {name!r}: take one of {known}, or name your own as module:name")
+            raise ValueError(f"unknown recipe {name!r}: take one of {known}, or name your own as module:name")
         return name
 
 
@@ -207,7 +208,7 @@ class LoopConfig(RecipeConfig):
     """With a recipe that has an `nll` regulariser: tapes of the corpus, or else of the warm start, that each update
     imitates as well."""
     corpus: CorpusConfig | None = None
-    """Plain texts for `demonstrations`; every trained policy imitates them. None: tapes of the warm start."""
+    """Plain text for `demonstrations`, which every trained policy imitates. None uses tapes of the warm start."""
     max_lag: int = Field(default=1, ge=0)
     """Largest staleness of a trained token: updates between the policy that sampled it and the one that trains on it.
     0 is synchronous."""
@@ -215,10 +216,10 @@ class LoopConfig(RecipeConfig):
     """Episodes in flight at once; rounded down to whole groups, at least one."""
     optimiser: OptimiserConfig = OptimiserConfig()
     reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
-    """The model that a KL to the reference compares the policy with: `base`, `warm`, `none`, or a folder or name of the
-    hub; {model: warm, every: 10} refreshes it. None: `warm` where there is a warm start, else `base`."""
+    """The model that a KL to the reference compares the policy with: `base`, `warm`, `none`, or a folder or name on the
+    hub. {model: warm, every: 10} refreshes it. None means `warm` after a warm start, otherwise `base`."""
     teacher: str | ServerConfig | CustomConfig | None = None
-    """The model that a KL to the teacher draws the policy to: a folder, or a name of the hub; or an engine that scores
+    """The model that a KL to the teacher draws the policy to: a folder, a name on the hub, or an engine that scores
     tokens, as {model: DIR, urls: [http://...]} of vLLM servers, or of kind `module:name`."""
     critic: CriticConfig | None = None
     """None: a critic with the general defaults if the recipe takes values, otherwise no critic."""
@@ -230,18 +231,19 @@ class LoopConfig(RecipeConfig):
     """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0, since nothing
     is sampled then."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
-    """With max_lag 0: the largest allowed |log-prob at sampling - log-prob in training| in nats; None: not checked."""
+    """With max_lag 0: the largest allowed |log-prob at sampling - log-prob in training| in nats. None disables the
+    check."""
     group_deadline: float = Field(default=300.0, gt=0)
-    """Seconds after which a group closes with its ended attempts, and the others are cancelled."""
+    """Seconds after which a group closes with its finished attempts and cancels the others."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
     """None: all. The base, the last, the best measured and those at the end of a phase are always kept."""
     keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
-    """The oldest checkpoints are deleted until the others take at most so many bytes; None: no bound."""
+    """The oldest checkpoints are deleted until the others take at most this many bytes. None sets no bound."""
     shuffle_rewards: Literal["within", "across"] | None = None
     """A control experiment: the rewards of each update are shuffled `within` each group or `across` all of its groups.
-    `within` leaves each group its number of successes; `across` leaves none of what the rewards say."""
+    `within` keeps each group's number of successes; `across` removes all information from the rewards."""
 
     @model_validator(mode="before")
     @classmethod
@@ -260,8 +262,8 @@ class LoopConfig(RecipeConfig):
     def _trainable(cls, sampling: Sampling) -> Sampling:
         if not sampling.exact:
             raise ValueError(
-                "tokens that are sampled with these settings can't be trained on: their recorded log-probs are not "
-                "those of the distribution that they are drawn from. Set a temperature above 0, no top_p, no top_k "
+                "tokens that are sampled with these settings can't be trained on: their recorded log-probs don't "
+                "belong to the distribution that they are drawn from. Set a temperature above 0, no top_p, no top_k "
                 "and no extra but `stop`"
             )
         return sampling
@@ -279,7 +281,9 @@ class LoopConfig(RecipeConfig):
                 "set max_lag=0, or remove sleep"
             )
         if self.corpus is not None and not self.demonstrations:
-            raise ValueError("corpus would do nothing: set demonstrations, the number of texts that an update imitates")
+            raise ValueError(
+                "corpus would do nothing: set demonstrations, the number of documents that an update imitates"
+            )
         if 0 < self.demonstrations < self.minibatches:
             raise ValueError(
                 f"demonstrations={self.demonstrations} can't be divided into minibatches={self.minibatches}: set "
@@ -297,7 +301,8 @@ class LoopConfig(RecipeConfig):
         return self
 
     def longest_episode(self, context: int | None) -> int | None:
-        """The most own tokens of an episode that is one conversation of at most `context` tokens; None: no limit."""
+        """The most own tokens of an episode that is one conversation of at most `context` tokens, or None without a
+        limit."""
         limits, bounds = self.limits, [self.limits.tokens, self.limits.context, context]
         bounds += [n * self.sampling.max_tokens for n in (limits.calls, limits.turns) if n is not None]
         return min((bound for bound in bounds if bound is not None), default=None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.finetune.report.trackers import FOLDER, Axes, Trackers, check_trackers
+from tapereel.finetune.run.trackers import FOLDER, Axes, Trackers, check_trackers
 from tapereel.tapes.errors import MissingExtra
 
 LINES: tuple[dict[str, Any], ...] = (

@@ -1,118 +1,32 @@
-"""Players: the models that speak in a run's episodes beside its own policy, trained or frozen (the setting `players`).
+"""The players of a run: other models that speak in its episodes, trained or frozen (the setting `players`).
 
-Each trained player has weights, a lineage, checkpoints and a trainer of its own in the run, and makes one update from
-every batch of the loop, from the tokens of its agents. A crash between the loop's record and a player's leaves the
-player an update behind; the player makes that update from the loop's record, so all have the same number of updates.
-Frozen players are engines that are made once, for the loop and the evaluations.
+A trained player learns in the loop (`loop/player.py`). A frozen one is an engine that is made once, for the loop and
+the evaluations.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from ...agents.engines.embedded.pretrained import weights_digest
 from ...agents.engines.engine import Engine, TrainableEngine
 from ...agents.setup.engine_config import Made
 from ...agents.setup.team_config import make_partners, team_of
 from ...tapes.common.progress import Progress
-from ...tapes.errors import TapereelError
-from ...tapes.records import Publish, Use
+from ...tapes.records import Use
 from ...tapes.store.run_directory import PlayerResults, RunDir
-from ...tapes.store.store import Store
-from ..data.staleness import stale_before
-from ..history.history import BrokenHistory, History
-from ..history.loop_config import LoopConfig, WarmStartConfig
-from ..history.plan import Plan, Source
+from ..loop.history import History
+from ..loop.loop_config import LoopConfig, WarmStartConfig
+from ..loop.player import Player
 from ..objective.recipe import Recipe
 from ..trainer.trainer import UpdateStats
 from .phases import Phases
 from .player_config import PlayerConfig, TrainedConfig
 from .policy import check_begun, load_policy
-
-
-class BadPlayers(TapereelError, ValueError):
-    """Agents that no policy or two policies would train; names them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Player:
-    """One more policy. Its agents' tokens are context to the other policies, and their tokens to it."""
-
-    history: History
-    """Its history in the loop's store, with its own lineage, model, trainer and folder of checkpoints."""
-    engine: TrainableEngine
-    """The engine that samples for its agents and takes its weights."""
-    agents: tuple[str, ...] = ()
-    """Paths of its agents."""
-    name: str = ""
-    """Its name in metrics; empty: its lineage."""
-
-    @property
-    def called(self) -> str:
-        """Its name, or its lineage where it has none."""
-        return self.name or self.history.lineage
-
-    def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """Its own plan for an update of the loop. The loop alone accounts for the flat groups (`aside`)."""
-        oldest = stale_before(self.history.updates, max_lag)
-        return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
-
-    def update(
-        self, plan: Plan, source: Source, mode: str
-    ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
-        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
-        in a thread."""
-        stats, uses = self.history.update(plan, source)
-        return stats, uses, *self.history.publish_record(mode)
-
-    async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
-        """Make the updates that `lineage` recorded and this history lacks, from the plans in the loop's records.
-
-        Each is recorded before the engine gets its weights, as in the loop.
-        """
-        for use in self.history.unrecorded:
-            store.append_layer(use)
-        self.history.unrecorded.clear()
-        for use in store.ledger(lineage).uses:
-            if use.epoch or use.update < self.history.updates:
-                continue
-            plan = self.plan(Plan.of(use), max_lag)
-            _, uses, weights, publish = await asyncio.to_thread(self.update, plan, self.history.from_store, "reprefill")
-            for one in (*uses, publish):
-                store.append_layer(one)
-            await self.engine.sync_weights(weights, publish.version)
-        await store.writer.durable()
-
-
-def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
-    """BadPlayers where two policies train one agent, or the loop's own agents are not named; BrokenHistory where a
-    player has more updates than the loop."""
-    if not players:
-        return
-    if agents is None:
-        raise BadPlayers(
-            "with players, loop.agents must name the agents of the loop's own policy: set loop.agents to their paths"
-        )
-    every = [*agents, *(path for player in players for path in player.agents)]
-    twice = sorted({path for path in every if every.count(path) > 1})
-    if twice:
-        raise BadPlayers(f"two policies train {twice[0]!r}: an agent has one policy, so remove it from one of them")
-    for player in players:
-        if player.history.lineage == lineage:
-            raise BadPlayers(f"a player has the loop's own lineage {lineage!r}: give each policy its own lineage")
-        if player.history.updates > updates:
-            raise BrokenHistory(
-                f"lineage {player.history.lineage!r} has {player.history.updates} updates, the loop's "
-                f"{lineage!r} only {updates}: the run directory is incomplete"
-            )
-
 
 NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
@@ -140,13 +54,14 @@ class Team:
         """The engines of the frozen players; empty outside of `opened`."""
 
     def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
-        """Load the models that the recipe compares each trained player with. UsageError where one can't be compared."""
+        """Load the models that the recipe compares each trained player with. Raises UsageError if one can't be
+        compared."""
         for name, policy in self.policies.items():
             if name not in self._phases:
                 self._phases[name] = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
 
     def begin(self, run: RunDir, loop: LoopConfig, recipe: Recipe) -> None:
-        """Give each trained player its history in the run. BrokenHistory where it began with other weights."""
+        """Give each trained player its history in the run. Raises BrokenHistory if it began with other weights."""
         self.load_compared(loop, recipe)
         for name, phases in self._phases.items():
             self._check_begun(run, name, weights_digest(phases.policy.model.state_dict()))

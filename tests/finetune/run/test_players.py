@@ -10,10 +10,10 @@ import pytest
 
 from tapereel.agents.engines.embedded.pretrained import weights_digest
 from tapereel.finetune.data.by_agent import rewards_of
-from tapereel.finetune.history.history import BrokenHistory
 from tapereel.finetune.inspect.explainer import Explainer
+from tapereel.finetune.loop.history import BrokenHistory
 from tapereel.finetune.loop.loop import UpdateReport
-from tapereel.finetune.policies.players import BadPlayers, Player
+from tapereel.finetune.loop.player import BadPlayers, Player
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.records import Use
 from tapereel.tapes.store.store import Store

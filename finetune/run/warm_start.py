@@ -6,20 +6,19 @@ accounted for. Calls that were recorded as text get their tokens here, once, as 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...agents.episode.seeds import derive_seed
 from ...tapes import Tape
 from ...tapes.errors import UsageError
 from ...tapes.records import Status, Tokens
 from ...tapes.store.media import references
 from ...tapes.store.store import Store
-from ..history.history import History, Plan, Source
-from ..history.loop_config import WarmStartConfig
-from .metrics import imitation_line
+from ..loop.history import History
+from ..loop.loop_config import WarmStartConfig
+from ..loop.metrics import imitation_line
+from ..loop.plan import Plan, Source, batch_of
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -34,8 +33,8 @@ def choose(
 ) -> list[str]:
     """Ids of the tapes of the run `source` that may be imitated and match the filters, in the order of their begin.
 
-    UsageError where no tape matches, where a tape was tokenized for another model, or where `split` is held out; NoRun
-    where `source` is no run.
+    Raises UsageError if no tape matches, if a tape was tokenized for another model, or if `split` is held out, and
+    NoRun if `source` isn't a run.
     """
     if split is not None and split not in TRAINABLE_SPLITS:
         raise UsageError(f"split {split!r} is held out: imitate tapes of {' or '.join(TRAINABLE_SPLITS)}")
@@ -108,18 +107,6 @@ def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
     return made
 
 
-def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
-    """The tapes of SFT update `update`: shuffled epochs, cut into batches. The seed alone decides, so a resumed run
-    draws the same batches."""
-    if len(tapes) < batch:
-        raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
-    per_epoch = len(tapes) // batch
-    epoch, k = divmod(update, per_epoch)
-    order = list(range(len(tapes)))
-    random.Random(derive_seed(seed, "sft", epoch)).shuffle(order)
-    return tuple(tapes[i] for i in order[k * batch : (k + 1) * batch])
-
-
 def warm_start(
     config: WarmStartConfig,
     *,
@@ -137,7 +124,7 @@ def warm_start(
     """Train until the history has `updates` updates (default: the configuration's), or `stop()` is true.
 
     Continues at the history's present update. Each update is in the ledger; the last one gets a checkpoint that is
-    kept. agents: paths of the agents that are imitated; None: all.
+    kept. agents: paths of the agents that are imitated, or None for all.
     """
     target = config.updates if updates is None else updates
     while history.updates < target and not stop():

@@ -21,7 +21,7 @@ from ...agents.setup.engine_config import (
     engine_kind,
 )
 from ...agents.setup.team_config import PartnerConfig, Partners, PlayerName
-from ..history.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
+from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 Frozen = Literal["tower", "vision", "nothing"]
@@ -29,7 +29,7 @@ Frozen = Literal["tower", "vision", "nothing"]
 
 
 def kind(value: object) -> str:
-    """The tag of the engine's settings; `embedded` where no kind is set."""
+    """The tag of the engine's settings; `embedded` if no kind is set."""
     return engine_kind({"kind": "embedded", **value} if isinstance(value, dict) else value) or ""
 
 
@@ -56,7 +56,7 @@ class TrainerConfig(ComputeConfig):
     """Where and how a policy is trained. An embedded engine samples with a copy of the policy on the same device."""
 
     attention: Attention | None = None
-    """The attention implementation in training; None: as transformers chooses. Sampling uses `sdpa` or `eager`."""
+    """The attention implementation in training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
     """Train these adapters in place of the model's own weights. With servers, `engine.publish=lora` sends them."""
     freeze: Frozen | None = None
@@ -69,7 +69,7 @@ class PlayerConfig(PartnerConfig):
     frozen: bool = False
     """The player isn't trained; its tokens are context to the others. Any engine may be frozen."""
     optimiser: OptimiserConfig | None = None
-    """In place of `loop.optimiser`. The profile of the player's own model fills what is unset."""
+    """In place of `loop.optimiser`. Unset fields come from the profile of the player's own model."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how this player is trained."""
 
@@ -95,7 +95,7 @@ Players = Annotated[dict[PlayerName, PlayerConfig], *Partners.__metadata__]  # t
 
 
 def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, warm: bool) -> None:
-    """ValueError where the players' settings contradict the loop's."""
+    """Raise ValueError if the players' settings contradict the loop's."""
     if not players:
         return
     if loop.agents is None:
@@ -106,7 +106,7 @@ def check_players_of(players: Mapping[str, PlayerConfig], loop: LoopConfig, *, w
         both = sorted({*player.agents}.intersection(loop.agents))
         if both:
             raise ValueError(
-                f"{both[0]!r} stands in loop.agents, so that `engine` speaks for it, and in players.{name}: an "
+                f"{both[0]!r} is in loop.agents, so that `engine` speaks for it, and also in players.{name}: an "
                 "agent has one model, so remove it from one of them"
             )
     if warm and not all(player.frozen for player in players.values()):
@@ -124,7 +124,7 @@ def check_engine(
     player: str = "",
     warm: WarmStartConfig | None = None,
 ) -> None:
-    """ValueError where the settings of a trained model contradict each other.
+    """Raise ValueError if the settings of a trained model contradict each other.
 
     player: the name in `players`; empty for the run's own model. warm: its warm start.
     """

@@ -1,0 +1,100 @@
+"""A player: another model that learns from a loop's episodes, next to the loop's own policy.
+
+Each player has weights, a lineage, checkpoints and a trainer of its own, and makes one update from every batch of the
+loop, from the tokens of its agents. After a crash between the loop's record and a player's, the player is one update
+behind. It makes that update from the loop's record, so all of them have the same number of updates again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...agents.engines.engine import TrainableEngine
+from ...tapes.errors import TapereelError
+from ...tapes.records import Publish, Use
+from ...tapes.store.store import Store
+from ..trainer.trainer import UpdateStats
+from .history import BrokenHistory, History
+from .plan import Plan, Source
+from .staleness import stale_before
+
+
+class BadPlayers(TapereelError, ValueError):
+    """Agents that no policy or two policies would train; names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """One more policy. Its agents' tokens are context to the other policies, and their tokens to it."""
+
+    history: History
+    """Its history in the loop's store, with its own lineage, model, trainer and folder of checkpoints."""
+    engine: TrainableEngine
+    """The engine that samples for its agents and takes its weights."""
+    agents: tuple[str, ...] = ()
+    """Paths of its agents."""
+    name: str = ""
+    """Its name in metrics. If empty, its lineage is used."""
+
+    @property
+    def called(self) -> str:
+        """Its name, or its lineage if it has none."""
+        return self.name or self.history.lineage
+
+    def plan(self, plan: Plan, max_lag: int) -> Plan:
+        """Its own plan for an update of the loop. The loop alone accounts for the flat groups (`aside`)."""
+        oldest = stale_before(self.history.updates, max_lag)
+        return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
+
+    def update(
+        self, plan: Plan, source: Source, mode: str
+    ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
+        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
+        in a thread."""
+        stats, uses = self.history.update(plan, source)
+        return stats, uses, *self.history.publish_record(mode)
+
+    async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
+        """Make the updates that `lineage` recorded and this history lacks, from the plans in the loop's records.
+
+        Each is recorded before the engine gets its weights, as in the loop.
+        """
+        for use in self.history.unrecorded:
+            store.append_layer(use)
+        self.history.unrecorded.clear()
+        for use in store.ledger(lineage).uses:
+            if use.epoch or use.update < self.history.updates:
+                continue
+            plan = self.plan(Plan.of(use), max_lag)
+            _, uses, weights, publish = await asyncio.to_thread(self.update, plan, self.history.from_store, "reprefill")
+            for one in (*uses, publish):
+                store.append_layer(one)
+            await self.engine.sync_weights(weights, publish.version)
+        await store.writer.durable()
+
+
+def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
+    """Raise BadPlayers if two policies train one agent or the loop's own agents aren't named, and BrokenHistory if a
+    player has more updates than the loop."""
+    if not players:
+        return
+    if agents is None:
+        raise BadPlayers(
+            "with players, loop.agents must name the agents of the loop's own policy: set loop.agents to their paths"
+        )
+    every = [*agents, *(path for player in players for path in player.agents)]
+    twice = sorted({path for path in every if every.count(path) > 1})
+    if twice:
+        raise BadPlayers(f"two policies train {twice[0]!r}: an agent has one policy, so remove it from one of them")
+    for player in players:
+        if player.history.lineage == lineage:
+            raise BadPlayers(f"a player has the loop's own lineage {lineage!r}: give each policy its own lineage")
+        if player.history.updates > updates:
+            raise BrokenHistory(
+                f"lineage {player.history.lineage!r} has {player.history.updates} updates, the loop's "
+                f"{lineage!r} only {updates}: the run directory is incomplete"
+            )
