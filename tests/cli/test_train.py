@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 from pathlib import Path
@@ -22,7 +23,7 @@ from tapereel.finetune.run.policy import Policy
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.trainer.checkpoint import checkpoints
 from tapereel.tapes.common.config import load_config
-from tapereel.tapes.records import Tokens
+from tapereel.tapes.records import Tokens, Use
 from tapereel.tapes.store.run_directory import read_metrics
 from tapereel.tapes.store.store import Store
 
@@ -124,6 +125,23 @@ def test_a_killed_run_goes_on_where_it_was(model: str, tmp_path: Path, capsys):
     assert [(use.update, use.items) for use in after][: len(uses)] == uses
     assert checkpoints(out / "checkpoints")[-1].update == 6
     assert answer_of(capsys, *words, "--resume")["updates"] == 6
+
+
+def test_a_run_whose_own_update_does_not_count_is_no_success(
+    model: str, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    """A later lead recorded the update first, and no check of the lease has shown it."""
+    out, append = tmp_path / "out", Store.append_layer
+
+    def late(store: Store, record: Any) -> None:
+        if isinstance(record, Use) and record.update == 1 and record.lead is None:
+            with Store.open(out, write=True) as other:
+                other.writer.append(record.model_copy(update={"lead": 2}).body())
+        append(store, record)
+
+    monkeypatch.setattr(Store, "append_layer", late)
+    said = refusal_of(capsys, *train_words(model, out), code=1)
+    assert re.search(r"\b2 records of lead 1\b.*\bupdate 1\b", said)
 
 
 def test_every_version_that_resume_applies_again_has_a_checkpoint(model: str, tmp_path: Path, capsys):

@@ -311,6 +311,23 @@ def test_of_two_records_of_one_epoch_neither_leads(tmp_path: Path) -> None:
             store.append_layer(Use(lineage="main", update=0, items=()))
 
 
+def test_of_two_that_record_one_epoch_at_once_neither_takes_the_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one records it after the first look at the records, so only a look after the write can find it."""
+    with Lease(tmp_path, beat=0.05) as lease, Store.create(tmp_path) as store:
+        sync = store.writer.sync
+
+        def late() -> None:
+            with Store.open(tmp_path, write=True) as other:
+                other.writer.append(Lead(epoch=1, host="h", pid=1, at=0.0).body())
+            sync()
+
+        monkeypatch.setattr(store.writer, "sync", late)
+        with pytest.raises(LeaseLost):
+            store.take_lead(lease)
+
+
 def test_a_lead_whose_folder_came_back_without_its_successor_writes_no_update(tmp_path: Path) -> None:
     with Lease(tmp_path, beat=1000.0) as first, Store.create(tmp_path) as store:
         store.take_lead(first)
