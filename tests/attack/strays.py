@@ -159,9 +159,11 @@ REFUSED: dict[str, Callable[[], Awaitable[None]]] = {
 
 
 def _wait_for(child: int) -> None:
-    """In the parent: note the child's exit code. The child returns."""
+    """In the parent: note the child's exit code, also on stderr. The child returns."""
     if child:
         CHILDREN.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        # One system call: threads tear what they `print`, and a fork may copy a lock of `sys.stderr` that is held.
+        os.write(2, b"child %d\n" % CHILDREN[-1])
 
 
 async def forks() -> None:
@@ -255,11 +257,6 @@ class Forks(Strays):
 
     def __init__(self) -> None:
         _wait_for(os.fork())
-
-    async def step(self, action: Answer) -> Outcome:
-        outcome = await super().step(action)
-        print("children", CHILDREN, file=sys.stderr, flush=True)
-        return outcome
 
 
 class BlockingForks(Forks):
