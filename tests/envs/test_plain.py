@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from tapereel.envs.remote import Declared, Pool
 from tapereel.envs.rewards import Rewards
 from tapereel.envs.rewards.sources import rewarded
 from tapereel.tapes import Answer, Observation, Step, Tape, Text
+from tapereel.tapes.errors import BadArgument
 
 
 class Spell(Environment):
@@ -123,6 +125,11 @@ def test_other_values_are_the_fault_of_the_environment():
         as_outcome(1.0, "finish")
     with pytest.raises(EnvironmentFault, match=r"Outcome\.observation"):
         Outcome(1)  # type: ignore[arg-type]
+    late = Outcome(reward={"score": 0.5})
+    assert isinstance(late.reward, dict)
+    late.reward["score"] = math.inf
+    with pytest.raises(BadArgument, match=r"score.*\binf\b"):  # also where nothing is recorded, as in `check_env`
+        as_outcome(late)
 
 
 def _policy(seen: Observation, rng: random.Random) -> str:
