@@ -75,11 +75,16 @@ def _commands(path: Path) -> Iterator[list[str]]:
                         yield words[1:]
 
 
-# Each document is a fork of a process that has imported what most of them import.
+# Each document is a fork of a process that has imported what every document and conftest.py import.
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["tapereel.tests.front.snippets", "tapereel.finetune.run.train_run", "tapereel.agents.gateway"]
-)
+SHARED = ["tapereel.tests.front.snippets", "pytest", "hypothesis"]
+FORKS.set_forkserver_preload(SHARED)
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """The process also has what most documents import: torch and the rooms of training."""
+    FORKS.set_forkserver_preload([*SHARED, "tapereel.finetune.run.train_run", "tapereel.agents.gateway"])
 
 
 def played(folder: Path, *blocks: snippets.Block) -> tuple[int | None, str]:
@@ -91,6 +96,7 @@ def played(folder: Path, *blocks: snippets.Block) -> tuple[int | None, str]:
 
 
 @pytest.mark.docs
+@pytest.mark.usefixtures("imported")
 @pytest.mark.timeout(900)  # the tutorial trains
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if _blocks(p)], ids=lambda p: p.name)
 def test_the_python_of_a_document_runs_and_prints_what_it_says(path: Path, tmp_path: Path):

@@ -13,7 +13,6 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,54 +21,33 @@ import tapereel
 from tapereel.tapes.common.extras import extra_of
 
 from ..contract.extras import SMOKES
+from .sources import FLOORS, ROOT, imports, text, tree
 
-ROOT = Path(__file__).resolve().parents[2]
-ORDER = ["tapes", "envs", "agents", "finetune"]
-"""Each may import from those before it, never from those after."""
+ORDER = FLOORS[: FLOORS.index("cli")]
+"""The floors that another one may import."""
 HEAVY = {"torch", "transformers", "litellm", "vllm", "accelerate", "datasets", "pandas"}
 LONGEST = 600
 
 
-def _sources(*folders: str) -> Iterator[Path]:
+def _sources(*folders: str) -> Iterator[str]:
     for folder in folders:
-        yield from sorted((ROOT / folder).rglob("*.py"))
+        yield from sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*.py"))
 
 
-def _modules() -> list[Path]:
-    return [ROOT / "__init__.py", *_sources(*ORDER, "cli")]
-
-
-def _name(path: Path) -> str:
-    return str(path.relative_to(ROOT))
+def _modules() -> list[str]:
+    return ["__init__.py", *_sources(*FLOORS)]
 
 
 def _python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=cwd, capture_output=True, text=True)
 
 
-@cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of every import, wherever in the file it stands."""
-    package = ["tapereel", *path.relative_to(ROOT).parts[:-1]]
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            stem = ".".join([*base, *([node.module] if node.module else [])])
-            yield from ((node.lineno, f"{stem}.{alias.name}") for alias in node.names)
-
-
 def test_the_packages_in_pyproject_are_the_packages_in_the_tree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     declared = project["tool"]["setuptools"]["packages"]
-    inside = [p.parent.relative_to(ROOT) for folder in (*ORDER, "cli") for p in (ROOT / folder).rglob("__init__.py")]
+    inside = [p.parent.relative_to(ROOT) for folder in FLOORS for p in (ROOT / folder).rglob("__init__.py")]
     assert sorted(declared) == sorted(["tapereel", *(".".join(["tapereel", *p.parts]) for p in inside)])
-    loose = {_name(p) for p in _sources(*ORDER, "cli") if not (p.parent / "__init__.py").is_file()}
+    loose = {name for name in _sources(*FLOORS) if not (ROOT / name).with_name("__init__.py").is_file()}
     assert loose == set(), "modules in folders without __init__.py would be missing from a wheel"
 
 
@@ -84,24 +62,23 @@ def test_the_wheel_holds_the_pages_and_the_examples():
 
 def test_imports_run_one_way():
     wrong = []
-    for path in _modules():
-        home = path.relative_to(ROOT).parts[0]
-        allowed = ORDER[: ORDER.index(home) + 1] if home in ORDER else [*ORDER, "cli"]
-        for line, name in _imports(path):
-            top, _, rest = name.partition(".")
+    for name in _modules():
+        home = name.split("/")[0]
+        allowed = ORDER[: ORDER.index(home) + 1] if home in ORDER else FLOORS
+        for found in imports(name):
+            top, _, rest = found.dotted.partition(".")
             if top in ORDER or (top == "tapereel" and rest.split(".")[0] not in allowed and home in ORDER):
-                wrong.append(f"{_name(path)}:{line} imports {name}")
+                wrong.append(f"{name}:{found.line} imports {found.dotted}")
     assert wrong == []
 
 
 def test_inside_the_package_imports_are_relative():
-    wrong = []
-    for path in _modules():
-        for node in ast.walk(_tree(path)):
-            if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "tapereel":
-                wrong.append(f"{_name(path)}:{node.lineno}")
-            if isinstance(node, ast.Import) and any(alias.name.split(".")[0] == "tapereel" for alias in node.names):
-                wrong.append(f"{_name(path)}:{node.lineno}")
+    wrong = [
+        f"{name}:{found.line}"
+        for name in _modules()
+        for found in imports(name)
+        if not found.level and found.module.split(".")[0] == "tapereel"
+    ]
     assert wrong == [], "write `from ..tapes import Tape`"
 
 
@@ -109,29 +86,44 @@ def test_tapes_and_environments_know_no_models():
     models = {"torch", "transformers", "litellm", "vllm"}
     lazily = {"envs/rewards/local_models.py"}  # a reward model of transformers, which is loaded when it's asked
     wrong = [
-        f"{_name(path)}:{line} imports {name}"
-        for path in _sources("tapes", "envs")
-        if _name(path) not in lazily
-        for line, name in _imports(path)
-        if name.split(".")[0] in models
+        f"{name}:{found.line} imports {found.dotted}"
+        for name in _sources("tapes", "envs")
+        if name not in lazily
+        for found in imports(name)
+        if found.dotted.split(".")[0] in models
     ]
     assert wrong == []
 
 
-@pytest.mark.parametrize(
-    ("module", "more"),
-    [
-        ("tapereel", {"pydantic", "numpy", "rich", "yaml"}),
-        ("tapereel.tapes", {"numpy", "rich", "yaml"}),
-        ("tapereel.envs", {"gymnasium", "reasoning_gym"}),
-        ("tapereel.agents", set()),
-        ("tapereel.cli", {"numpy", "rich", "yaml"}),
-    ],
-)
-def test_importing_stays_light(module: str, more: set[str], tmp_path: Path):
-    done = _python(f"import sys, json, {module}; print(json.dumps(sorted(sys.modules)))", tmp_path)
+LIGHT = {
+    "tapereel": {"pydantic", "numpy", "rich", "yaml"},
+    "tapereel.tapes": {"numpy", "rich", "yaml"},
+    "tapereel.cli": {"numpy", "rich", "yaml"},
+    "tapereel.envs": {"gymnasium", "reasoning_gym"},
+    "tapereel.agents": set(),
+}
+"""Module -> what neither it nor one above it in this table may import, in addition to `HEAVY`."""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Module -> all loaded modules after importing it in one process, in order: each entry includes the one before."""
+    code = f"""
+import importlib, json, sys
+loaded = {{}}
+for module in {list(LIGHT)}:
+    importlib.import_module(module)
+    loaded[module] = sorted(sys.modules)
+print(json.dumps(loaded))
+"""
+    done = _python(code, tmp_path_factory.mktemp("imported"))
     assert done.returncode == 0, done.stderr
-    assert set(json.loads(done.stdout)) & (HEAVY | more) == set()
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_importing_stays_light(module: str, imported: dict[str, list[str]]):
+    assert set(imported[module]) & (HEAVY | LIGHT[module]) == set()
 
 
 @pytest.mark.parametrize("folder", ORDER)
@@ -141,26 +133,25 @@ def test_a_folder_imported_as_a_top_level_package_is_refused_with_a_sentence(fol
     assert f"ImportError: import tapereel.{folder}" in done.stderr
 
 
-def _all_files() -> list[Path]:
+def _all_files() -> list[str]:
     return [*_modules(), *_sources("tests", "examples", "benchmarks")]
 
 
 def test_a_file_is_one_idea():
-    lengths = {_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in _all_files()}
+    lengths = {name: len(text(name).splitlines()) for name in _all_files()}
     assert {name: n for name, n in lengths.items() if n > LONGEST} == {}, "a file this long is two ideas"
 
 
 def test_every_module_says_what_it_is():
-    texts = {_name(path): path.read_text(encoding="utf-8") for path in _all_files()}
     begins = re.compile(r'(#.*\n|\s)*r?"""\s*[^\s"]')
-    assert [name for name, text in texts.items() if text.strip() and not begins.match(text)] == []
+    assert [name for name in _all_files() if text(name).strip() and not begins.match(text(name))] == []
 
 
 def test_every_public_function_is_typed():
     bare = [
-        f"{_name(path)}:{line} {name}({', '.join(args)})"
+        f"{path}:{line} {name}({', '.join(args)})"
         for path in _modules()
-        for name, line, args in _untyped(_tree(path).body)
+        for name, line, args in _untyped(tree(path).body)
     ]
     assert bare == []
 
@@ -179,9 +170,9 @@ def _untyped(body: list[ast.stmt]) -> Iterator[tuple[str, int, list[str]]]:
 
 def test_no_public_signature_has_any():
     loose = [
-        f"{_name(path)}:{line} {name}: {annotation}"
+        f"{path}:{line} {name}: {annotation}"
         for path in _modules()
-        for name, line, annotation in _annotations(_tree(path).body)
+        for name, line, annotation in _annotations(tree(path).body)
         if re.search(r"\bAny\b", annotation)
     ]
     assert loose == [], "name the type: a Protocol, a TypeVar, a TypedDict, JsonValue, object"
@@ -232,8 +223,7 @@ def test_each_public_name_exists_and_there_are_few(module: str):
 
 
 def test_the_front_door_tells_type_checkers_what_it_tells_python():
-    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
-    (block,) = [n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    (block,) = [n for n in tree("__init__.py").body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
     static = {alias.name: node.module for node in imports for alias in node.names}
     assert static == tapereel._HOME
@@ -346,16 +336,16 @@ def test_constraints_pin_all_that_the_dev_extra_installs():
             assert name in pins, f"{name} is installed by the dev extra and has no version in constraints.txt"
         if name == "torch":  # what a GPU build brings along belongs to that build
             return
-        for text in distribution(name).requires or ():
-            need = packaging.Requirement(text)
+        for line in distribution(name).requires or ():
+            need = packaging.Requirement(line)
             if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
                 walk(_canonical(need.name), frozenset(need.extras))
 
     walk("tapereel", frozenset({"dev"}))
-    for text in itertools.chain.from_iterable(_requirements().values()):
-        need = packaging.Requirement(text)
+    for line in itertools.chain.from_iterable(_requirements().values()):
+        need = packaging.Requirement(line)
         if _canonical(need.name) in pins:
-            assert need.specifier.contains(pins[_canonical(need.name)]), f"{text} excludes the pinned version"
+            assert need.specifier.contains(pins[_canonical(need.name)]), f"{line} excludes the pinned version"
 
 
 def test_no_test_can_reach_another_machine():

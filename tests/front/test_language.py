@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .test_rooms import ROOT, files
+from .sources import ROOT, files, text
 
 PAGES = (
     "README.md",
@@ -38,7 +38,7 @@ BAD = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.IGNORECASE)
 
 
 def _lines(name: str) -> Iterator[str]:
-    for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(text(name).splitlines(), start=1):
         found = BAD.search(line)
         if found:
             yield f"{name}:{number}: {found[0]!r}"

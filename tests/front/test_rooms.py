@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
-"""Each may import from those before it, never from those after it."""
+from . import sources
+from .sources import FLOORS, ROOT, files
+
 MOST = 15
 """Modules in one folder, its `__init__` not counted."""
 
@@ -46,19 +45,6 @@ PLAIN_WORDS = {
 """What a newcomer looks for -> the file; the word stands in the file's path."""
 
 
-@cache
-def files() -> tuple[str, ...]:
-    """Every module of the package, from the root."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-c", "-o", "--exclude-standard", *FLOORS], cwd=ROOT, capture_output=True, text=True
-    )
-    if listed.returncode == 0 and listed.stdout:
-        names = listed.stdout.split()
-    else:
-        names = [str(path.relative_to(ROOT)) for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
-    return tuple(sorted({name for name in names if name.endswith(".py") and (ROOT / name).exists()}))
-
-
 def room(name: str) -> str:
     """The folder of a module. The `__init__` of a floor is its face: it may import every room of its floor."""
     folder = name.rpartition("/")[0]
@@ -72,18 +58,14 @@ def imports() -> Mapping[str, frozenset[str]]:
 
 
 def _imports(name: str) -> Iterator[str]:
-    package = name.split("/")[:-1]
-    known = set(files())
-    for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
-        if not isinstance(node, ast.ImportFrom) or not node.level:
+    for found in sources.imports(name):
+        if not found.level:
             continue
-        base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
-        stem = "/".join(base)
-        for alias in node.names:
-            found = [f"{stem}.py", f"{stem}/{alias.name}.py", f"{stem}/{alias.name}/__init__.py", f"{stem}/__init__.py"]
-            target = next((path for path in found if path in known), None)
-            if target is not None and target != name:
-                yield target
+        stem = "/".join(found.module.split(".")[1:])
+        paths = [f"{stem}.py", f"{stem}/{found.name}.py", f"{stem}/{found.name}/__init__.py", f"{stem}/__init__.py"]
+        target = next((path for path in paths if path in files()), None)
+        if target is not None and target != name:
+            yield target
 
 
 def circles(edges: Mapping[str, frozenset[str]]) -> list[list[str]]:
@@ -161,7 +143,7 @@ def test_every_room_says_what_it_is_for():
     short = []
     for name in files():
         if name.endswith("__init__.py"):
-            text = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
+            text = ast.get_docstring(sources.tree(name)) or ""
             if len(text.split()) < 8:
                 short.append(name)
     assert short == []

@@ -1,0 +1,80 @@
+"""The modules of the package, each read and parsed once for all tests of this folder."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
+"""Each may import from those before it, never from those after it."""
+
+
+class Import(NamedTuple):
+    """One imported name: `from .a import b` in tapes/x.py is (line, 1, "tapereel.tapes.a", "b")."""
+
+    line: int
+    level: int
+    """Leading dots; 0 for an absolute import."""
+    module: str
+    """The absolute dotted name of the module after `from` or `import`."""
+    name: str
+    """The name after `import` of a `from` import, else empty."""
+
+    @property
+    def dotted(self) -> str:
+        return f"{self.module}.{self.name}" if self.name else self.module
+
+
+@cache
+def files() -> tuple[str, ...]:
+    """Every module below the floors, from the root."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-c", "-o", "--exclude-standard", *FLOORS], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode == 0 and listed.stdout:
+        names = listed.stdout.split()
+    else:
+        names = [str(path.relative_to(ROOT)) for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
+    return tuple(sorted({name for name in names if name.endswith(".py") and (ROOT / name).exists()}))
+
+
+@cache
+def text(name: str) -> str:
+    """The content of a file, by its path from the root."""
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """The parsed module, by its path from the root."""
+    return ast.parse(text(name))
+
+
+@cache
+def imports(name: str) -> tuple[Import, ...]:
+    """Every import of a module, wherever in the file, also for type checkers alone."""
+    package = ["tapereel", *name.split("/")[:-1]]
+    found: list[Import] = []
+    for node in _statements(tree(name).body):
+        if isinstance(node, ast.Import):
+            found += [Import(node.lineno, 0, alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            found += [Import(node.lineno, node.level, module, alias.name) for alias in node.names]
+    return tuple(found)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements, those inside other statements included. Expressions, which hold none, aren't visited."""
+    for node in body:
+        yield node
+        for field in ("body", "orelse", "finalbody"):
+            yield from _statements(getattr(node, field, []))
+        for part in (*getattr(node, "handlers", ()), *getattr(node, "cases", ())):
+            yield from _statements(part.body)
