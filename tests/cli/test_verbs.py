@@ -49,9 +49,3 @@ def test_no_library_module_knows_the_command_line():
                 if isinstance(node, ast.Import) and any(alias.name == "argparse" for alias in node.names):
                     found.add(str(path.relative_to(ROOT)))
     assert found <= allowed
-
-
-def test_there_are_17_verbs():
-    assert " ".join(sorted(cli.VERBS)) == (
-        "audit branch check demo diff eval explain export import replay reproduce run serve show train verify view"
-    )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune.objective import Term
 from tapereel.finetune.trainer.logprobs import score
 from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
@@ -23,6 +24,13 @@ from tapereel.tapes.records import Status
 
 LEDGER = Path(__file__).parents[1] / "ledger"
 VOCABULARY = 23
+
+
+def choices(term: type[Term], field: str) -> tuple[Any, ...]:
+    """The values that a field of a term may have, from its `Literal`."""
+    found = get_args(term.model_fields[field].annotation)
+    assert found, f"{term.__name__}.{field} is no Literal"
+    return found
 
 
 @cache

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
+from tapereel.finetune.objective import Anchor, Baseline, Credit, EpisodeKL, Reward, Select, Term, Weigh, Whiten
 from tapereel.tapes.records import Status
 
 from ..oracles.world import Attempt, Said, World
-from .build import exact, row
+from .build import choices, exact, row
 
 PRICES = [0.0, 0.1, 0.3, 1.0, -2.5, 7.0]
 LOGPROBS = st.floats(-4, -0.01).map(lambda x: round(x, 3))
@@ -127,11 +128,15 @@ def _terms(*kinds: str, **constants: st.SearchStrategy) -> st.SearchStrategy[dic
     return st.fixed_dictionaries({"kind": st.sampled_from(kinds), **constants})
 
 
-ESTIMATORS = st.sampled_from(["k1", "k2", "k3"])
-PER = st.sampled_from(["token", "turn", "episode"])
+def _any(term: type[Term], field: str) -> st.SearchStrategy[Any]:
+    return st.sampled_from(choices(term, field))
+
+
+ESTIMATORS = _any(EpisodeKL, "estimator")
+PER = _any(Anchor, "per")
 REWARD = st.one_of(
-    st.fixed_dictionaries({"per": st.sampled_from(["episode", "turn"])}),
-    st.fixed_dictionaries({"reduce": st.sampled_from(["mean", "max"])}),
+    st.fixed_dictionaries({"per": _any(Reward, "per")}),
+    st.fixed_dictionaries({"reduce": _any(Reward, "reduce")}),
     st.fixed_dictionaries({"components": st.just({"model": 0.7, "rule": 0.3})}),
 )
 SHAPE = st.lists(
@@ -146,21 +151,16 @@ SHAPE = st.lists(
 )
 PRICE = st.one_of(st.just([]), _terms("token_kl", beta=st.just(0.1), estimator=ESTIMATORS).map(lambda w: [w]))
 BASELINE = _terms(
-    "none",
-    "mean",
-    "loo",
-    "std",
-    "batch_std",
-    by=st.sampled_from(["group", "fork", "batch"]),
+    *choices(Baseline, "kind"),
+    by=_any(Baseline, "by"),
     eps=st.sampled_from([1e-9, 1e-4, 0.1]),
-    ddof=st.sampled_from([0, 1]),
+    ddof=_any(Baseline, "ddof"),
 )
 CREDIT = st.one_of(
     st.just({"kind": "broadcast"}),
     _terms(
-        "returns",
-        "gae",
-        clock=st.sampled_from(["token", "turn"]),
+        *(kind for kind in choices(Credit, "kind") if kind != "broadcast"),
+        clock=_any(Credit, "clock"),
         gamma=st.sampled_from([1.0, 0.9, 0.0]),
         lam=st.sampled_from([1.0, 0.95, 0.0]),
     ),
@@ -169,9 +169,9 @@ ADJUST = st.lists(
     st.one_of(
         _terms(
             "whiten",
-            ddof=st.sampled_from([0, 1]),
+            ddof=_any(Whiten, "ddof"),
             eps=st.sampled_from([1e-8, 0.5]),
-            how=st.sampled_from(["floor", "add"]),
+            how=_any(Whiten, "how"),
             centre_only=st.booleans(),
         ),
         _terms("clip", limit=st.sampled_from([0.3, 2.0])),
@@ -185,9 +185,9 @@ ANCHOR = st.one_of(
     st.fixed_dictionaries(
         {
             "to": st.just("recomputed"),
-            "weight": st.sampled_from(["none", "truncate", "mask"]),
+            "weight": _any(Anchor, "weight"),
             "per": PER,
-            "combine": st.sampled_from(["mean", "sum"]),
+            "combine": _any(Anchor, "combine"),
             "low": st.sampled_from([0.0, 0.6]),
             "high": st.sampled_from([1.3, 3.0]),
         }
@@ -227,15 +227,15 @@ SELECT = st.fixed_dictionaries(
         "flat": st.just("drop"),
         "bounds": st.sampled_from([(0.05, None), (None, 1.0), (-3.0, 0.5)]),
         "keep": st.integers(1, 3),
-        "keep_how": st.sampled_from(["best", "spread"]),
-        "keep_when": st.sampled_from(["before_baseline", "after_baseline"]),
+        "keep_how": _any(Select, "keep_how"),
+        "keep_when": _any(Select, "keep_when"),
         "mean_bounds": st.sampled_from([(0.05, None), (None, 0.5), (0.1, 0.9)]),
         "entropy_top": st.sampled_from([0.3, 0.5, 1.0]),
         "kl_mask": st.sampled_from([0.001, 0.1]),
         "shift_mask": st.sampled_from([0.02, 0.2]),
     },
 )
-WEIGH = _terms("token", "episode", "turn", "group", "constant", "sum", limit=st.sampled_from([1.0, 8.0]))
+WEIGH = _terms(*choices(Weigh, "kind"), limit=st.sampled_from([1.0, 8.0]))
 TERMS: dict[str, st.SearchStrategy] = {
     "reward": REWARD,
     "shape": SHAPE,
@@ -255,6 +255,6 @@ TERMS: dict[str, st.SearchStrategy] = {
 def recipes(draw: st.DrawFn, *terms: str) -> dict[str, Any]:
     """Changes to a recipe: of the terms named, or of all."""
     changes = {name: draw(TERMS[name]) for name in terms or TERMS}
-    if changes.get("credit", {}).get("kind") in ("returns", "gae"):
+    if changes.get("credit", {}).get("kind", "broadcast") != "broadcast":
         changes["shape"] = [*changes.get("shape", []), *draw(PRICE)]
     return changes

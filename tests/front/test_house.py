@@ -288,27 +288,11 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_the_extras_are_those_that_the_readme_and_the_errors_name():
-    assert set(_requirements()) == {
-        "",
-        "train",
-        "demo",
-        "gym",
-        "vllm",
-        "litellm",
-        "lora",
-        "mcp",
-        "http",
-        "browser",
-        "track",
-        "wandb",
-        "trackio",
-        "mlflow",
-        "math",
-        "pictures",
-        "video",
-        "dev",
-    }
+def test_the_extras_that_the_pages_name_exist():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    named = re.findall(r"tapereel\[([\w,]+)\]", "".join(page.read_text(encoding="utf-8") for page in pages))
+    assert {"train", "http", "pictures"} <= {extra for names in named for extra in names.split(",")}
+    assert {extra for names in named for extra in names.split(",")} - set(_requirements()) == set()
 
 
 def test_each_extra_is_tried_with_the_newest_versions():

@@ -16,7 +16,7 @@ from tapereel.finetune.objective.surrogate import AnySurrogate
 from tapereel.finetune.recipes import get_recipe
 
 from ...oracles import objective as oracle
-from ..build import doubles, episode, exact, ledger, row
+from ..build import choices, doubles, episode, exact, ledger, row
 
 LOSSES = ledger("losses")
 READ: TypeAdapter = TypeAdapter(AnySurrogate)
@@ -420,7 +420,7 @@ def test_the_oracle_agrees_on_random_batches(tokens, surrogate, beta):
     stream = exact(rows, [episode(r.tape, r.group) for r in rows], old=old, ref=ref)
     ids = [(f"g{t[4]}", t[4], t[5]) for t in tokens]
     every = torch.ones(len(lp), dtype=torch.bool)
-    for weigh in ("token", "episode", "turn", "group", "constant", "sum"):
+    for weigh in choices(Weigh, "kind"):
         recipe = get_recipe(
             "grpo",
             {"surrogate": {"kind": surrogate}, "weigh": {"kind": weigh}, "regulariser": [{"kind": "kl", "beta": beta}]},

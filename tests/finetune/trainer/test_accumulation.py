@@ -20,9 +20,9 @@ from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 
-from ..build import batch, episode, exact, gradient, row, same, tiny_model
+from ..build import batch, choices, episode, exact, gradient, row, same, tiny_model
 
-WEIGHS = ["token", "episode", "turn", "group", "constant", "sum"]
+WEIGHS = choices(Weigh, "kind")
 RECIPES = [
     get_recipe("grpo"),
     get_recipe("reinforce"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -74,7 +74,7 @@ def parts_of(family: str, model: Any) -> dict[str, set[str]]:
 
 
 @FAMILY
-@pytest.mark.parametrize("what", ["tower", "vision", "nothing"])
+@pytest.mark.parametrize("what", get_args(Frozen))
 def test_what_is_frozen_keeps_its_bits_and_all_else_moves(family: str, what: Frozen) -> None:
     model = free(family, what)
     one = trainer(family, model)
