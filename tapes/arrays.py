@@ -35,7 +35,7 @@ def encode(values: array[int] | array[float]) -> str:
 
 
 def decode(typecode: Literal["i", "f"], text: str) -> array[int] | array[float]:
-    """The array that `encode` wrote; ValueError if `text` isn't such an array."""
+    """The array that `encode` wrote. ValueError if `text` doesn't hold one."""
     values = array(typecode)
     try:
         values.frombytes(base64.b64decode(text, validate=True))

@@ -30,8 +30,8 @@ _LONGEST = 16_000
 _short = Repr()
 _short.maxstring, _short.maxother, _short.maxdict = 60, 60, 0  # a dict may hold a secret under any key
 StopReason = Literal["away", "key", "model", "budget"]
-"""Why a run stopped. `away`: no server answered. `key`: the API key was rejected. `model`: the server has no such
-model, or other weights. `budget`: the money or the quota is spent."""
+"""Why a run stopped. `away`: no server answered. `key`: the API key was rejected. `model`: the server doesn't have
+the model, or has other weights. `budget`: the money or the quota is spent."""
 
 
 class TapereelError(Exception):
@@ -47,8 +47,8 @@ class Unwritable(TapereelError, TypeError):
 
 
 class BadPicture(TapereelError, ValueError):
-    """A file, image or array can't become a picture, or a picture's bytes are missing; says which, why and what to
-    do."""
+    """A file, image or array can't become a picture, or a picture's bytes are missing; the message names the source,
+    the reason and the remedy."""
 
 
 class NewerRecord(NotATape):
@@ -61,7 +61,7 @@ class NewerRecord(NotATape):
 
 
 class Corrupt(NotATape):
-    """Bytes below the durable frontier, a seal or a pin differ from what was written."""
+    """Bytes below the durable frontier, a seal or a pin differ from the bytes that were written."""
 
 
 class HiddenFromAgent(TapereelError, AttributeError):
@@ -75,7 +75,7 @@ class RunStopped(TapereelError):
 
 
 class StoreFailed(TapereelError, OSError):
-    """A write or a sync failed. The writer is poisoned: what was acknowledged is safe, nothing more is accepted."""
+    """A write or a sync failed. The writer is poisoned: acknowledged records are safe, and no more are accepted."""
 
 
 class StrayCancellation(TapereelError, RuntimeError):

@@ -17,7 +17,7 @@ class Durability(StrEnum):
     STEP = "step"
     """Every turn waits until its action would survive a power cut."""
     TAPE = "tape"
-    """The end of every episode waits; turns only where the environment's effect is not `pure`."""
+    """The end of every episode waits; turns only if the environment's effect is not `pure`."""
     OS = "os"
     """Nothing waits for the disk: records survive the death of the process, not a power cut."""
 
@@ -44,7 +44,7 @@ class Journal(Protocol):
 
     @property
     def media(self) -> MediaFiles:
-        """Where files belong that records name."""
+        """The place for files that records name."""
         ...
 
     def append(self, body: bytes) -> None:

@@ -134,14 +134,14 @@ def heard(step: Step) -> list[Message]:
 
 
 def content_of(parts: Sequence[str | Visual]) -> str | list[Message]:
-    """The content of a message: text alone as a string, else content parts. A picture's part names its file."""
+    """The content of a message: a string for text alone, otherwise content parts. A picture's part names its file."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     return [{"type": "text", "text": part} if isinstance(part, str) else part_of(part) for part in parts if part != ""]
 
 
 def text_of(message: Message) -> str:
-    """The content of a message as one text; each picture is `[picture 80x60 a1bb0e2e75a7]`."""
+    """The content of a message as one string; each picture is `[picture 80x60 a1bb0e2e75a7]`."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -154,7 +154,7 @@ def text_of(message: Message) -> str:
 
 
 def frames_of(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a model that reads no video: each frame is a text with its time, then a picture."""
+    """The messages for a model that reads no video: each frame becomes its time as text, then a picture."""
     return [
         {**message, "content": [one for part in content_parts(message) for one in _unfolded(part)]}
         if any(part.get("type") == "video" for part in content_parts(message))
@@ -195,12 +195,12 @@ def video_in(part: Message) -> Video | None:
         frames = [{**frame, "media": f"media:{frame['media']}"} for frame in part["frames"]]
         video = {name: value for name, value in part.items() if name != "type"}
         return Video.model_validate({**video, "frames": frames}, context=RECORDED)
-    except (TypeError, KeyError, ValueError):  # a text wrote it
+    except (TypeError, KeyError, ValueError):  # a part that only looks like a video
         return None
 
 
 def _unfolded(part: Message) -> list[Message]:
-    """A video's part as texts and images; a list with any other part as it is."""
+    """A video's part as text and image parts; any other part unchanged, as the only item."""
     video = video_in(part)
     if video is None:
         return [part]
@@ -209,7 +209,7 @@ def _unfolded(part: Message) -> list[Message]:
 
 
 def _with_pictures(messages: Sequence[Message], pictures: Sequence[Visual]) -> list[Message]:
-    """The messages of a prompt; its pictures stand in the places that are left for them."""
+    """The messages of a prompt, with its pictures in their places."""
     left = iter(pictures)
     return [
         {**message, "content": [part_of(next(left)) if part in PLACES else part for part in message["content"]]}

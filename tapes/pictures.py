@@ -1,8 +1,8 @@
 """Pictures: values in a step that name a media file, and the one function that makes them of untrusted bytes.
 
 `Picture.of` decodes a file within limits, turns it upright, and encodes the pixels again as PNG (8-bit RGB).
-What is stored, sent to models and shown is that PNG alone: no metadata, no colour profile and no second format of the
-source file survives. The file's name is the SHA-256 of its bytes, and pictures are equal when their files are.
+Only that PNG is stored, sent to models and shown: no metadata, no colour profile and no second format of the source
+file survives. The file's name is the SHA-256 of its bytes, and pictures are equal when their files are.
 A `Video` is pictures with times. Files of video formats are never decoded.
 """
 
@@ -45,7 +45,7 @@ MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
 """A media file's name: the SHA-256 of its bytes, and a suffix."""
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
 RECORDED = {"recorded": True}
-"""Validation context of content that stands on a tape."""
+"""Validation context of content that was read from a tape."""
 DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
 """Bytes of a file, before decoding and as PNG."""
@@ -78,7 +78,10 @@ class MediaReference(str):
         ) -> MediaReference:
             sent = isinstance(info.context, Received) and str(value).removeprefix("media:") in info.context
             if not isinstance(value, cls) and info.context is not RECORDED and not sent:
-                raise ValueError("a media reference is what Media.put returned, and not a text of the same characters")
+                raise ValueError(
+                    f"{short_repr(value)} is a {type(value).__name__}, not a media reference: use the value that "
+                    "Media.put returned"
+                )
             return cls(as_text(value))
 
         text = core_schema.str_schema(pattern=f"^media:{MEDIA_NAME}$")
@@ -108,7 +111,7 @@ class Picture(Value):
     width: int = Field(ge=1)
     height: int = Field(ge=1)
     alt: str | None = Field(default=None, exclude_if=lambda alt: alt is None)
-    """What it shows, for people; no model reads it."""
+    """A description for people; no model reads it."""
     _data: bytes | None = PrivateAttr(default=None)
     _file: Callable[[str], bytes] | None = PrivateAttr(default=None)
 
@@ -118,7 +121,7 @@ class Picture(Value):
         array of bytes, (height, width) or (height, width, 1, 3 or 4).
 
         Transparent pixels are laid over white; 16 bits a channel become 8; CMYK, grey and palettes become RGB. Raises
-        BadPicture, which says why and what to do. Blocks for some 0.1 s a megapixel: in an event loop use
+        BadPicture, which names the reason and the remedy. Blocks for some 0.1 s a megapixel: in an event loop use
         `await Picture.read(...)`.
         """
         data, width, height = _normalised(source)
@@ -154,7 +157,7 @@ class Picture(Value):
         return self._file(self.name) if self._data is None and self._file is not None else self._data
 
     def in_run(self, file: Callable[[str], bytes] | None) -> None:
-        """`data` comes from a run's files. file: bytes of a file by its name; None: they are nowhere."""
+        """Read `data` from a run's files. file: gives the bytes of a file by its name; None if no run has the file."""
         self._file = file
 
     def __eq__(self, other: object) -> bool:
@@ -183,8 +186,8 @@ class Video(Value):
         cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
     ) -> Video:
         """The video of these frames: pictures, or sources as `Picture.of` takes them; also an array of bytes (frames,
-        height, width, 3). fps: frames of the source in a second. indices: the number of each frame in the source; None:
-        0, 1, 2, ... Raises BadPicture. Blocks: in an event loop use `await Video.read(...)`."""
+        height, width, 3). fps: frames of the source in a second. indices: the number of each frame in the source, by
+        default 0, 1, 2, ... Raises BadPicture. Blocks: in an event loop use `await Video.read(...)`."""
         pictures = [_frame(i, frame) for i, frame in enumerate(_frames(frames))]
         try:
             given = range(len(pictures)) if indices is None else map(operator.index, indices)
@@ -243,14 +246,14 @@ class Video(Value):
         return tuple(index / self.fps for index in self.indices)
 
     def __str__(self) -> str:
-        """Its hash is that of the first frame."""
+        """Shows the hash of the first frame's file."""
         first, times = self.frames[0], self.times
         size = f"{len(times)} frames {first.width}x{first.height}"
         return f"[video {size} {times[0]:.1f}-{times[-1]:.1f} s {first.name[:12]}]"
 
 
 Visual = Picture | Video
-"""What a model sees in a step."""
+"""A picture or video in a step."""
 
 
 def media_of(value: object) -> tuple[str, ...]:
@@ -436,7 +439,7 @@ def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
         raise BadPicture("is a URL, which is never fetched: pass the file's bytes, or data:image/png;base64,...")
     path = Path(text)
     if not path.is_file():  # a pipe or a device would be read for ever
-        raise BadPicture("is no file: pass the path of a PNG, JPEG or WebP file")
+        raise BadPicture("isn't a file: pass the path of a PNG, JPEG or WebP file")
     with path.open("rb") as file:
         return file.read(MAX_BYTES + 1)
 
@@ -467,7 +470,7 @@ def _opened(data: bytes) -> tuple[ImageFile, int]:
         exif = image.info.get("exif", b"")
     else:
         found = f"it begins with {data[:12]!r}" if data else "it is empty"
-        raise BadPicture(f"is no PNG, JPEG or WebP file ({found}): save it again as PNG")
+        raise BadPicture(f"isn't a PNG, JPEG or WebP file ({found}): save it again as PNG")
     in_xmp = re.search(rb'tiff:Orientation(?:="|>)([1-8])', data)
     _checked(image)
     return image, _orientation(exif) or (int(in_xmp[1]) if in_xmp else 1)
@@ -488,7 +491,7 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
             start, kind = at, data[at + 4 : at + 8]
             at += 12 + int.from_bytes(data[at : at + 4])
             content = data[start + 8 : at - 4]
-            # Browsers ignore a chunk with a wrong checksum. Pillow compares those of the pixels.
+            # Browsers ignore a chunk with a wrong checksum. Pillow checks only the pixels' chunks.
             sound = crc32(kind + content) == int.from_bytes(data[at - 4 : at])
             pixels = kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND") or (sound and kind == b"tRNS")
             palette &= kind != b"PLTE"
@@ -572,7 +575,7 @@ def _rgb(image: PILImage, orientation: int) -> PILImage:
     if image.mode.startswith("I;16"):
         image = image.point(lambda value: value * (1 / 256)).convert("L")  # `convert` alone would clip at 255
     elif image.mode in ("I", "F"):
-        raise BadPicture(f"has 32 bits a pixel (mode {image.mode}), and nothing says which value is white: make it 8")
+        raise BadPicture(f"has 32 bits a pixel (mode {image.mode}), and its value for white is unknown: make it 8")
     if image.has_transparency_data:
         clear = image.convert("RGBA")
         rgb = Image.new("RGB", image.size, "white")

@@ -1,7 +1,7 @@
 """Places: which tokens of a prompt stand for which picture or video, and the keys that compare token sequences.
 
 A vision model reads a picture as a run of tokens, all with the same few ids whatever the picture shows. So equal ids
-don't mean equal contents, and a model can sample such an id itself. Every comparison of prefixes therefore compares
+don't mean equal contents, and a model can sample these ids itself. Every comparison of prefixes therefore compares
 keys: token ids, with a picture's tokens replaced by a negative number that is made of the picture's hash. A video that
 is shown by the model's own video tokens has one place; a video that is shown as frames has one for each frame.
 """
@@ -29,7 +29,7 @@ class Place(NamedTuple):
     """Index of the first token in all prompt ids of the call."""
     length: int
     grid: tuple[int, ...]
-    """What the model's family needs besides the file to compute pixels and positions, such as (1, height, width) in
+    """Data that the model's family needs with the file to compute pixels and positions, such as (1, height, width) in
     patches."""
     times: tuple[float, ...] = ()
     """Seconds of each frame of a video. A picture has none."""
@@ -50,7 +50,7 @@ class Place(NamedTuple):
 
 
 def _plain(place: Place) -> tuple[Any, ...]:
-    """As it is written to a tape. A picture's place has no times: its bytes are those of earlier versions."""
+    """The form on a tape. A picture's place leaves out `times`, so its bytes are the same as in earlier versions."""
     return tuple(place) if place.times else tuple(place)[:-1]
 
 

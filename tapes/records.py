@@ -39,12 +39,12 @@ IN_TAPE = ("begin", "step", "call", "reward", "end")
 """The kinds of records that a tape is made of, up to its `end`; a later one of these is a layer."""
 
 Message = dict[str, Any]
-"""One chat message: `role`, `content` and, where they apply, `tool_calls`, `tool_call_id`, `name`."""
+"""One chat message: `role`, `content` and, if they apply, `tool_calls`, `tool_call_id`, `name`."""
 
 
 _is_none = partial(operator.is_, None)
-"""For fields that a body leaves out where they are None: they must not change the digest of tapes without them. In C:
-every record asks it."""
+"""For fields that a body leaves out if they are None: they must not change the digest of tapes without them. It is
+written in C, since every record calls it."""
 
 
 class Record(BaseModel):
@@ -93,12 +93,12 @@ class Task(Value):
 
     @classmethod
     def of(cls, value: object) -> Task:
-        """`value` if it is a Task, else a bare task with `value` as its private part."""
+        """`value` if it is a Task, otherwise a bare task with `value` as its private part."""
         return value if isinstance(value, Task) else cls(private=cast(JsonValue, value), bare=True)
 
     @property
     def given(self) -> object:
-        """The argument of `Environment.reset`: the plain value of a bare task, else the task."""
+        """The argument of `Environment.reset`: the plain value of a bare task, otherwise the task."""
         return self.filled(self.private) if self.bare else self
 
     @property
@@ -110,7 +110,7 @@ class Task(Value):
 
 class Sampling(Value):
     """How a completion is sampled. Recorded log-probs are log softmax(logits / temperature) of each sampled id.
-    Settings that came later than the first tapes are left out at their defaults, so the digests of those hold."""
+    Settings that are newer than the first tapes are left out at their defaults, so the digests of old tapes hold."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     """0 is greedy decoding: never RL data, and the recorded log-probs are those at temperature 1."""
@@ -120,19 +120,19 @@ class Sampling(Value):
     """0: no limit."""
     extra: dict[str, JsonValue] = Field(default={})
     """Further settings of the engine (penalties, grammars). They make a call unfit for RL, because they change the
-    distribution; `stop`, the texts that end an answer, does not."""
+    distribution; `stop`, the strings that end an answer, does not."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False, exclude_if=operator.not_)
     """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
     other tokens."""
     min_tokens: int = Field(default=0, ge=0, exclude_if=operator.not_)
-    """The first so many tokens of an answer are no end tokens: their log-probs are those of the distribution over the
-    other tokens. A text in `extra.stop` ends an answer all the same."""
+    """This many tokens at the start of an answer can't be end tokens: their log-probs come from the distribution over
+    the other tokens. A string in `extra.stop` still ends an answer."""
     ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
     """End tokens don't end an answer, and each token's distribution stays as it is; `min_tokens` has no effect."""
 
     @property
     def exact(self) -> bool:
-        """True when the recorded log-probs are those of the distribution that was sampled from.
+        """True when the recorded log-probs come from the distribution that was sampled.
 
         top_p, top_k and most of `extra` cut or change the distribution after the log-probs were computed: importance
         ratios from such log-probs would be wrong.
@@ -171,7 +171,7 @@ class Parent(Value):
     turn: int
     """Turns of the parent in the prefix."""
     unverified: str | None = Field(default=None, exclude_if=_is_none)
-    """Why the prefix couldn't be verified, where the caller forked all the same; None: verified, or unknown."""
+    """Why the prefix couldn't be verified, if the caller forked anyway; None if it was verified, or isn't known."""
 
 
 class Begin(Record):
@@ -194,8 +194,8 @@ class Begin(Record):
     """`train`, `eval`, `demo` or a name of the caller: the purpose of the tape."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
-    """`package`, `python` and, where there is a renderer, `tokenizer` and `chat_template` (hashes); `processor` (hash)
-    where the model sees pictures."""
+    """`package`, `python` and, with a renderer, `tokenizer` and `chat_template` (hashes); with pictures, `processor`
+    (hash)."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
     """Sampling settings of the run; each call records its own. None: unknown."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
@@ -249,7 +249,7 @@ class StepRecord(Record):
         return data
 
     def body(self) -> bytes:
-        """As `Record.body`; a step of unknown kind is written as it was read. Unwritable where JSON can't hold it."""
+        """As `Record.body`; a step of unknown kind is written as it was read. Unwritable if JSON can't hold it."""
         if self.kind == self.content.kind or not isinstance(self.content, Unknown):
             measure(self.content)
             try:
@@ -266,11 +266,11 @@ class Attempt(Value):
     error: str | None = None
     """Type and message of the error; None for the request that was answered."""
     queued: float | None = Field(default=None, exclude_if=_is_none)
-    """Seconds of `seconds` before the model began to work at the request; None: the engine doesn't report them."""
+    """The part of `seconds` before the model began to work on the request; None if the engine doesn't report it."""
 
 
 class Usage(Value):
-    """Token counts and cost of a call; None where the engine doesn't report them."""
+    """Token counts and cost of a call; None if the engine doesn't report them."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -287,7 +287,7 @@ class Tools(Value):
 
 
 class Call(Record):
-    """One model call, as what it adds to an earlier one (`base`).
+    """One model call, stored as its additions to an earlier call (`base`).
 
     ids(call) = prompt(call) + completion(call); prompt(call) = ids(base)[:keep] + prompt. The call *extends* its base
     iff `keep` is all of ids(base); a smaller `keep` only saves storage and starts a new training row.
@@ -314,7 +314,7 @@ class Call(Record):
     completion: Ints | None = None
     """Sampled token ids, including the one that ends the turn; None when the engine returns text only."""
     logprobs: Floats | None = None
-    """log softmax(logits / temperature) of each completion id; NaN where unknown."""
+    """log softmax(logits / temperature) of each completion id; NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
     """With `sampling.min_tokens`: the end ids that the distribution of the first tokens lacks. None: unknown."""
     text: str | None = None
@@ -406,7 +406,7 @@ class Reward(Record):
 def total_reward(rewards: Iterable[Reward]) -> float | None:
     """The reward of a tape: the sum of weight * value of its components.
 
-    None where no component counts (weight 0 is a metric), or where one failed. One rule serves tapes, indexes, audits
+    None if no component counts (weight 0 is a metric), or if one failed. One rule serves tapes, indexes, audits
     and training.
     """
     every = list(rewards)
@@ -422,7 +422,7 @@ class Cause(Value):
     """Class of the exception."""
     message: str | None = None
     frame: str | None = None
-    """`file:line in function`: the last place in the user's code, else the last of the traceback."""
+    """`file:line in function`: the last place in the user's code, otherwise the last of the traceback."""
 
 
 class End(Record):
@@ -435,13 +435,13 @@ class End(Record):
     seconds: float = 0.0
     at: float
     agent_seconds: float | None = Field(default=None, exclude_if=_is_none)
-    """Seconds that count as the agent's (`agents/episode/timers.py`); None: unknown."""
+    """Seconds that count as the agent's (`agents/episode/timers.py`); None if unknown."""
     beside: tuple[Cause, ...] = Field(default=(), exclude_if=operator.not_)
     """Faults that didn't end the episode: a `close` that failed, code that was left running."""
 
 
 class Label(Record):
-    """Layer: which tokens of a call are training targets, where that is not its whole completion."""
+    """Layer: which tokens of a call are training targets, if not its whole completion."""
 
     t: Literal["label"] = "label"
     tape: str
@@ -451,8 +451,8 @@ class Label(Record):
     """Completion ranges that are targets; None for all."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """The call whose prompt and completion begin this call's prompt, where that is not its `base` (it may have been
-    recorded earlier). None: the `base`."""
+    """The call whose prompt and completion begin this call's prompt, if it isn't its `base` (which may be another
+    earlier call); None for the `base`."""
 
 
 class Tokens(Record):
@@ -462,7 +462,7 @@ class Tokens(Record):
     tape: str
     call: str
     prompt: Ints
-    """All prompt ids, including those of the base."""
+    """All prompt ids, including the base's."""
     places: Places = Field(default=(), exclude_if=operator.not_)
     """Which prompt ids stand for pictures, in order."""
     completion: Ints
@@ -483,11 +483,11 @@ class Use(Record):
     items: tuple[tuple[str, str, int, int, float], ...]
     """(tape, call, start, end, weight): completion tokens of a call, and each one's weight in the loss."""
     info: dict[str, JsonValue] = {}
-    """What applying the update again needs beyond the items: phase, tapes with their pinned digests, the recipe's hash,
-    learning rate, and the tokens that were set aside (`stale`, `filtered`, `context`). Also what the update measured:
-    loss, gradient norm, mismatch of trainer and sampler."""
+    """Data for applying the update again, in addition to the items: phase, tapes with their pinned digests, the
+    recipe's hash, learning rate, and the tokens that were set aside (`stale`, `filtered`, `context`). Also the
+    update's measurements: loss, gradient norm, mismatch of trainer and sampler."""
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """Epoch of the lead that wrote it (`tapes/store/lease.py`); None: it was written without a lease."""
+    """Epoch of the lead that wrote it (`tapes/store/lease.py`); None if it was written without a lease."""
 
 
 class Void(Record):

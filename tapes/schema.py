@@ -1,7 +1,7 @@
 """The closed union of all records, and how it may grow.
 
 A later version may add an optional field, a kind of record or a member of an enumeration (docs/store.md, "The schema").
-This version can't know what such a part means and doesn't guess: `parse_record` raises NewerRecord, which names it.
+This version can't know what the new part means and doesn't guess: `parse_record` raises NewerRecord, which names it.
 """
 
 from __future__ import annotations

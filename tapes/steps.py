@@ -25,11 +25,11 @@ Role = Literal["observation", "thought", "action"]
 PLACE: dict[str, JsonValue] = {"type": "image"}
 """The content part of a prompt's message in whose place a picture stands."""
 PLACES: tuple[dict[str, JsonValue], ...] = (PLACE, {"type": "video"})
-"""Those of a picture and of a video."""
+"""The content parts for a picture and for a video."""
 
 
 def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
-    """The parts of a chat message's content; an empty list where the content is text."""
+    """The parts of a chat message's content; an empty list if the content is text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -74,14 +74,14 @@ class Step(BaseModel):
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise TypeError(
                 f"the kind {cls.kind!r} of {cls.__module__}.{cls.__qualname__} already belongs to "
-                f"{known.__module__}.{known.__qualname__}; give one of them another: "
+                f"{known.__module__}.{known.__qualname__}; give one of them another kind: "
                 f'class {cls.__name__}(..., kind="...")'
             )
         _registry[cls.kind] = cls
 
     def __str__(self) -> str:
-        """The text that a model reads: the value of a single plain field, else the content as JSON. A step with
-        pictures: its parts, each picture as `[picture 640x480 1f0c...]`."""
+        """The text that a model reads: the value of a single plain field, otherwise the content as JSON. For a
+        step with pictures, its parts, each picture as `[picture 640x480 1f0c...]`."""
         values = self.__dict__
         if len(values) == 1:
             (only,) = values.values()
@@ -93,7 +93,7 @@ class Step(BaseModel):
 
 
 def parts_of(step: Step) -> tuple[str | Visual, ...]:
-    """What a model reads of a step, in order: texts, pictures and videos. A step without pictures: its `str()`.
+    """The parts of a step that a model reads, in order: strings, pictures and videos. Without pictures, its `str()`.
 
     With pictures: the fields in order, each stretch of fields without a picture as the text that a step of these fields
     alone would have. A class that defines `__str__` has that text first, then its pictures.
@@ -106,7 +106,7 @@ def parts_of(step: Step) -> tuple[str | Visual, ...]:
 
 
 def _parts(value: object) -> Iterator[str | Visual]:
-    """The texts, pictures and videos of a value that holds a picture or video."""
+    """The strings, pictures and videos of a value that holds a picture or video."""
     if isinstance(value, Picture | Video):
         yield value
     elif isinstance(value, BaseModel):
@@ -139,18 +139,18 @@ def _text_of(fields: dict[str, object]) -> Iterator[str]:
 
 
 class Observation(Step):
-    """What the environment shows to the agent."""
+    """A step that the environment shows to the agent."""
 
 
 class Thought(Step):
-    """What an agent writes for itself; the environment never sees it."""
+    """A step that an agent writes for itself; the environment never sees it."""
 
     said_back: ClassVar[bool] = False
     """True when the agent's next prompt shows this thought as a message *to* the agent (a correction, say)."""
 
 
 class Action(Step):
-    """What an agent does; each turn ends with one action, which goes to the environment."""
+    """A step in which an agent acts; each turn ends with one action, which goes to the environment."""
 
 
 class Text(Observation):
@@ -172,7 +172,7 @@ class Reasoning(Thought):
 
 
 class Exchange(Thought):
-    """A request of an external program to the model, and the answer; long texts are cut, the call holds them whole."""
+    """A request of an external program to the model, and the answer. Long strings are cut; the call has them whole."""
 
     asked: str
     """The messages that the request added."""
@@ -187,7 +187,7 @@ class ParseError(Thought, kind="misread"):
 
     said_back: ClassVar[bool] = True
     problem: str
-    """What was wrong, as a sentence for the model."""
+    """The fault, as a sentence for the model."""
 
     def __str__(self) -> str:
         return self.problem
@@ -226,7 +226,7 @@ class Prompt(ToolOffer, kind="chat_prompt"):
             raise ValueError(
                 f"the messages have {image[0]} parts of type 'image' for {image[1]} pictures and {video[0]} parts of "
                 f"type 'video' for {video[1]} videos, or they have them in another order: write one part "
-                '{"type": "image"} where each picture belongs, and {"type": "video"} where each video belongs'
+                '{"type": "image"} in the place of each picture, and {"type": "video"} in the place of each video'
             )
         return self
 
@@ -266,7 +266,7 @@ class Unknown(Value):
     """Base of the three classes for steps whose class this process has not imported."""
 
     original: str
-    """The kind as it stands on the tape."""
+    """The kind as recorded on the tape."""
     content: dict[str, JsonValue]
 
 
@@ -316,7 +316,7 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
         return _unknown[role].model_validate({"original": kind, "content": content})
     step = cls.model_validate(content, context=RECORDED)
     if role_of(step) != role:
-        raise ValueError(f"the tape says that {kind!r} is a {role}, but {cls.__qualname__} is a {role_of(step)}")
+        raise ValueError(f"the tape records {kind!r} as a {role}, but {cls.__qualname__} is a {role_of(step)}")
     return step
 
 

@@ -85,7 +85,7 @@ class TapeLog:
         self.shown: dict[str, Picture] = {}
         """The pictures that the recorder has stored, by name; empty for a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Bytes of a media file of the run by its name; None: the tape is in no run. Blocks."""
+        """Gives the bytes of a media file of the run by its name; None if the tape is in no run. Blocks."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
@@ -97,7 +97,7 @@ class TapeLog:
         self._fold(body if body is not None else begin.body())
 
     def append(self, record: Record, body: bytes | None = None) -> bytes:
-        """Add one record; returns its body. NotATape where the record is out of place.
+        """Add one record; returns its body. NotATape if the record is out of place.
 
         `body`: the bytes as they were written, when the record is read from a store. The digest folds those bytes: to
         serialise the record again could give other bytes after a change of the code.
@@ -106,7 +106,7 @@ class TapeLog:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
         part = cast("StepRecord | Call | Reward | End", record)
         if part.tape != self.begin.tape:
-            raise NotATape(f"a record of tape {part.tape!r} can't stand on tape {self.begin.tape!r}")
+            raise NotATape(f"a {type(record).__name__} of tape {part.tape!r} was given to tape {self.begin.tape!r}")
         written: bytes = record.body() if body is None else body
         # By class, not isinstance: with pydantic's metaclass isinstance costs more than the rest of this method.
         if type(part) is StepRecord:
@@ -120,7 +120,7 @@ class TapeLog:
         elif type(part) is End:
             self.end = part
         else:
-            raise NotATape(f"a {type(record).__name__} is no part of a tape")
+            raise NotATape(f"a {type(record).__name__} can't be part of a tape (here {self.begin.tape})")
         self._fold(written)
         return written
 
@@ -149,7 +149,7 @@ class TapeLog:
 
     def _add_call(self, call: Call) -> None:
         if call.call in self._calls:
-            raise NotATape(f"call {call.call} stands twice on tape {self.begin.tape}")
+            raise NotATape(f"call {call.call} is twice on tape {self.begin.tape}")
         if call.base is not None:
             base = self.call(call.base)
             have = len(base.completion or ()) + self.prompt_length(base)
@@ -242,7 +242,7 @@ class Tape(Sequence[Step]):
         parent: Tape | None = None,
         file: Callable[[str], bytes] | None = None,
     ) -> Tape:
-        """The tape whose records have these bodies, in order. NotATape (a ValueError) where they don't make one.
+        """The tape whose records have these bodies, in order. NotATape (a ValueError) if they don't make one.
 
         file: gives the bytes of a media file by its name (`picture`)."""
         if not isinstance(bodies, Iterable) or not isinstance(layers, Iterable):
@@ -268,7 +268,7 @@ class Tape(Sequence[Step]):
             picture.in_run(file)
         return cls(log)
 
-    # What an agent may see
+    # For agents
 
     @property
     def id(self) -> str:
@@ -336,7 +336,7 @@ class Tape(Sequence[Step]):
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
 
-    # What only the trainer, the auditor and the user may see
+    # For the trainer, the auditor and the user only
 
     @property
     def log(self) -> TapeLog:
@@ -395,7 +395,7 @@ class Tape(Sequence[Step]):
 
     @property
     def layers(self) -> list[Record]:
-        """The records that were added after the end, as far as they were loaded."""
+        """The records that were added after the end, if they were loaded."""
         return list(self._visible("layers").layers)
 
     @property
@@ -453,7 +453,7 @@ class Tape(Sequence[Step]):
         raise NotATape(f"tape {self.id} names tools {offered.hash} that no call of it spells out")
 
     def call_prompt(self, call: Call | str) -> array[int]:
-        """Every prompt token id of a call; NotATape where its engine returned text only."""
+        """Every prompt token id of a call; NotATape if its engine returned text only."""
         log = self._visible("call_prompt")
         ids = array("i")
         for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):

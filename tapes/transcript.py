@@ -24,7 +24,7 @@ class TapeSummary(Value):
     cause: str | None
     """Who caused the end, or which limit, and the message; None for an end without a cause."""
     raised_at: str | None
-    """`file:line in function`; None where no code raised an exception."""
+    """`file:line in function`; None if no code raised an exception."""
     reward: float | None
     """None: unscored."""
     split: str
@@ -76,14 +76,14 @@ class CallLine(Value):
     by: str
     engine: str
     prompt: int | None
-    """Prompt tokens, kept ones included; None where the engine returned text only."""
+    """Prompt tokens, kept ones included; None if the engine returned text only."""
     kept: int
     """Prompt tokens shared with the call that this one is built on."""
     completion: int | None
     finish: str | None
     temperature: float
     mean_logprob: float | None
-    """None where no log-prob is known."""
+    """None if no log-prob is known."""
     spans: tuple[tuple[str, int, int], ...]
     split: str | None
     """Why the call starts a new row."""
@@ -149,7 +149,7 @@ def episode_rewards(tape: Tape) -> dict[str, float]:
 
 
 def call_lines(tape: Tape) -> list[CallLine]:
-    """Every model call of the tape, in order, without those of its parent."""
+    """Every model call of the tape, in order, without its parent's calls."""
     return [call_line(call) for call in tape.calls]
 
 
@@ -181,7 +181,7 @@ def _cause(tape: Tape) -> str | None:
 
 
 def kind_of(step: Step) -> str:
-    """The step's kind on the tape, also where its class is not imported."""
+    """The step's kind on the tape, even if its class is not imported."""
     return getattr(step, "original", None) or step.kind
 
 

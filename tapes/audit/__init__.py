@@ -1,4 +1,4 @@
-"""Questions to a run: what was spent, which episodes look odd, how two runs differ, and verdicts of checks.
+"""Answers about a run: its costs, its unusual episodes, its differences from another run, and verdicts of checks.
 
 Imports `tapes`, `tapes.common` and `tapes.store`. It never changes a tape.
 """

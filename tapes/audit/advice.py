@@ -1,7 +1,7 @@
-"""What a run's numbers say that its owner should look at: one sentence each, with the next step.
+"""Advice: signs of trouble in a run's numbers, one sentence each, with the next step.
 
-Printed at the end of `run` and `train` and shown on the run's overview. It reads summaries, metrics and the newest
-tapes, and never says that a run is right: no sentence means that none of these signs was found.
+It is printed at the end of `run` and `train`, and shown on the run's overview. It comes from summaries, metrics and the
+newest tapes. No advice means that none of these signs was found, not that the run is right.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..store.store import Store
 from ..tape import Tape
 
 NEWEST = 50
-"""Tapes that are read for what no number says."""
+"""How many of the newest tapes are read, for signs that no metric shows."""
 OFTEN = 0.1
 """Share of answers above which those that were cut off are reported."""
 MOST = 0.5
@@ -60,9 +60,9 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
     scored = sum(s.trainable and s.reward is not None for s in closed)
     if scored >= FEW and len(rewards) == 1:
         yield (
-            f"All {scored:,} rewards are {rewards.pop():g}: no reward says which episode was better. Read an episode "
-            f"(tapereel show RUN {closed[-1].id}): does the environment see the answer, and are the tasks neither too "
-            "hard nor too easy for this model?"
+            f"All {scored:,} rewards are {rewards.pop():g}: they don't tell a better episode from a worse one. Read "
+            f"one (tapereel show RUN {closed[-1].id}): does the environment see the answer, and are the tasks neither "
+            "too hard nor too easy for this model?"
         )
     newest = [store.tape(s.id, refresh=False) for s in closed[-NEWEST:]]
     offered = [tape for tape in newest if any(call.tools is not None for call in tape.calls)]
@@ -129,12 +129,12 @@ def _updates(lines: Lines) -> Iterator[str]:
     if known:
         yield (
             f"The reward did not rise beyond its interval: from the first to the last {some} updates it changed by "
-            f"{interval((low + high) / 2, low, high, '+.3f')} (what to do: docs/reward_does_not_climb.md)."
+            f"{interval((low + high) / 2, low, high, '+.3f')} (see docs/reward_does_not_climb.md)."
         )
     trained = [line for line in last if line.get("trained_tokens")]
     moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
     flat = _values(last, "group/flat")
-    # Of all own tokens. Lines of earlier versions have only that of the tokens with an advantage.
+    # The entropy of all own tokens. Earlier versions wrote only the entropy of the tokens with an advantage.
     surprise = _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
     still = bool(moves) and not any(moves)
     alike = bool(flat) and mean(flat) > (0.5 if known else 0.99)
@@ -179,7 +179,7 @@ def _values(lines: Lines, key: str) -> list[float]:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the difference of two means; infinite where one has fewer than two values."""
+    """The 95 % interval of the difference of two means; infinite if one of them has fewer than two values."""
     if len(before) < 2 or len(after) < 2:
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))

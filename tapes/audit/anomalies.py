@@ -48,7 +48,7 @@ class Component(Value, frozen=False):
 
     name: str
     layer: str | None
-    """None for what was recorded with the tapes."""
+    """None for rewards that were recorded with the tapes."""
     metric: bool
     """Has weight 0: reported, never part of a reward."""
     scores: int = 0
@@ -63,7 +63,7 @@ class Component(Value, frozen=False):
     total: float = 0.0
     """Sum of weight * value; scaled by `DOWN`, like `_sum`, until `sealed`."""
     share: float | None = None
-    """|total| divided by the sum of |total| over all components; None for metrics, layers, and where that sum is 0."""
+    """|total| divided by the sum of |total| over all components; None for metrics and layers, or if that sum is 0."""
     _sum: float = 0.0
 
     def add(self, one: RewardFacts) -> None:
@@ -92,11 +92,11 @@ class Anomaly(Value):
     kind: str
     """The first column of the table above."""
     what: str
-    """The component, action or error; empty where the kind has only one."""
+    """The component, action or error; empty if the kind has only one."""
     count: int
     """How many times."""
     of: int | None
-    """How many could have shown it; None where that number has no meaning."""
+    """How many could have shown it; None if that number has no meaning."""
     detail: str
     """A sentence."""
     tapes: tuple[str, ...]
@@ -142,7 +142,7 @@ _NOTED: dict[str, tuple[str | None, str]] = {
     "reward that is no number": (None, "NaN or an infinity; in none of the sums"),
     "reward without action": (None, "scores other than 0 on tapes that did nothing"),
 }
-"""Kind -> (what it is a part of, its sentence)."""
+"""Kind -> (the count that it is a part of, its sentence)."""
 
 
 class Anomalies:
@@ -160,7 +160,7 @@ class Anomalies:
         self._uses: list[tuple[Use, float, list[str]]] = []
         """(update, largest difference of any of its tokens in nats, its tapes)."""
         self._seen: Counter[str] = Counter()
-        """Calls, sampled completions and their tokens, ended tapes and updates so far: what anomalies are a part of."""
+        """Calls, sampled completions and their tokens, ended tapes and updates so far. Anomalies are parts of them."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())
@@ -205,7 +205,7 @@ class Anomalies:
         n = column_length(call.completion)
         self._seen["tokens"] += n
         values = decode("f", call.logprobs) if call.logprobs is not None else None
-        # NaN is an unknown log-prob. A sum is NaN iff a value is: the slow count runs only where there is one.
+        # NaN is an unknown log-prob. A sum is NaN iff one of its values is, so the slow count runs only then.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
             self._note("unknown log-probs", "", [tape], n=unknown)
@@ -214,7 +214,7 @@ class Anomalies:
             self._note("impossible log-probs", "", [tape], n=len(high), most=max(high))
 
     def update(self, use: Use, only: Container[str] | None) -> None:
-        """An update; counted when it trained on a tape in `only` (None: on any)."""
+        """Count an update, if it trained on a tape in `only` (None means any tape)."""
         tapes = [tape for tape in dict.fromkeys(item[0] for item in use.items) if only is None or tape in only]
         moved = use.info.get("moved", use.info.get("mismatch"))
         if not isinstance(moved, int | float) or not tapes:
@@ -226,10 +226,10 @@ class Anomalies:
     def _mismatches(self) -> None:
         """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on.
 
-        The trainer compares with the weights that it has. It explains no mismatch of tokens that these weights sampled.
-        Older tokens may differ by whatever the updates since moved, which depends on the learning rate and has no
-        bound: only the weights that sampled them tell (`replay --model`), so its verdict is asked for. A record without
-        `moved` doesn't tell the two apart.
+        The trainer compares with its present weights, so a mismatch on tokens that these weights sampled has no
+        explanation. Older tokens may differ by as much as the updates since then moved the policy, and that has no
+        bound. They count only if `replay --model`, which uses the weights that sampled them, found their tape diverged.
+        A record without `moved` doesn't tell the two apart.
         """
         for use, moved, tapes in self._uses:
             own = use.info.get("mismatch") if "moved" in use.info else None
@@ -278,7 +278,7 @@ class Anomalies:
     # The result
 
     def found(self, components: Iterable[Component]) -> tuple[Anomaly, ...]:
-        """All anomalies; `components` are those of the run's rewards."""
+        """All anomalies. components: the components of the run's rewards."""
         self._mismatches()
         recorded = [one for one in components if one.layer is None and not one.metric]
         made = [*self._rewards(recorded), *self._noted(), *self._unclosed_groups()]
@@ -344,7 +344,7 @@ class Anomalies:
 def _age(version: str, lineage: str, update: int) -> int:
     """The staleness of a version: updates between it and the weights that update `update` (from 0) changes.
 
-    0 where the version is of another lineage: its staleness is unknown then, so it excuses no mismatch.
+    0 for a version of another lineage: its staleness is unknown, so it can't explain a mismatch.
     """
     name, _, n = version.rpartition(":")
     return max(0, update - int(n)) if name == lineage and n.isdigit() else 0

@@ -63,7 +63,7 @@ class Spent(Value, frozen=False):
     by: str
     """The agents' path."""
     engine: str
-    """Empty where the calls don't name it."""
+    """Empty if the calls don't name it."""
     version: str | None
     """None for calls that name no version."""
     calls: int = 0
@@ -92,7 +92,7 @@ class Earned(Value):
     """Mean of weight * value."""
     total: float
     share: float | None
-    """|total| divided by the sum of |total| over the component's kinds; None where that sum is 0."""
+    """|total| divided by the sum of |total| over the component's kinds; None if that sum is 0."""
     tapes: tuple[str, ...]
     """Some of the tapes that earned most."""
 
@@ -149,7 +149,7 @@ class _Tape(TapeFold):
         """The kind of the action at that index."""
         if step is None:
             return None
-        return self.kinds[step] if 0 <= step < len(self.kinds) else "(no such step)"
+        return self.kinds[step] if 0 <= step < len(self.kinds) else "(missing step)"
 
 
 @dataclass(slots=True)
@@ -185,8 +185,8 @@ class AuditFold:
         """only: ids of the tapes that count; None for all.
 
         repeats: from how many equal actions in a row a tape is reported. inherited: gives, for the id of a fork, how
-        many steps it has from its parent; a run with forks needs it. diverged: ids of the tapes whose log-probs differ
-        from those of the weights that sampled them (`replay --model`).
+        many steps it has from its parent; a run with forks needs it. diverged: ids of the tapes that
+        `replay --model` found to differ from the weights that sampled them.
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}

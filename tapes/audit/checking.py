@@ -43,8 +43,8 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes of a split.
 
-    `jobs`: processes; None: one for each `PER_JOB` tapes. Raises UsageError, NoRun or NoSuchTape where the arguments
-    name no tape.
+    jobs: number of processes; None means one for each `PER_JOB` tapes. UsageError, NoRun or NoSuchTape if the
+    arguments name no tape.
     """
     from ..store.store import Store
 
@@ -79,16 +79,16 @@ def chosen_tapes(store: Store, names: Sequence[str], split: str | None) -> list[
 
 
 def check_split(store: Store, split: str | None) -> None:
-    """UsageError where no tape has the split `split`; the error lists the splits."""
+    """UsageError if no tape has the split `split`; the error lists the splits."""
     if split is not None and not store.summaries(split=split):
         known = ", ".join(dict.fromkeys(one.split for one in store.summaries())) or "none: it holds no tape"
         raise UsageError(f"{store.path} has no tape of the split {split!r}; its splits are {known}")
 
 
 def torn_tails(store: Store) -> list[str]:
-    """A sentence for each segment whose last bytes can't be read: no verdict covers what they held."""
+    """A sentence for each segment whose last bytes can't be read: no verdict covers their records."""
     return [
-        f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, and what they held is left out here: "
+        f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
         f"see tapereel verify {store.path}"
         for torn in store.refresh().values()
     ]

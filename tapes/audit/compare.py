@@ -1,4 +1,4 @@
-"""Diff: two tapes aligned at the first place where they differ, and two runs compared task by task.
+"""Diff: two tapes aligned at their first difference, and two runs compared task by task.
 
 It compares what happened: the steps, their tokens, the rewards and the end. Settings that were made beforehand (agent,
 seeds, sampling ...) are listed separately. Times and ids are never compared. No agent or environment runs.
@@ -34,7 +34,7 @@ class Setting(Value):
     field: str
     """`sampling.temperature`, `agent.config.system`, `seed` ..."""
     first: JsonValue
-    """None where the tape has no such setting."""
+    """None if the tape doesn't have the setting."""
     second: JsonValue
 
 
@@ -46,11 +46,11 @@ class Parting(Value):
     step: int | None
     """Index of the step, in both tapes; None at the end of the episode."""
     by: str | None
-    """The path that spoke on the first tape, or on the second where the first has no such step; None at the end."""
+    """The path that spoke on the first tape, or on the second if the first is shorter; None at the end."""
     field: str
     """`answer.text`, `kind`, `tokens[3]`, `reward.exact`, `step` (one has no more of them), `end.status` ..."""
     first: JsonValue
-    """None where the tape has no such value. Long texts are cut around the difference."""
+    """None if the tape lacks the value. Long strings are cut around the difference."""
     second: JsonValue
 
     @computed_field
@@ -74,12 +74,12 @@ class TapeDiff(Value):
     """None: the episodes are equal."""
     settings: tuple[Setting, ...]
     steps: tuple[tuple[StepLine | None, StepLine | None], ...]
-    """The steps after the shared ones, in pairs; None where one tape has no more."""
+    """The steps after the shared ones, in pairs; None if one tape has no more."""
 
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 when task and episode are equal, else 1."""
+        """0 if task and episode are equal, otherwise 1."""
         return 0 if self.parting is None and self.same_task else 1
 
 
@@ -101,8 +101,8 @@ class TaskDiff(Value):
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """Two attempts, one of each run: for `won` and `lost` the best and the worst, else the first pair that differs;
-    None without such a pair."""
+    """Two attempts, one of each run: for `won` and `lost` the best and the worst, otherwise the first pair that
+    differs. None if there isn't one."""
     parting: Parting | None
     """The first difference of these two."""
 
@@ -127,7 +127,7 @@ class RunDiff(Value):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 when both runs have the same tasks with equal outcomes, else 1."""
+        """0 if both runs have the same tasks with equal outcomes, otherwise 1."""
         return 1 if self.tasks else 0
 
 
@@ -152,7 +152,7 @@ def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
 
 
 def parting_of(first: Tape, second: Tape) -> Parting | None:
-    """The first place where two tapes differ; None where the episodes are equal."""
+    """The first place where two tapes differ; None if the episodes are equal."""
     a, b = first.entries, second.entries
     earned = _earned(first), _earned(second)
     both = min(len(a), len(b))
@@ -187,7 +187,7 @@ Earned = dict[int | None, dict[str, float]]
 
 
 def _earned(tape: Tape) -> Earned:
-    """The recorded rewards of a tape, those of a fork's prefix, which its parent earned, included."""
+    """The recorded rewards of a tape, including the rewards that a fork's parent earned in the prefix."""
     earned: Earned = _earned(tape.parent) if tape.parent is not None else {}
     for reward in tape.rewards:
         earned.setdefault(reward.step, {})[_component(reward)] = reward.value
@@ -218,7 +218,7 @@ def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Ea
 
 
 def _tokens(tape: Tape, k: int) -> list[int] | None:
-    """The completion tokens that a step was parsed from; None where its calls have no token ids."""
+    """The completion tokens that a step was parsed from; None if its calls have no token ids."""
     ids: list[int] = []
     for call, start, end in tape.entries[k].calls:
         completion = tape.call(call).completion

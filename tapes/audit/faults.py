@@ -14,7 +14,7 @@ class Fault(Value):
     error: str
     """Class and message."""
     raised_at: str | None
-    """`file:line in function`; None where it isn't known."""
+    """`file:line in function`; None if it isn't known."""
     episodes: int
     tape: str
     """The first tape that it ended."""

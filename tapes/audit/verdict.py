@@ -1,4 +1,4 @@
-"""Verdicts: the outcome of a check of a tape, and the first place where it diverged.
+"""Verdicts: the outcome of a check of a tape, and the place of its first divergence.
 
 A check has one of three outcomes: `verified`, `diverged` (with the place, both values and the likely cause), or
 `unverifiable` (with the reason). The models are frozen and consist of JSON values, for scripts and viewers.
@@ -28,7 +28,7 @@ class Likely(StrEnum):
     """The likely cause of a divergence: a guess from the field that differs, as a start for debugging."""
 
     CODE = "code"
-    """The agent's code: another step, another setting, an error where there was none."""
+    """The agent's code: another step, another setting, a new error."""
     PROMPT = "prompt"
     """The agent's prompt: its system prompt, or messages that it writes itself."""
     TOOLS = "tools"
@@ -52,30 +52,30 @@ class Likely(StrEnum):
 
 
 class Divergence(Value):
-    """The first place where the observed value differs from the recorded one."""
+    """The first difference between an observed value and the recorded one."""
 
     tape: str
     turn: int | None = None
-    """Counted from 0; None where the place has no turn."""
+    """Counted from 0; None if the place has no turn."""
     record: int | None = None
-    """Index of the record in the tape (its `begin` is 0); None where nothing was recorded."""
+    """Index of the record in the tape (its `begin` is 0); None if nothing was recorded."""
     step: int | None = None
-    """Index of the step in the tape; None where the place is a call or the end."""
+    """Index of the step in the tape; None if the place is a call or the end."""
     call: str | None = None
-    """Id of the call; None where the place is not a call."""
+    """Id of the call; None if the place is not a call."""
     by: str | None = None
     """The path that spoke (`planner/searcher`), or `env`."""
     field: str
     """What differs: `messages[1].content`, `prompt[17]`, `observation.text`, `reward.exact`, `logprobs[3]`."""
     recorded: JsonValue = None
-    """None where nothing was recorded. Long texts are cut around the difference."""
+    """None if nothing was recorded. Long strings are cut around the difference."""
     observed: JsonValue = None
-    """None where nothing was observed."""
+    """None if nothing was observed."""
     cause: Likely
     sentence: str
     """What happened, for people."""
     where: str | None = None
-    """`file:line in function` of the code that caused it; None where no line is known."""
+    """`file:line in function` of the code that caused it; None if no line is known."""
 
     @computed_field
     @property
@@ -88,11 +88,11 @@ class Failure(Value):
     """Code whose result a check needed, and that raised, took too long or returned an unusable value."""
 
     source: str
-    """The name of the code; for a reward, that of its source."""
+    """The name of the code; for a reward, the name of its source."""
     error: str
     """What happened, with the exception's name and message."""
     where: str | None = None
-    """`file:line in function` of the code that caused it; None where no line is known."""
+    """`file:line in function` of the code that caused it; None if no line is known."""
 
 
 class Verdict(Value):
@@ -156,7 +156,7 @@ class Verdicts(Value):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """1 where a tape diverged; else 2 where one can't be verified, or no tape was checked; else 0."""
+        """1 if a tape diverged, otherwise 2 if one can't be verified or none was checked, otherwise 0."""
         counts = self.counts
         if counts["diverged"]:
             return 1
@@ -170,7 +170,7 @@ class Verdicts(Value):
 
 
 class Covered(TypedDict, total=False):
-    """What a verdict covers, as fields of `Verdict`."""
+    """The coverage of a verdict, as fields of `Verdict`."""
 
     checked: dict[str, int]
     not_checked: tuple[str, ...]
@@ -202,9 +202,9 @@ class Difference(NamedTuple):
 
     field: str
     recorded: Any
-    """None where there is no such value."""
+    """None if the value is missing."""
     observed: Any
-    """None where there is no such value."""
+    """None if the value is missing."""
 
 
 def differences(recorded: object, observed: object, field: str = "") -> Iterator[Difference]:
@@ -232,7 +232,7 @@ def plain(value: object) -> JsonValue:
 
 
 def clipped(recorded: object, observed: object) -> tuple[JsonValue, JsonValue]:
-    """Both values as JSON, with long texts cut around their first difference."""
+    """Both values as JSON, with long strings cut around their first difference."""
     then, now = plain(recorded), plain(observed)
     if not isinstance(then, str) or not isinstance(now, str):
         return _clip(then), _clip(now)
@@ -246,7 +246,7 @@ def diff_lines(recorded: object, observed: object) -> list[str]:
 
 
 def _same(recorded: Any, observed: Any) -> bool:
-    # NaN equals NaN here: an unknown log-prob that is unknown again is no divergence. And True is not 1, as in JSON.
+    # NaN equals NaN here: an unknown log-prob that is unknown again isn't a divergence. And True is not 1, as in JSON.
     if isinstance(recorded, float) and isinstance(observed, float) and recorded != recorded:
         return observed != observed
     return isinstance(recorded, bool) == isinstance(observed, bool) and recorded == observed

@@ -39,7 +39,7 @@ class Check(Value):
     turn: int | None = None
     """The only turn of each tape that was checked; None for all."""
     given: dict[str, str] = Field(default={})
-    """What the caller named (agent, environment, reward, model); for all else the check used the run's own."""
+    """Parts that the caller named (agent, environment, reward, model). The check took all others from the run."""
 
 
 class _Line(NamedTuple):
@@ -51,9 +51,9 @@ class _Line(NamedTuple):
 
 
 def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
-    """Write the verdicts on closed tapes to a new file, durable when this returns; None where there are none.
+    """Write the verdicts on closed tapes to a new file, durable when this returns; None if there are none.
 
-    `given`: what the caller named, as in `Check.given`. OSError where the run can't be written to.
+    given: the parts that the caller named, as in `Check.given`. OSError if the run can't be written to.
     """
     kept = [verdict for verdict in verdicts.verdicts if verdict.digest is not None]
     if not kept:
@@ -85,7 +85,7 @@ class Checks:
         self._lines: dict[str, list[_Line]] = {}
 
     def refresh(self) -> set[str]:
-        """Read new files, or all files where one was removed; returns the tapes whose verdicts changed."""
+        """Read new files, or all files if one was removed; returns the tapes whose verdicts changed."""
         try:
             names = {name for name in os.listdir(self._folder) if _NAME.fullmatch(name)}
         except OSError:
@@ -124,7 +124,7 @@ class Checks:
                 raise ValueError(f"it has {size:,} bytes, more than the {LARGEST:,} that are read")
             data = read_file(path)
             if hashlib.sha256(data).hexdigest()[:16] != name.rpartition("-")[2].removesuffix(".jsonl"):
-                raise ValueError("its bytes are not those that were written")
+                raise ValueError("its bytes don't match the hash in its name")
             lines = data.splitlines()
             check = Check.model_validate_json(lines[0])
             verdicts = [Verdict.model_validate_json(text) for text in lines[1:]]

@@ -21,19 +21,19 @@ from ..errors import UsageError
 SHORTEST_TOKEN = 16
 """Minimum number of characters of a token; a shorter token can be guessed."""
 HOW_FOUND = (
-    "A client that runs as the server's user on its machine finds it by the address that the server printed; any other "
-    "names the environment variable that holds it (key_variable)"
+    "A client of the server's user on the same machine finds it by the address that the server printed; any other "
+    "client names the environment variable that holds it (key_variable)"
 )
-"""What an error says to a client whose token was refused."""
+"""Ends the error for a client whose token was refused: how a client finds the token."""
 
 
 def new_token() -> str:
-    """A token of 192 random bits, which may stand in an address."""
+    """A token of 192 random bits, which an address can hold unescaped."""
     return secrets.token_urlsafe(24)
 
 
 def check_token(token: str) -> str:
-    """The token, if it can be one. UsageError for one that is too short, or can't stand in a header."""
+    """The token, unchanged. UsageError if it is too short, or has characters that a header can't hold."""
     if not re.fullmatch(rf"[\x21-\x7e]{{{SHORTEST_TOKEN},1000}}", token):
         raise UsageError(
             f"a token needs at least {SHORTEST_TOKEN} printable ASCII characters without spaces, and this one has "
@@ -64,7 +64,7 @@ def private_file(name: str, text: str) -> Path:
 def token_path(url: str) -> str:
     """The name of the file with the token of the server at `url`.
 
-    It holds the address as it stands in `url`: by `localhost`, a client could reach another user's server on that port.
+    The name uses the host exactly as `url` has it, because `localhost` may reach another user's server on that port.
     """
     at = urlsplit(url)
     # Home folders may be shared by several machines, so the name of the machine is part of it.
@@ -74,7 +74,7 @@ def token_path(url: str) -> str:
 def token_for(url: str) -> str | None:
     """The token of a server that this user runs at `url` on this machine; None if there is none.
 
-    PermissionError if another user owns the file or can read it: its token is then no secret of this user.
+    PermissionError if another user owns the file or can read it, because the token isn't secret then.
     """
     try:
         path = state_folder() / token_path(url)
@@ -96,7 +96,7 @@ def drop_token(url: str, token: str) -> None:
 
 
 def state_folder() -> Path:
-    """The folder of what Tapereel keeps for this user between processes: `$XDG_STATE_HOME/tapereel`. RuntimeError where
-    the user has no home."""
+    """The folder of the files that Tapereel keeps for this user between processes: `$XDG_STATE_HOME/tapereel`.
+    RuntimeError if the user has no home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "tapereel"

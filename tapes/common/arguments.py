@@ -31,7 +31,7 @@ MOST = 10_000_000
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
 _PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
 NO_LONE = "a str without lone surrogates"
-"""The type of every text that Tapereel takes: UTF-8, and so a record, has no lone surrogates."""
+"""The type of every string that Tapereel accepts: UTF-8, and so a record, can't hold lone surrogates."""
 # The other surrogates stand for the bytes of a file name that isn't UTF-8.
 _BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
 _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
@@ -40,8 +40,8 @@ _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | di
 def check_arguments(target: TargetT) -> TargetT:
     """Decorator of a public function, or of a class: its constructor and its public methods.
 
-    BadArgument for an argument that doesn't fit its annotation. A check takes some 20 microseconds, so it isn't for
-    methods that run in every turn.
+    BadArgument if an argument doesn't fit its annotation. A check takes about 20 microseconds, too long for a method
+    that runs in every turn.
     """
     if isinstance(target, type):
         for name, member in list(vars(target).items()):
@@ -103,7 +103,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]
 
 @cache
 def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The class of a type and its parameters. What means a union is one."""
+    """The class of a type, and its parameters. Every notation for a union gives `Union`."""
     kind, args = get_origin(hint) or hint, get_args(hint)
     if isinstance(hint, TypeVar):
         return _apart(hint.__bound__ or Any)
@@ -154,7 +154,7 @@ def _is_a(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
         return all(hasattr(value, name) for name in get_protocol_members(kind))
     if kind is tuple and ... not in args and isinstance(value, tuple):
         return len(value) == len(args)
-    if isinstance(value, bool | str | bytes | bytearray):  # a str is no sequence of texts, and True is no number
+    if isinstance(value, bool | str | bytes | bytearray):  # a str isn't a sequence here, and True isn't a number
         return isinstance(value, kind) and kind is not int and not args
     return isinstance(value, {int: Integral, float: Real}.get(kind, kind))  # NumPy's numbers are among these
 

@@ -1,9 +1,9 @@
 """Configuration: pydantic models with values from Python, a YAML or TOML file, and `key.sub=value` settings.
 
 Later sources override earlier ones, in this order. `load_config` returns a validated model, or raises a `ConfigError`
-that names each wrong key, where it was set and the nearest keys that exist. An unknown key is always an error, so a
-model that would ignore one is refused. `dump_config` writes every setting, and `load_config` reads that back as an
-equal model. A run's record that this version can't read is an error that says which version reads it.
+that names each wrong key, its origin and the nearest existing keys. An unknown key is always an error, so a model that
+would ignore one is refused. `dump_config` writes every setting, and `load_config` reads that back as an equal model.
+If this version can't read a run's record, the error names a version that can.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Config(BaseModel):
         if any(holds_secret(text) for text in _texts(value)):
             raise ValueError(
                 "an address with a user, a password or a key in it would be recorded; leave that out, and "
-                "name the environment variable that holds it: by key_variable where there is one, or in a "
-                "module of your own that this setting names"
+                "name the environment variable that holds it: with key_variable if the setting has one, otherwise in "
+                "a module of your own that this setting names"
             )
         return value
 
@@ -104,7 +104,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}
-        """The text of a setting on a command line, for fields of type text: `--set name=123` is "123" there."""
+        """The characters of a setting on a command line, for string fields: `--set name=123` sets "123"."""
         self.record: Path | None = None
         """The file, if it is the record of a run."""
 
@@ -128,7 +128,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:
-        """The origin of a key, else of the nearest group above it, else of the settings inside it."""
+        """The origin of a key: its own, or the nearest group's above it, or the settings' inside it."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
@@ -187,7 +187,7 @@ def _add_file(layers: _Layers, path: Path) -> None:
             raise ConfigError(f"{path} has {size:,} bytes, and a configuration has at most {LARGEST:,}")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}") from None
+        raise ConfigError(f"the configuration file {path} doesn't exist") from None
     except OSError as error:
         raise ConfigError(f"the configuration file {path} can't be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -243,7 +243,7 @@ def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
         return cls.model_validate(data)
     except ValidationError as error:
         first = error
-    for e in first.errors():  # `--set name=123` means the text where the field is text
+    for e in first.errors():  # a string field gets "123" from `--set name=123`
         keys = _path(data, e["loc"])
         if keys in layers.typed and e["type"] in ("string_type", "enum", "literal_error"):
             layers.put(keys, layers.typed[keys], layers.where(keys))
@@ -273,7 +273,7 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
 
 
 def _path(data: Any, loc: Sequence[int | str]) -> Keys:
-    """The keys in the location of a pydantic error, without the names of union members, which are no keys."""
+    """The keys in the location of a pydantic error, without the names of union members, which aren't keys."""
     keys: list[str] = []
     for item in loc:
         listed = isinstance(data, list | tuple) and isinstance(item, int) and item < len(data)
@@ -288,14 +288,14 @@ def _nearest(cls: type[BaseModel], name: str) -> str:
     *above, leaf = name.split(".")
     same_leaf = [key for key in known if key.rsplit(".", 1)[-1] == leaf]
     siblings = [key for key in known if _is_beside(key.split(".")[:-1], above)]
-    beside = difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in siblings], n=3, cutoff=0.6)
-    close = [".".join((*above, key)) for key in beside] or same_leaf
+    matches = difflib.get_close_matches(leaf, [key.rsplit(".", 1)[-1] for key in siblings], n=3, cutoff=0.6)
+    close = [".".join((*above, key)) for key in matches] or same_leaf
     if not close and not siblings:
         close = difflib.get_close_matches(name, known, n=3)
     close = [key for key in dict.fromkeys(close) if key != name]
     if close:
         return "; did you mean " + " or ".join(close[:3]) + "?"
-    return "; there are: " + ", ".join(dict.fromkeys(siblings or [key for key in known if "." not in key]))
+    return "; the keys here are " + ", ".join(dict.fromkeys(siblings or [key for key in known if "." not in key]))
 
 
 def _is_beside(group: list[str], above: list[str]) -> bool:

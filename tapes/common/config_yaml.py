@@ -1,4 +1,4 @@
-"""YAML for settings: line numbers are kept, a repeated key is an error, and plain values mean what they do in YAML 1.2.
+"""YAML for settings: line numbers are kept, a repeated key is an error, and plain values follow YAML 1.2.
 
 Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
 written: a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
@@ -145,7 +145,7 @@ def _settings(loader: _Loader, node: yaml.MappingNode, above: Keys) -> Iterator[
     for key_node, value_node in node.value:
         key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
         if key in seen:
-            raise YamlProblem(f"line {line}: the key {'.'.join((*above, key))} stands on line {seen[key]} already")
+            raise YamlProblem(f"line {line}: the key {'.'.join((*above, key))} was set on line {seen[key]} already")
         seen[key] = line
         if isinstance(value_node, yaml.MappingNode) and value_node.value:
             yield from _settings(loader, value_node, (*above, key))

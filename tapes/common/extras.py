@@ -9,11 +9,11 @@ from typing import NoReturn
 from ..errors import MissingExtra
 
 BUNDLES = ("dev", "demo")
-"""Extras made of other extras: named only where no other extra has the package."""
+"""Extras made of other extras: named only if no other extra has the package."""
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that installs the package of `module`; None where it is not an optional dependency of Tapereel."""
+    """The extra that installs the package of `module`; None if it is not an optional dependency of Tapereel."""
     try:
         needs = requires("tapereel") or []
     except PackageNotFoundError:  # a bare checkout has no metadata
@@ -29,7 +29,7 @@ def extra_of(module: str) -> str | None:
 
 
 def raise_missing(error: ModuleNotFoundError, purpose: str) -> NoReturn:
-    """Raise MissingExtra where the module belongs to an optional dependency of Tapereel, else `error` itself."""
+    """Raise MissingExtra if the module belongs to an optional dependency of Tapereel, otherwise `error` itself."""
     extra = extra_of(error.name or "")
     if extra is None:
         raise error

@@ -59,11 +59,11 @@ class HttpService:
     """Whether clients of the same user find a token that the server made by a file (`access_token.py`)."""
 
     def __init__(self, host: str, token: str | None = None) -> None:
-        """token: every request must have it; None: a new one is made. UsageError if it is too short."""
+        """token: every request must have it; by default a new one is made. UsageError if it is too short."""
         self.host, self.port = host, 0
         self.token = new_token() if token is None else check_token(token)
         self.token_file: str | None = None
-        """The file with the token, while the server serves; None without such a file."""
+        """The file with the token, while the server serves; None without one."""
         self._made = token is None
 
     @property

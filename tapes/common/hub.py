@@ -16,7 +16,7 @@ from ..errors import MissingExtra, UsageError
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""What a model's folder needs; weights in other formats, and code, stay on the hub."""
+"""The files that a model's folder needs. Weights in other formats, and code, are not downloaded."""
 Kind = Literal["model", "dataset"]
 
 
@@ -25,15 +25,15 @@ class NotFound(UsageError):
 
 
 def split_name(name: str) -> tuple[str, str | None] | None:
-    """(repository, revision or None) of a name on the hub; None for a text that can't be one."""
+    """(repository, revision or None) of a name on the hub; None if the name can't be one."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def model_folder(name: str | Path) -> Path:
-    """The folder of a model or tokenizer: the folder of that name, else the hub's model, downloaded where it must be.
+    """The folder of a model or tokenizer: the folder with this name, otherwise the hub's model, downloaded if needed.
 
-    NotFound says in one sentence why there is none; MissingExtra where the hub's library is missing.
+    NotFound gives the reason in one sentence if there is none. MissingExtra if the hub's library isn't installed.
     """
     found = Path(name).expanduser()
     if found.is_dir():
@@ -41,8 +41,8 @@ def model_folder(name: str | Path) -> Path:
     parts = split_name(str(name))
     if parts is None:
         raise NotFound(
-            f"there is no model folder {str(name)!r}: name a folder in Hugging Face format (model and tokenizer), or a "
-            f"model of the hub as org/name or org/name@revision{_nearest(found)}"
+            f"no model folder {str(name)!r}: name a folder in Hugging Face format (model and tokenizer), "
+            f"or a model of the hub as org/name or org/name@revision{_nearest(found)}"
         )
     try:
         return snapshot(*parts)
@@ -63,7 +63,7 @@ def _near(missing: Path) -> list[Path]:
 
 
 def local_folder(name: str | Path) -> Path | None:
-    """As `model_folder`, without the network: None where the model isn't on this machine."""
+    """As `model_folder`, without the network: None if the model isn't on this machine."""
     found, parts = Path(name).expanduser(), split_name(str(name))
     if found.is_dir() or parts is None:
         return found if found.is_dir() else None
@@ -73,7 +73,7 @@ def local_folder(name: str | Path) -> Path | None:
         return None
 
 
-@cache  # one commit for the whole process, also where the repository changes on the hub meanwhile
+@cache  # one commit for the whole process, even if the repository changes on the hub
 def snapshot(id: str, revision: str | None, kind: Kind = "model", *, local: bool = False) -> Path:
     """The folder of a repository in the hub's cache; with `local`, without the network. NotFound, MissingExtra."""
     try:
@@ -97,11 +97,11 @@ def snapshot(id: str, revision: str | None, kind: Kind = "model", *, local: bool
         ) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
         raise NotFound(
-            f"there is no folder {named!r}, and the hub has no such {kind} or revision, or HF_TOKEN may not read it"
+            f"{named!r} isn't a folder, and the hub doesn't have this {kind} or revision, or HF_TOKEN may not read it"
         ) from error
     except OSError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hugging Face hub can't be reached"
         raise NotFound(
-            f"there is no folder {named!r}, and the {kind} isn't in the cache {constants.HF_HUB_CACHE}, while {why}: "
-            f"run `hf download {id}` where there is a network, and bring that cache here (HF_HOME), or name a folder"
+            f"{named!r} isn't a folder, and the {kind} isn't in the cache {constants.HF_HUB_CACHE}, while {why}: "
+            f"run `hf download {id}` on a machine with a network and copy its cache here (HF_HOME), or name a folder"
         ) from error

@@ -1,7 +1,7 @@
 """Reading JSON from a model or a client, so that the value can be written again as valid JSON.
 
-Python's parser accepts more than JSON (NaN, numbers beyond all floats, lone surrogates), and a deeply nested text
-exceeds the recursion limit of later code. `read_plain` refuses both with a ValueError for the author of the text.
+Python's parser accepts more than JSON (NaN, numbers beyond all floats, lone surrogates), and deeply nested JSON
+exceeds the recursion limit of later code. `read_plain` refuses both with a ValueError for the author of the JSON.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def read_plain(text: str | bytes) -> JsonValue:
-    """The value in a JSON text. ValueError says what is wrong with the text."""
+    """The value that a JSON string holds. ValueError names the fault in the string."""
     if isinstance(text, bytes):
         text = text.decode()
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ValueError(f"more than {DEPTH} arrays and objects inside each other") from None
-    # Counting brackets is cheap and never counts too few, so most texts skip the walk.
+    # Counting brackets is cheap and never counts too few, so most strings skip the walk.
     if text.count("[") + text.count("{") > DEPTH:
         _check_depth(value)
     if _SURROGATE.search(text):
@@ -38,7 +38,7 @@ def read_plain(text: str | bytes) -> JsonValue:
 
 
 def _check_depth(value: Any) -> None:
-    """ValueError where the value is nested too deep. Goes level by level, since recursion is what it guards against."""
+    """ValueError if the value is nested too deeply. Goes level by level, since it guards against recursion."""
     level = [value]
     for _ in range(DEPTH):
         level = [
@@ -52,13 +52,13 @@ def _check_depth(value: Any) -> None:
 
 
 def _no_number(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} isn't a JSON number")
 
 
 def _float(digits: str) -> float:
     value = float(digits)
     if not math.isfinite(value):
-        raise ValueError(f"{digits[:40]} is beyond all numbers")
+        raise ValueError(f"{digits[:40]} is larger than any float")
     return value
 
 

@@ -9,4 +9,4 @@ Progress = Callable[[str, int, int, str], None]
 
 
 def silent(phase: str, done: int, of: int, note: str) -> None:
-    """Shows nothing: the default where no progress display is wanted."""
+    """Shows nothing: the default."""

@@ -1,9 +1,9 @@
 """Redaction: text from outside passes here before it is recorded, logged or printed.
 
 A server may echo the key it received, an exception may quote an address with a password, a settings object may hold a
-token. This module recognises: values of environment variables with a secret's name, values under such a name in a
-configuration, addresses with user and password, bearer tokens, and keys with a known prefix. It can't recognise any
-other secret by its text, so it is the second defence. The first: settings hold the name of a variable, never a key.
+token. This module recognises values of environment variables with a secret's name, values of settings with a
+secret's name, addresses with user and password, bearer tokens, and keys with a known prefix. It can't recognise any
+other secret, so it is the second defence. The first is that settings hold the name of a variable, never a key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHAPES = (
         HIDDEN,
     ),
 )
-"""(texts of which one must occur, pattern, replacement). The search for plain text skips most patterns, for speed."""
+"""(strings of which one must occur, pattern, replacement). Searching for plain strings skips most patterns."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _LOGIN = re.compile(r"(?:https?|wss?)://[^/?#]*@", re.I)
 _QUERY = re.compile(r"[?&;]([^=&;]+)=[^&;]")
@@ -50,9 +50,9 @@ def names_secret(name: str) -> bool:
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text is an address that contains a secret: a user, a query like `?api_key=`, or a recognised key.
+    """Whether the string is an address that contains a secret: a user, a query like `?api_key=`, or a recognised key.
 
-    False for a longer text with such an address in it.
+    False for longer text that quotes an address.
     """
     if not _ADDRESS.fullmatch(text):
         return False
@@ -105,7 +105,7 @@ def guard_log(name: str) -> None:
 def hide(value: ValueT) -> ValueT:
     """A JSON value with secrets in its strings hidden, and with every text under a secret's name hidden.
 
-    It runs for every episode, so it reads the environment only where a string looks like a key.
+    It runs for every episode, so it reads the environment only if a string looks like a key.
     """
     hidden: object = value
     if isinstance(value, str):

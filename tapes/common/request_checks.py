@@ -62,7 +62,7 @@ def bearer(header: str | None) -> str:
 
 
 def same_token(sent: str, token: str) -> bool:
-    """Whether the texts are equal. Constant time: the time of `==` would tell how many leading characters are right."""
+    """Whether the strings are equal. Constant time: the time of `==` would tell how many leading characters match."""
     return hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode())
 
 
@@ -74,8 +74,8 @@ def is_loopback(host: str) -> bool:
 def names_server(header: str, host: str) -> bool:
     """Whether the `Host` header names a server that listens on this host; the port may be a forwarded one.
 
-    Only names that no foreign name server can resolve to this machine: those of a loopback server, and otherwise bare
-    addresses, this machine's names, names without a dot and those below the private domains.
+    Accepts only names that a foreign name server can't resolve to this machine: the loopback names for a loopback
+    server, and otherwise bare addresses, this machine's names, names without a dot and names below private domains.
     """
     found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?", header.lower())
     name = found[1].strip("[]") if found else ""

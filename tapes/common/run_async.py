@@ -155,8 +155,8 @@ def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     try:
         thread.join()
     except BaseException:
-        # Ctrl-C reaches the main thread only. Without the cancellation `main` would go on in the background, and would
-        # keep its run directory open for writing.
+        # Ctrl-C reaches the main thread only. Without the cancellation `main` would keep running in the background,
+        # with its run directory open for writing.
         either: list[Future[Any]] = [began, found]
         wait(either, return_when=FIRST_COMPLETED)
         if began.done() and thread.is_alive():

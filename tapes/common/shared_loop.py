@@ -1,8 +1,8 @@
 """SharedLoop: the event loop that Tapereel's tasks share with the code of agents and environments, its guests.
 
-A guest may cancel, stop or exhaust what it finds in its event loop, and means its own tasks and threads by it. Here it
-finds no others: `asyncio.all_tasks()` names none, guests have threads of their own, and what would change the loop for
-everyone raises in the guest. A child process that a guest forks never runs the loop.
+A guest may cancel, stop or exhaust everything in its event loop, and expects to find only its own tasks and threads.
+So this loop hides the others: `asyncio.all_tasks()` doesn't list them, guests have their own threads, and a call that
+would change the loop for everyone raises in the guest. A child process that a guest forks never runs the loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The limit of rewards, and the sums, means and variances that people see, with their text.
+"""The limit of rewards; sums, means and variances for people, and their formatting.
 
-These don't raise: metrics, and rewards that earlier versions recorded, may be as large as a float can be. A result
-beyond the range of floats is infinite. NaN stands for too few values, a NaN among them, or infinities of both signs.
+Sums and means never raise, although metrics, and rewards of earlier versions, may be as large as a float can be.
+A result beyond the range of floats is infinite. NaN means too few values, a NaN value, or infinities of both signs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_reward(name: str, value: object, weight: float = 1.0) -> None:
         known = isinstance(value, float) or abs(value) <= sys.float_info.max
         text = repr(float(value)) if known else "an integer that no float can hold"
         raise BadArgument(
-            f"{name} is {text}{'' if weight in (0, 1) else f' with the weight {weight!r}'}; a number from {-most:g} "
-            f"to {most:g} is needed: scale it down, or leave it out if there is no score"
+            f"{name} is {text}{'' if weight in (0, 1) else f' with the weight {weight!r}'}, but it must be from "
+            f"{-most:g} to {most:g}: scale it down, or leave it out if there is no score"
         )
 
 

@@ -4,12 +4,12 @@ Each place is counted on its own; none is computed as the rest of the others. Th
 with the number of sampled tokens, which shows a token counted twice (trained *and* held out, say) or not at all.
 The places, exactly:
 
-1. Tokens of calls without versions and log-probs were authored, not sampled: they are counted beside the places.
+1. Tokens of calls without versions and log-probs were authored, not sampled: they are counted separately.
 2. `held_out` has the tapes of every split except `train` and `demo`.
 3. `errored` has every end that is never trained on (limit of seconds; error of the environment, the model or ours;
    crashed), except `cancelled`, which is a place of its own.
-4. A token named by several updates is `trained` if any update trained on it, else `stale`, `filtered` or `context`, in
-   this order. `unscored` and `unused` have only tokens that no update named.
+4. A token named by several updates is in the first place of `trained`, `stale`, `filtered` and `context` that an update
+   named it for. `unscored` and `unused` have only tokens that no update named.
 
 This module reads no files: feed it records.
 """
@@ -66,7 +66,7 @@ class Lost(Value, frozen=False):
 
 
 class Books(Value):
-    """The accounting of a run. `closes` is true when every token is accounted for; `findings` say what is wrong."""
+    """The accounting of a run. `closes` is true when every token is accounted for; `findings` name the errors."""
 
     sampled: int
     """Completion tokens that a policy sampled."""
@@ -193,7 +193,7 @@ class BooksFold:
 
     def _call(self, tape: _Tape, call: CallFacts) -> None:
         if call.call in tape.completions or call.call in tape.authored:
-            self._odd.append(f"call {call.call} stands twice on tape {tape.begun.id}")
+            self._odd.append(f"call {call.call} is twice on tape {tape.begun.id}")
         n = column_length(call.completion)
         if not call.sampled and call.finish != "error":
             used = {part: call.usage.get(f"{part}_tokens") for part in ("prompt", "completion")}
@@ -295,7 +295,7 @@ class BooksFold:
             if n is None or not 0 <= start <= end <= n:
                 odd.append(
                     f"update {use.update} of {use.lineage} names tokens [{start}, {end}) of call {call} of tape "
-                    f"{name}, which has {'no such call' if n is None else f'{n} tokens'}"
+                    f"{name}, which {'lacks that call' if n is None else f'has {n} tokens'}"
                 )
                 continue
             mark = marks.setdefault((name, call), bytearray(n))

@@ -27,7 +27,7 @@ from ..errors import TapereelError
 
 
 class NotAFile(TapereelError, OSError):
-    """A folder, link, pipe, socket or device stands where a run has a file. Nothing was read from it."""
+    """A folder, link, pipe, socket or device has the name of a run's file. Nothing was read from it."""
 
 
 class Disk:
@@ -66,7 +66,7 @@ class Disk:
         The system releases the lock when the process dies: a segment without a lock has no living writer. On a file
         system without locks the answer is True, as on one on which they have no effect.
         """
-        import fcntl  # here, so that reading a run works where there is no flock
+        import fcntl  # here, so that runs can be read on systems without flock
 
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -120,7 +120,7 @@ class Disk:
         os.unlink(path)
 
     def open(self, path: Path) -> BinaryIO:
-        """The file, open for reading; FileNotFoundError when it is missing, NotAFile where it is no regular file."""
+        """The file, open for reading; FileNotFoundError when it is missing, NotAFile when it isn't a regular file."""
         return open(open_regular(path, os.O_RDONLY), "rb")
 
     def size(self, path: Path) -> int:
@@ -224,7 +224,7 @@ def counted_lines(data: bytes) -> list[bytes]:
 
 
 def changed(path: Path, digest: str) -> str | None:
-    """A sentence where the file hasn't the digest that a record has of it; None where it has."""
+    """A sentence if the file's digest differs from the recorded one; None if they are equal."""
     try:
         found = file_digest(path)
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""The index: where each tape's records stand, and a summary of each tape. An SQLite database in memory.
+"""The index: the place of every record, and a summary of each tape. An SQLite database in memory.
 
 It holds nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
-record that can't be read is listed in `unread`, and the tape's other records are indexed all the same.
+record that can't be read is listed in `unread`, and the tape's other records are indexed.
 
 Between processes it is kept in a file, which may be deleted: the database, and behind it a code (HMAC-SHA256) that only
-this user can make. Numbers that users publish come from the index, so a file without the right code is not read: the
-index is made anew from the records. An error of the file costs the time to do so, and nothing else.
+this user can make. Numbers that users publish come from the index, so a file without the right code is not read, and
+the index is built again from the records. A bad file costs that time and nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin,
 log = logger("index")
 
 _FORMAT = b"tapereel index 7\n"
-"""What the code of the file covers before the database. Another format has another code."""
+"""Comes before the database in the bytes that the file's code covers, so another format has another code."""
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -81,7 +81,7 @@ class Segment(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where one record's line stands."""
+    """The place of one record's line."""
 
     segment: str
     n: int
@@ -100,7 +100,7 @@ class Unread(NamedTuple):
     why: str
 
     def __str__(self) -> str:
-        return f"record {self.n} of segment {self.segment} is no {self.t} of tape {self.tape}: {self.why}"
+        return f"record {self.n} of segment {self.segment} isn't a valid {self.t} of tape {self.tape}: {self.why}"
 
 
 class Index:
@@ -121,7 +121,7 @@ class Index:
         self._lock = threading.RLock()
 
     def close(self, *, keep: bool = True) -> None:
-        """Keep the index for later processes, where much of it is new. Raises nothing: the file is a cache."""
+        """Keep the index for later processes, if much of it is new. Raises nothing: the file is a cache."""
         with self._lock:
             path, self._path = self._path, None
             if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
@@ -133,7 +133,7 @@ class Index:
             self._db.close()
 
     def _load(self) -> sqlite3.Connection:
-        """The database in the file, or an empty one where the file is missing or not what this user's process wrote."""
+        """The database in the file, or an empty one if the file is missing or not written by this user's processes."""
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             whole = b"" if self._path is None else read_file(self._path, self.disk)
@@ -146,7 +146,7 @@ class Index:
         except FileNotFoundError:
             pass
         except (OSError, RuntimeError, sqlite3.Error) as error:
-            log.warning("%s can't be read (%s): the index is made anew from the records", self._path, error)
+            log.warning("%s can't be read (%s): the index is built again from the records", self._path, error)
         # Sorting in memory, too: no question fails for a temporary file.
         db.executescript(f"pragma temp_store = memory; {_SCHEMA}")
         return db
@@ -154,7 +154,7 @@ class Index:
     def refresh(self) -> dict[str, Break]:
         """Read the new lines; returns the segments whose lines break before the file ends, live ones included."""
         with self._lock:
-            # One transaction: after an error no segment's offset stands without its records.
+            # One transaction: an error must not leave a segment's offset without its records.
             self._db.execute("begin")
             try:
                 breaks = self._refresh()
@@ -169,7 +169,7 @@ class Index:
     def _refresh(self) -> dict[str, Break]:
         known = {row.name: row for row in self.segments()}
         sizes = segment_sizes(self.folder, self.disk)
-        # A segment that was cut by recovery, replaced from a copy or removed makes every row doubtful: start anew.
+        # A segment that was cut by recovery, replaced from a copy or removed makes every row doubtful: start over.
         if not all(name in sizes and self._still(row) for name, row in known.items()):
             for table in ("segments", "tapes", "versions", "records", "unread", "met"):
                 self._db.execute(f"delete from {table}")
@@ -291,7 +291,7 @@ class Index:
         ]
 
     def among(self, tapes: Iterable[str]) -> list[Summary]:
-        """Summaries of the tapes with these ids, as far as they are here, in the order in which they began."""
+        """Summaries of the tapes with these ids, in the order in which they began; unknown ids are skipped."""
         return self.tapes("id in (select value from json_each(?))", [to_json(list(tapes)).decode()])
 
     def versions(self, tapes: Iterable[str]) -> dict[str, list[str]]:
@@ -309,7 +309,7 @@ class Index:
         return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
 
     def rewards(self) -> dict[str, float | None]:
-        """The recorded reward of every tape; None where nothing was scored."""
+        """The recorded reward of every tape; None if nothing was scored."""
         return dict(self._ask("select id, reward from tapes"))
 
     def written(self, segment: str, since: int) -> set[tuple[str, str]]:
@@ -391,7 +391,7 @@ _CODE = 32
 
 
 def _code(data: bytes) -> bytes:
-    """The code of an index with this content. OSError or RuntimeError where the user has no place for a secret."""
+    """The code of an index with this content. OSError or RuntimeError if the user has no folder for a secret."""
     return hmac.digest(_secret(), _FORMAT + data, "sha256")
 
 
@@ -402,7 +402,7 @@ def _secret() -> bytes:
         found = read_file(path)
         if len(found) == _CODE:
             return found
-        raise OSError(f"{path} is no key of {_CODE} bytes: delete it, and it is made anew")
+        raise OSError(f"{path} isn't a key of {_CODE} bytes: delete it, and a new one is made")
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

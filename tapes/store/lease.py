@@ -1,10 +1,10 @@
-"""One lead per run: a lease with a number, its epoch, that a process takes before it reads what the run has done.
+"""One lead per run: a lease with a number, its epoch, that a process takes before it reads the run's records.
 
 The invariant: **a lead's write counts only if no process held a higher epoch when it was made.**
 
-* *Claim.* The new epoch is above those of the files in `leads/` and of the `lead` records. Creating `leads/EPOCH.json`
+* *Claim.* The new epoch is above every epoch in `leads/` and in the `lead` records. Creating `leads/EPOCH.json`
   decides between processes that claim at once, since a file system creates a name for one of them only. The winner
-  renames its file to `leads/EPOCH-NONCE.json`; who finds such a file of its own epoch came second.
+  renames its file to `leads/EPOCH-NONCE.json`; a process that finds a renamed file of its own epoch lost.
 * *Record.* `Store.take_lead` refuses an epoch that isn't above every recorded one, and makes the `lead` record durable.
   So an epoch has one lead even if `leads/` was removed between two claims.
 * *Check.* Before a batch of lines, one listing of `leads/` must show this lease's file and no higher epoch. Before an
@@ -48,7 +48,7 @@ FOLDER = "leads"
 BEAT = 5.0
 """Seconds between two signs of life."""
 GRACE = 3
-"""Beats without a sign of life after which a lead counts as dead where `flock` says nothing."""
+"""Beats without a sign of life after which a lead counts as dead if `flock` can't tell."""
 _NAME = re.compile(r"(\d{6,})(-[0-9a-f]{6})?\.json")
 
 
@@ -146,7 +146,7 @@ def _last(run: Path, disk: Disk) -> tuple[int, Holder, Path | None, Path | None]
 
 
 class Lease:
-    """The right to write what a run does next. Use it as a context manager; it beats in a thread of its own."""
+    """The right to write a run's next records. Use it as a context manager; it beats in its own thread."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
         """Claim the next epoch of the run. RunHeld if another lead is alive, unless `take_over` ends its epoch."""

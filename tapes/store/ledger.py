@@ -1,4 +1,4 @@
-"""The ledger: what a lineage has trained on, a fold over `use` and `void` records. It is the queue and the redo log.
+"""The ledger: the training history of a lineage, folded from `use` and `void` records. It is queue and redo log.
 
 A lineage's history is its parent's history up to the update at which a `void` cut it, then its own `use` records in the
 order of (update, epoch). Applying that history to the base weights gives the lineage's weights. No update is in it
@@ -21,7 +21,7 @@ from ..records import Use, Void
 
 Fate = Literal["trained", "stale", "filtered", "context"]
 FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
-"""What an update can do with a token. A token that several updates name has the first fate here that applies."""
+"""The fates of a token in an update. If several updates name a token, it has the first of these that applies."""
 Range = tuple[str, str, int, int]
 """(tape, call, start, end): completion tokens of a call, half-open."""
 
@@ -96,7 +96,7 @@ class Lineages:
 
     @property
     def names(self) -> list[str]:
-        """Every lineage named, oldest ancestors first where that is known."""
+        """Every lineage named, oldest ancestors first if that is known."""
         voids = self._voids()
         return list(dict.fromkeys([*self.uses, *(name for void in voids for name in (void.lineage, void.into))]))
 
@@ -127,7 +127,7 @@ class Lineages:
         return found
 
     def _voids(self) -> list[Void]:
-        """The voids that count: of the last lead that voided the lineage, unless a later one went on with it."""
+        """The voids that count: of the last lead that voided the lineage, unless a later one continued it."""
         leads: dict[str, int] = {}
         for record in (*self.voids, *(use for uses in self.uses.values() for use in uses)):
             leads[record.lineage] = max(leads.get(record.lineage, 0), record.lead or 0)

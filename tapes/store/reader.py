@@ -1,6 +1,6 @@
-"""Reading one segment: its lines in order, up to its end or to the first place where they break.
+"""Reading one segment: its lines in order, up to its end or to their first break.
 
-A reader never skips a line. Where the lines break, the question is whether the bytes at that place had been durable. If
+A reader never skips a line. At a break, the question is whether the bytes at that place had been durable. If
 a later line that provably belongs to this segment states it (its `c` is above the place of the break), or a pin does,
 the bytes were changed: the segment is *corrupt*. Otherwise the tail is *torn*, which an ordinary crash leaves behind;
 the bytes alone can't tell the cause.
@@ -37,7 +37,7 @@ def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The place and reason where a segment's lines end before its file does."""
+    """The place at which a segment's lines end before its file does, and the reason."""
 
     segment: str
     offset: int
@@ -81,11 +81,11 @@ def segment_sizes(folder: Path, disk: Disk) -> dict[str, int]:
 class SegmentReader:
     """Iterates (offset, line, length) over a segment, from its start or from a place that was verified before.
 
-    After the iteration `broken` tells whether bytes follow the last line, and `chain` has the state after it.
+    After the iteration, `broken()` gives the break if bytes follow the last line, and `chain` has the state after it.
     """
 
     def __init__(self, folder: Path, segment: str, *, end: int | None = None, disk: Disk = REAL) -> None:
-        """end: no line is read that begins at this byte or later; None: all of them are."""
+        """end: lines that begin at this byte or later are not read; None reads all lines."""
         self.path = folder / f"{segment}.jsonl"
         self.end = end
         self.segment, self.disk = segment, disk
@@ -122,8 +122,8 @@ class SegmentReader:
             return None
         with self.disk.open(self.path) as file:
             evidence = None if self.chain.sealed is None else "nothing can follow a seal"
-            # A last line without its newline may be a live writer's, caught in the middle of its write. What stands
-            # after it by now was written since and must not be taken as evidence against it.
+            # A last line without its newline may be a live writer's, caught in the middle of its write. Bytes
+            # after it were written since then, and must not be taken as evidence against it.
             if evidence is None and not self._unfinished:
                 evidence = _evidence(file, self.chain, self.offset)
             size = file.seek(0, 2) - self.offset

@@ -1,10 +1,10 @@
-"""Recovery: what a new writer does with the segments of writers that died.
+"""Recovery: a new writer takes over the segments of writers that died.
 
 It works under the folder's lock, in this order:
 
 1. Lock every unfinished segment. A segment whose lock is held has a live writer and is never touched.
-2. Refuse to start (`Corrupt`) where durable bytes changed, or where no segment holds a pinned head. Nothing has been
-   changed by then.
+2. Refuse to start (`Corrupt`) if durable bytes changed, or if a pinned head is in no segment. Nothing has been changed
+   by then.
 3. For each locked segment: copy a torn tail to a file of its own, cut it off, and sync the rest.
 4. Open a new segment whose first line pins every head that was found.
 5. End the episodes that dead writers left open, as `crashed`, in the new segment.
@@ -46,7 +46,7 @@ class Torn:
 
 @dataclass(frozen=True, slots=True)
 class Dangling:
-    """An irreversible action that a crash interrupted: no record says whether it happened."""
+    """An irreversible action that a crash interrupted: no record shows whether it happened."""
 
     tape: str
     env: str
@@ -70,7 +70,7 @@ class Recovered:
 def start_writer(
     folder: Path, index: Index, *, disk: Disk = REAL, **options: Unpack[WriterOptions]
 ) -> tuple[SegmentWriter, Recovered]:
-    """Recover the segments of dead writers and start a new writer. Raises Corrupt where durable bytes changed."""
+    """Recover the segments of dead writers and start a new writer. Raises Corrupt if durable bytes changed."""
     found = Recovered()
     clock = options.get("clock", time.time)
     with FolderLock(disk, folder):
@@ -152,7 +152,7 @@ def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Bre
 def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None, found: Recovered) -> None:
     """Copy the torn bytes to a file of their own, then cut them off, then sync the segment.
 
-    The copy is durable before the cut, so that a crash between the two loses no byte. The sync is needed even where
+    The copy is durable before the cut, so that a crash between the two loses no byte. The sync is needed even if
     nothing is torn: the lines of a dead process may exist in the page cache only. The new segment pins the last of
     them; if a power cut then took them, the unmet pin would read as tampering.
     """
@@ -175,7 +175,7 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """The heads to pin: that of each segment whose end no later segment pins yet. Together they cover every line.
+    """The heads to pin: one for each segment whose end no later segment pins yet. Together they cover every line.
 
     Of a live writer's segment it is the last line below the frontier. Lines above may still be lost in a power cut, and
     a pin on a lost line would read as tampering.
@@ -197,7 +197,7 @@ def read_pins(segment: Segment) -> dict[str, str]:
 
 
 def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
-    """Hash of the segment's line with ordinal `n - 1`; empty when there is no such line."""
+    """Hash of the segment's line with ordinal `n - 1`; empty if the segment is shorter."""
     for _, line, _ in SegmentReader(folder, segment.name, disk=disk):
         if line.n == n - 1:
             return line.h.decode()
@@ -242,7 +242,7 @@ def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
 def _end(tape: Summary, index: Index, writer: SegmentWriter, found: Recovered, clock: Callable[[], float]) -> None:
     """Queue the end of an episode whose process died.
 
-    Its last record tells whether an action was under way: an irreversible action is recorded before it is carried out,
+    Its last record shows whether an action was running: an irreversible action is recorded before it is carried out,
     so it may have happened although no reaction is on the tape.
     """
     cause = None
@@ -253,7 +253,7 @@ def _end(tape: Summary, index: Index, writer: SegmentWriter, found: Recovered, c
         cause = Cause(
             type=CauseType.OURS,
             message="the process died when the irreversible action "
-            f"{record.get('kind')!r} may have been under way: a person must check whether it happened",
+            f"{record.get('kind')!r} may have been running: a person must check whether it happened",
         )
     now = clock()
     end = End(tape=tape.id, status=Status.CRASHED, cause=cause, seconds=max(now - tape.begun, 0.0), at=now)

@@ -104,7 +104,7 @@ class Results(BaseModel):
     corpus: list[str] | None = None
     """The tapes of `loop.corpus`; None before all are written."""
     corpus_digest: str | None = None
-    """Of its texts, when the run began."""
+    """Digest of the corpus's texts when the run began."""
     seconds: dict[str, float] = {}
     demonstrations: dict[str, float | int] = {}
     reapplied: int = 0
@@ -123,7 +123,7 @@ class Results(BaseModel):
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
-        """The results of the run at `path`. OSError, or NotATape where the file doesn't hold results."""
+        """The results of the run at `path`. OSError, or NotATape if the file doesn't hold results."""
         try:
             return cls.model_validate_json(read_file(Path(path) / RESULTS))
         except ValueError as error:
@@ -137,7 +137,7 @@ class Results(BaseModel):
 
 Change = Callable[["RunDir", Any, Any], str]
 """(run, old value of a setting, new value) -> a phrase for when the change was made, which the file records. It may
-adapt the results to the new value, and raises UsageError where the change is not allowed."""
+adapt the results to the new value, and raises UsageError if the change is not allowed."""
 
 
 class RunDir:
@@ -206,7 +206,7 @@ def open_run(
     `FreeAtResume` setting may differ; the file keeps the old values. The settings in `changes` may differ if their
     function allows it, and those in the groups `engines` until an episode has a result; the file records the change.
 
-    RunExists if a run is there and `resume` is false, or if the tapes there are not of such a run; ConfigError if the
+    RunExists if a run is there and `resume` is false, or if another program wrote the tapes there; ConfigError if the
     run has another configuration; RunHeld if another process leads the run.
     Leaving the context seals the store.
     """
@@ -242,7 +242,7 @@ def open_run(
             run = RunDir(path, results, store, resumed=found)
             if found:
                 if edited := store.edited():
-                    raise Corrupt(f"{edited[0]}. Restore the file from a copy: a resumed run would go on from the edit")
+                    raise Corrupt(f"{edited[0]}. Restore the file from a copy: a resumed run would build on the edit")
                 if not run.fruitless:
                     _check_config(path, config, (*free, *changes))
             files = [path / name for name in (CONFIG, RESULTS, METRICS, RECIPES)]
@@ -253,13 +253,13 @@ def open_run(
             try:
                 yield run
             finally:
-                # What a failed writer can't record stays without a digest, as after a crash.
+                # Files that a failed writer can't record have no digest, as after a crash.
                 if store.writer.failure is None:
                     store.record_files(*files)
 
 
 def recorded_settings(path: str | Path) -> Group:
-    """As `recorded_config`, of a run of any kind. Empty where it has no readable configuration."""
+    """As `recorded_config`, of a run of any kind. Empty if it has no readable configuration."""
     try:
         return recorded_config(path)
     except (FileNotFoundError, NotADirectoryError, YamlProblem):
@@ -267,7 +267,7 @@ def recorded_settings(path: str | Path) -> Group:
 
 
 def recorded_config(path: str | Path) -> Group:
-    """The configuration of the run at `path` as groups in groups. OSError or YamlProblem where it can't be read."""
+    """The configuration of the run at `path` as groups in groups. OSError or YamlProblem if it can't be read."""
     try:
         text = read_file(Path(path) / CONFIG).decode()
     except UnicodeDecodeError as error:
@@ -285,7 +285,7 @@ def pin_line(path: str | Path) -> str:
 def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lambda: None) -> None:
     """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader accepts.
 
-    `check` is called when the file is open: a later lead that replaces the file before the write gets no such line.
+    `check` is called when the file is open: a later lead that replaces the file before the write doesn't get the line.
     """
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     data = json.dumps(clean).encode() + b"\n"
@@ -309,7 +309,7 @@ def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
         try:
             found.append(_Line.validate_json(line))
         except ValueError:
-            raise NotATape(f"{path}: line {k + 1} is no JSON object: restore the file from a copy") from None
+            raise NotATape(f"{path}: line {k + 1} isn't a JSON object: restore the file from a copy") from None
         found[-1].pop("lead", None)
     return found
 

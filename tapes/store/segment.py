@@ -3,7 +3,7 @@
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}\n
 
 `n` is the line's ordinal; `c` how many lines of the segment were durable when it was written; `p` the hash of the line
-before (of the first line: a head that its `open` pins, else 64 zeros); `b` the record's body; `h` the SHA-256 of the
+before (of the first line: a head that its `open` pins, or 64 zeros); `b` the record's body; `h` the SHA-256 of the
 line's bytes before its last `,"h":`. The first body is an `open` that names the segment; `commit` and `seal` state
 the hash of that first line; a `seal` is the last line.
 This module opens no file and takes no lock. Of a body it reads `t` and `tape` only.
@@ -25,7 +25,7 @@ from ..journal import MAX_BODY
 ZERO = b"0" * 64
 """`p` of a first line that pins nothing."""
 MAX_LINE = MAX_BODY + 1024
-"""Bytes. Bounds what a reader holds in memory; larger content belongs in a media file."""
+"""Bytes. Bounds the memory that a reader needs; larger content belongs in a media file."""
 
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
@@ -72,7 +72,7 @@ def encode_line(n: int, c: int, p: bytes, body: bytes) -> tuple[bytes, bytes]:
 
 
 def parse_line(line: bytes) -> Line:
-    """Read a line without its newline. BadLine says what is wrong with it."""
+    """Read a line without its newline. BadLine names the fault."""
     match = _HEAD.match(line)
     if match is None:
         raise BadLine('it does not start with {"n":…,"c":…,"p":"…","b":{')
@@ -97,7 +97,7 @@ def peek(body: bytes) -> tuple[str, str | None]:
     record = read_body(body)
     t, tape = record.get("t"), record.get("tape")
     if not isinstance(t, str) or not (tape is None or isinstance(tape, str)):
-        raise BadLine("its body has no `t`, or a `tape` that is no text")
+        raise BadLine("its body has no `t`, or a `tape` that isn't a string")
     return t, tape
 
 
@@ -106,9 +106,9 @@ def read_body(body: bytes) -> dict[str, JsonValue]:
     try:
         value = from_json(body, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
-        raise BadLine(f"its body is no JSON: {error}") from None
+        raise BadLine(f"its body isn't JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadLine("its body is no JSON object")
+        raise BadLine("its body isn't a JSON object")
     return value
 
 
@@ -140,10 +140,10 @@ class Chain:
         if self.sealed is not None:
             raise BadLine(f"line {line.n} follows the seal")
         if line.n != self.n:
-            raise BadLine(f"line {line.n} stands where line {self.n} belongs")
+            raise BadLine(f"line {line.n} is in the place of line {self.n}")
         # Lines below the frontier were synced. A frontier can't fall, and a line can't state more than came before it.
         if not self.frontier <= line.c <= line.n:
-            raise BadLine(f"line {line.n} says that {line.c} lines were durable, after {self.frontier} of {line.n}")
+            raise BadLine(f"line {line.n} states that {line.c} lines were durable, after {self.frontier} of {line.n}")
         if self.n == 0:
             self._take_open(line)
         elif line.p != self.head:
@@ -161,7 +161,7 @@ class Chain:
         body = read_body(line.body)
         pins = body.get("pins")
         if body.get("t") != "open" or not isinstance(pins, dict):
-            raise BadLine("the first line is no `open`")
+            raise BadLine("the first line isn't an `open`")
         if body.get("segment") != self.segment:
             raise BadLine(f"the first line opens segment {body.get('segment')!r}, not {self.segment!r}")
         # `p` of a first line continues the chain of an earlier segment, so it must be one of the heads pinned here.

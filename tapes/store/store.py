@@ -37,7 +37,7 @@ from .writer import FolderLock, SegmentWriter, WriterOptions
 
 
 class Stored(NamedTuple):
-    """One record as it stands in the run; its body is parsed when `record` is asked for."""
+    """One record of a run; its body is parsed when `record` is asked for."""
 
     segment: str
     n: int
@@ -47,12 +47,12 @@ class Stored(NamedTuple):
 
     @property
     def record(self) -> AnyRecord:
-        """The record. A ValueError says what is wrong with it."""
+        """The record. ValueError if it can't be read."""
         return parse_record(self.body)
 
 
 class Where(TypedDict, total=False):
-    """Which tapes; `Store.summaries` says what the keys mean."""
+    """A choice of tapes; `Store.summaries` explains the keys."""
 
     status: Status | str | None
     split: str | None
@@ -93,7 +93,7 @@ class Store:
         self._books_fold, self._books_lock = BooksFold(), threading.Lock()
         self._books_readers: dict[str, SegmentReader] = {}
         self.lease: Lease | None = None
-        """The lease under which this process writes updates; None where it doesn't lead the run."""
+        """The lease under which this process writes updates; None if it doesn't lead the run."""
         self.recovered = Recovered()
         """What opening for writing found and did about the segments of dead writers."""
 
@@ -107,7 +107,7 @@ class Store:
         cache: bool = True,
         **options: Unpack[WriterOptions],
     ) -> Self:
-        """Start a run, and make its directory where it is missing. RunExists when the directory holds tapes already.
+        """Start a run, and make its directory if it is missing. RunExists when the directory holds tapes already.
 
         Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
         of `SegmentWriter`. Without `cache` the index is kept in memory.
@@ -133,14 +133,14 @@ class Store:
     ) -> Self:
         """Open a run. For writing, this recovers the segments of dead writers (`store.recovered`).
 
-        NoRun where `path` is not a run.
+        NoRun if `path` is not a run.
         """
         path = Path(path)
         try:
             disk.names(path / "tapes")
         except (FileNotFoundError, NotADirectoryError):
             raise NoRun(
-                f"{path} is no run: it has no folder `tapes`; name the directory that a run was written to"
+                f"{path} is not a run: it has no folder `tapes`; name the directory that a run was written to"
             ) from None
         store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache else None)
         if write:
@@ -160,7 +160,7 @@ class Store:
             self.close()
 
     def close(self) -> None:
-        """Seal the segment and write `pins.json`, all heads, beside the run's other files. StoreFailed if it fails."""
+        """Seal the segment and write all heads to the run's `pins.json`. StoreFailed if it fails."""
         try:
             if self._writer is not None:
                 self._writer.close(sealed=self._write_pins)
@@ -177,7 +177,7 @@ class Store:
                 put_file(self.disk, self.path / PINS, to_json(heads, indent=2) + b"\n")
         except OSError as error:
             raise StoreFailed(
-                f"{self.path / PINS} can't be written ({error}); every record is written and sealed all the same"
+                f"{self.path / PINS} can't be written ({error}), but every record is written and sealed"
             ) from error
 
     def abandon(self) -> None:
@@ -236,7 +236,7 @@ class Store:
 
     def damage(self, folder: Path) -> list[str] | None:
         """A sentence for each file below `folder` that differs from its recorded digest, is gone or was added. None
-        where no record has digests of the folder."""
+        if no record has digests of the folder."""
         known = {self.path / name: digest for name, digest in self.files.items() if digest is not None}
         mine = {path: digest for path, digest in known.items() if path.is_relative_to(folder)}
         return damage(folder, mine) if mine else None
@@ -292,7 +292,7 @@ class Store:
 
     @property
     def published(self) -> dict[str, Publish]:
-        """Version of weights -> its `publish` record; that of the later lead, where two leads recorded one version."""
+        """Version of weights -> its `publish` record; if two leads recorded one version, the later lead's record."""
         found: dict[str, Publish] = {}
         for stored in self.run_records("publish"):
             publish = cast(Publish, stored.record)
@@ -308,7 +308,7 @@ class Store:
         return Index(self.folder, disk=self.disk, path=self._index_path)
 
     def refresh(self) -> dict[str, Break]:
-        """Read the lines since the last refresh; returns the torn segments. Corrupt where durable bytes changed."""
+        """Read the lines since the last refresh; returns the torn segments. Corrupt if durable bytes changed."""
         breaks = self.index.refresh()
         for broken in breaks.values():
             if broken.verdict == "corrupt":
@@ -349,7 +349,7 @@ class Store:
         return found[0]
 
     def _tape(self, tape: str) -> Tape:
-        """The tape, on the prefix of its parent, that on the prefix of its own parent, and so on.
+        """The tape, on the prefix of its parent, which is on the prefix of its own parent, and so on.
 
         Only the records of the prefix are read from a parent, which may have grown after the fork.
         """
@@ -386,11 +386,11 @@ class Store:
         return self.index.bodies(places)
 
     def records(self) -> Iterator[Stored]:
-        """Every record, segment by segment, each up to a torn tail. Raises Corrupt where durable bytes changed."""
+        """Every record, segment by segment, each up to a torn tail. Raises Corrupt if durable bytes changed."""
         return self._read_on({})
 
     def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
-        """The records that `readers` (by segment), which goes on with each record, have not given yet."""
+        """The records that `readers` (by segment) have not given yet; each record advances its reader."""
         for name, size in segment_sizes(self.folder, self.disk).items():
             reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
             reader.end = size
@@ -429,7 +429,7 @@ class Store:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Corrupt where a file of a run's checkpoint is not the one that the run recorded. Any other folder passes."""
+    """Corrupt if a file of a run's checkpoint is not the one that the run recorded. Any other folder passes."""
     path = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
     run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
     if run is not None and (run / "tapes").is_dir():

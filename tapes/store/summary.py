@@ -1,4 +1,4 @@
-"""What the records of a tape add up to. The index, the books, the audit and the viewer read records here.
+"""The sums over a tape's records. The index, the books, the audit and the viewer read records through this module.
 
 `read_facts` reads the fields of one record that a fold needs, typed, without validating the record as a whole: an index
 of a million records can't afford that. `Summary` folds the facts of one tape. So a failed reward, a scored tape and a
@@ -65,12 +65,12 @@ class CallFacts(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Counted, or as the engine reports it; None where unknown."""
+        """Counted, or as the engine reports it; None if unknown."""
         return self.usage.get("prompt_tokens") if self.prompt is None else self.keep + column_length(self.prompt)
 
     @property
     def completion_tokens(self) -> int | None:
-        """Counted, or as the engine reports it; None where unknown."""
+        """Counted, or as the engine reports it; None if unknown."""
         return self.usage.get("completion_tokens") if self.completion is None else column_length(self.completion)
 
 
@@ -87,7 +87,7 @@ class RewardFacts(NamedTuple):
     failed: bool
     """Whether it leaves its tape unscored."""
     kind: str | None = None
-    """Of the action that earned it, where a reader looked it up; None for the episode as a whole."""
+    """Of the action that earned it, if a reader looked it up; None for the episode as a whole."""
 
 
 class EndFacts(NamedTuple):
@@ -147,7 +147,7 @@ class TapeFold:
     __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "reward", "sampled", "status")
 
     def __init__(self, begun: Summary, failed: bool = False) -> None:
-        """`begun`: the summary to go on from; `failed`: whether a component of its reward failed."""
+        """begun: the summary to add to. failed: whether a component of its reward failed."""
         self.begun = begun
         self.status = Status(begun.status) if begun.status is not None else None
         self.cause = CauseType(begun.cause) if begun.cause is not None else None
@@ -300,7 +300,7 @@ _READERS = {
 
 
 def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
-    """task hash -> for each attempt its last episode that counts (`Summary.trainable`), else its first one."""
+    """task hash -> for each attempt its last episode that counts (`Summary.trainable`), otherwise its first one."""
     found: dict[str, dict[tuple[str, int], Summary]] = {}
     for s in closed:
         place = (s.group or s.id, s.attempt)

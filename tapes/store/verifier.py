@@ -1,6 +1,6 @@
-"""Verify: read every line of a run without the index, and report what holds, what is broken and what was not checked.
+"""Verify: read every line of a run without the index, and report what holds, the damage, and the parts not checked.
 
-Broken: bytes below a frontier, a seal or a pin differ from what was written; a record names something that is missing;
+Broken: bytes below a frontier, a seal or a pin differ from the written bytes; a record names something that is missing;
 a token or episode is not accounted for (`books`). Undecidable: a torn tail that no recovery has set aside, a missing
 segment that nothing pins, or a record with a part that only a newer version knows. It runs no agent, environment or
 model, and it changes nothing.
@@ -52,11 +52,11 @@ class SegmentReport(Value):
     """Lines that the segment itself says were durable."""
     sealed: bool
     reason: str | None
-    """That of its seal (`closed`, `full`, `exit`); None without a seal."""
+    """The reason in its seal (`closed`, `full`, `exit`); None without a seal."""
     next: str | None
-    """The segment that a full one says it goes on in."""
+    """The segment in which a full one continues, by its seal."""
     live: bool | None
-    """Whether a writer holds its lock; None where the lock can't be tested."""
+    """Whether a writer holds its lock; None if the lock can't be tested."""
     problem: str | None = None
 
 
@@ -77,7 +77,7 @@ class Report(Value):
     holes: tuple[str, ...]
     """Numbers of segments that are missing and that nothing pins; exit code 2."""
     unsettled: tuple[str, ...]
-    """Sentences on what a crash at one moment explains, and what was cut off or deleted as well; exit code 2."""
+    """Sentences on gaps that a crash can leave, and that deleting or cutting a file leaves too; exit code 2."""
     unknown: tuple[str, ...] = ()
     """Parts of records that this version doesn't know, each a sentence; exit code 2."""
     set_aside: tuple[str, ...]
@@ -102,7 +102,7 @@ class Report(Value):
 
 
 class _Fold:
-    """What the lines so far say."""
+    """The account of the lines so far."""
 
     def __init__(self) -> None:
         self.books = BooksFold()
@@ -167,7 +167,7 @@ class _Fold:
 
 
 class _Pictures:
-    """Compares the places in each prompt with the pictures of its messages, and those with what the tape shows.
+    """Compares the places in each prompt with the pictures of its messages, and these with the pictures on the tape.
 
     Without a model, the tokens of a place are only known from the file's size: a processor makes the same grid and ids
     for each picture of one size, and a picture's ids end as they begin.
@@ -175,11 +175,11 @@ class _Pictures:
 
     def __init__(self) -> None:
         self._shown: dict[str, set[str]] = {}
-        """Tape -> what its steps and requests show (`_named`); no entry for a fork whose parent was not read before."""
+        """Tape -> the pictures of its steps and requests (`_named`). A fork is missing if its parent wasn't read."""
         self._sizes: dict[tuple[str, int, int], str] = {}
-        """(file, width, height) as a record says it -> its tape."""
+        """(file, width, height) in a record -> its tape."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
-        """(call, processor and path, place, hash of its ids, whether all are equal, whether it ends where they do)."""
+        """(call, processor and path, place, hash of its ids, whether all are equal, whether its end is plausible)."""
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
         """Call with pictures -> (index of the message, part) of each picture and video, and its places in the prompt.
@@ -233,7 +233,7 @@ class _Pictures:
         """Sentences on what doesn't agree with the files. sizes: width and height in the header of each."""
         for (name, *said), tape in self._sizes.items():
             if tuple(said) != (size := sizes.get(name, tuple(said))):
-                yield f"tape {tape} says that the picture {name} has {said[0]}x{said[1]} pixels; its file has {size}"
+                yield f"tape {tape} records {said[0]}x{said[1]} pixels for the picture {name}; its file has {size}"
         first: dict[tuple[object, ...], object] = {}
         for call, by, place, ids, run, ends in self._placed:
             width, height = size = sizes.get(place.media[0], (0, 0))
@@ -271,7 +271,7 @@ class _Pins:
     """Hashes that some line must have."""
 
     def __init__(self, pins: Iterable[str], disk: Disk) -> None:
-        """`pins`: those of the caller."""
+        """pins: the caller's pins."""
         self.of_segment: set[tuple[str, str]] = set()
         self.anywhere: set[str] = set()
         self.outside = 0
@@ -285,7 +285,7 @@ class _Pins:
             self._add(disk, pin)
 
     def add_file(self, disk: Disk, path: Path) -> None:
-        """Add the heads in a file like `pins.json`. ValueError where the file holds no pins."""
+        """Add the heads in a file like `pins.json`. ValueError if the file holds no pins."""
         heads = read_pin_file(disk, path)
         self.of_segment |= set(heads.items())
         self.outside += len(heads)
@@ -332,10 +332,10 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     try:
         entries = disk.names(folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise NoRun(f"{path} is no run: it has no folder `tapes`") from None
+        raise NoRun(f"{path} is not a run: it has no folder `tapes`") from None
     exact = [*exact]
     wanted = _gather_pins(path, segment_names(entries), [*pins, *exact], disk)
-    sizes = segment_sizes(folder, disk)  # after the pins: what was pinned by then is read
+    sizes = segment_sizes(folder, disk)  # after the pins, so that every pinned line is read
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
     reports = [_segment(folder, name, size, disk, found, wanted, torn) for name, size in sizes.items()]
@@ -379,7 +379,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
 def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
     """The caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
     wanted = _Pins(pins, disk)
-    with contextlib.suppress(FileNotFoundError):  # `not_checked` says what its absence leaves open
+    with contextlib.suppress(FileNotFoundError):  # `not_checked` names the consequences of its absence
         try:
             wanted.add_file(disk, path / PINS)
         except (ValueError, NotAFile) as error:
@@ -408,7 +408,7 @@ def _segment(
         found.broken.append(problem := f"segment {name} can't be read: {error}")
         broken = None
     chain, seal = reader.chain, reader.chain.sealed or {}
-    # A writer holds its lock until the head of its seal stands in `pins.json`.
+    # A writer holds its lock until the head of its seal is in `pins.json`.
     settled = chain.sealed is not None and seal.get("reason") != CLOSED
     live = False if settled or problem is not None else is_live(folder, name, disk)
     if broken is not None and broken.verdict == "corrupt":
@@ -430,7 +430,7 @@ def _segment(
 
 
 def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
-    """Check that each fork's parent, where it is in this run, has the digest that the fork recorded."""
+    """Check that each fork's parent, if it is in this run, has the digest that the fork recorded."""
     wanted = {(parent.tape, parent.records) for _, parent in found.forks if parent.tape in found.tapes}
     digests = _digests(folder, names, disk, {tape for tape, _ in wanted}) if wanted else ()
     met = {(tape, n, digest) for tape, n, digest in digests if (tape, n) in wanted}
@@ -462,7 +462,7 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
                 if (head := file.read(24)).startswith(b"\x89PNG"):
                     sizes[name] = int.from_bytes(head[16:20]), int.from_bytes(head[20:24])
             if file_digest(media.folder / name, disk) != name[:64]:
-                found.broken.append(f"media file {name} does not hold what its name says")
+                found.broken.append(f"media file {name} does not hold the bytes of its name")
         except FileNotFoundError:
             found.broken.append(f"media file {name} is gone, but a record names it")
         except OSError as error:
@@ -494,7 +494,7 @@ def _check_files(path: Path, found: _Fold) -> int:
 
 
 def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _Pins, disk: Disk) -> list[str]:
-    """What a crash at one moment leaves, and what a cut or a deletion would leave too."""
+    """Gaps that a crash can leave, and that a cut or a deletion leaves too."""
     kept = dict[str, str]()
     with contextlib.suppress(OSError, ValueError):  # read after the locks were tested: a writer may just have closed
         kept = read_pin_file(disk, path / PINS)
@@ -504,7 +504,7 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
     sentences = list[str]()
     for report in reports:
         if report.next is not None and report.next not in by_name:
-            found.broken.append(f"segment {report.next} is gone, but segment {report.name} says that it follows")
+            found.broken.append(f"segment {report.next} is gone, but segment {report.name} names it as the next one")
         if report.reason == CLOSED and not report.live and report.name not in kept:
             sentences.append(f"segment {report.name} was closed, but {PINS} doesn't have its head")
     if reports and not reports[-1].lines and not reports[-1].live and reports[-1].problem is None:
@@ -542,7 +542,7 @@ def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pin
     for report in reports:
         after = report.lines - covered.get(report.name, 0)
         if after or report.problem is not None or disk.size(folder / f"{report.name}.jsonl") > report.size:
-            yield f"segment {report.name} goes on after the pin, by {after} lines"
+            yield f"segment {report.name} continues after the pin, by {after} lines"
 
 
 def _open_files(path: Path, found: _Fold) -> Iterator[str]:

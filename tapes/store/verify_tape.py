@@ -5,15 +5,15 @@
 
 The format. RUN/tapes/000001-<6 hex>.jsonl, 000002-..., ...: one line per record,
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
-h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c says how many lines were
-durable when this one was written.   p is the h of the line before; on the first line a head that its body pins, or 64
-zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; `commit` and `seal` state the h of that line
-as "opened"; nothing follows a seal, whose c is its n.   A pin is the h of a line that its segment must hold.   A tape's
-digest is d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`, `reward`
-records, in order, to its `end`.
+h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c is the number of lines that
+were durable when this one was written.   p is the h of the line before; on the first line a head that its body pins,
+or 64 zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; `commit` and `seal` state the h of that
+line as "opened"; nothing follows a seal, whose c is its n.   A pin is the h of a line that its segment must hold.
+A tape's digest is d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`,
+`reward` records, in order, to its `end`.
 
 Exit code 0: all lines are whole, chained and pinned. 1: durable bytes differ from those that were written. 2: neither
-is certain (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is read where it exists.
+is certain (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is read if it exists.
 Unlike `tapereel verify`, this script takes any sound line after a break as evidence, also old blocks of another file.
 """
 
@@ -36,11 +36,11 @@ def read_line(raw: bytes) -> tuple:
         raise ValueError("not a line")
     h = hashlib.sha256(raw[:cut]).hexdigest()
     if h != raw[cut + 6 : -3].decode():
-        raise ValueError("its hash is not that of its bytes")
+        raise ValueError("its hash doesn't match its bytes")
     body = raw[match.end() : cut]
     record = json.loads(body)
     if not isinstance(record.get("t"), str):
-        raise ValueError("its body is no record")
+        raise ValueError("its body isn't a record")
     return int(match[1]), int(match[2]), match[3].decode(), body, record, h
 
 
@@ -97,7 +97,7 @@ def check(folder: Path, pins: list) -> tuple[int, dict]:
     files = [folder / "pins.json", *sorted((folder / "tapes").glob("[0-9]*-*.jsonl"))]
     # Anything else is not opened: a pipe would wait for a writer, and a link could lead to a file without an end.
     odd = [path for path in files if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode)]
-    run["corrupt"] += [f"{path} is no regular file" for path in odd]
+    run["corrupt"] += [f"{path} isn't a regular file" for path in odd]
     if files[0].exists() and files[0] not in odd:
         run["pins"] += list(json.loads(files[0].read_text()).items())
     segments = {path.stem: read_segment(path, run) for path in files[1:] if path not in odd}
@@ -118,7 +118,7 @@ def check(folder: Path, pins: list) -> tuple[int, dict]:
         "records": sum(s["lines"] for s in segments.values()),
         "tapes": {tape: digest.hex() for tape, digest in run["digests"].items()},
         "open": sorted(set(run["digests"]) - run["closed"]),
-        "not checked": ["what the records mean", "media files", "the books"]
+        "not checked": ["the meaning of the records", "media files", "the books"]
         + ([] if run["pins"] else ["a tail cut off, or everything rewritten: only a pin shows that"]),
     }
 

@@ -11,8 +11,8 @@ were synced before that line was built, so a reader may take it as proof: bytes 
 bytes above it that are torn are an ordinary crash.
 
 The first write or sync that fails poisons the writer: acknowledged lines are safe, nothing is tried again, and every
-later call raises StoreFailed. A retried sync is no proof (see `disk`): Linux marks the failed pages clean, so the next
-fsync may succeed although the bytes are lost.
+later call raises StoreFailed. A retried sync proves nothing (see `disk`): Linux marks the failed pages clean, so the
+next fsync may succeed although the bytes are lost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .segment import ZERO, encode_line, next_name, segment_names
 Done = Callable[[StoreFailed | None], None]
 
 CLOSED = "closed"
-"""The seal's reason where a store was closed, and its head therefore stands in `pins.json`."""
+"""The seal's reason if a store was closed. Its head is then in `pins.json`."""
 NAMED_EVERY = 256
 """Lines. A busy writer, which is never idle, states the frontier this often. A `commit` line also names its segment,
 which ties the lines around it to this file when other lines are damaged (`reader`)."""
@@ -92,7 +92,7 @@ def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
 
 
 class WriterOptions(TypedDict, total=False):
-    """The options of a writer; `SegmentWriter` says what they mean."""
+    """The options of a writer; `SegmentWriter` explains them."""
 
     durability: Durability | Literal["step", "tape", "os"]
     rotate_bytes: int
@@ -131,7 +131,7 @@ class SegmentWriter:
         self.media = Media(folder / "media", disk=disk)
         """The run's media files."""
         self.guard: Callable[[], object] = lambda: None
-        """Called before lines are written; what it raises poisons the writer. A lease's `check`, under a lease."""
+        """Called before lines are written; an error in it poisons the writer. A lease's `check`, under a lease."""
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
@@ -205,7 +205,7 @@ class SegmentWriter:
         if isinstance(cause, StoreFailed):  # a lost lease, which no repair of the disk brings back
             return type(cause)(*cause.args)
         message = (
-            f"writing to {self.folder / self.segment}.jsonl failed ({cause}): what was acknowledged is safe, "
+            f"writing to {self.folder / self.segment}.jsonl failed ({cause}): acknowledged records are safe, "
             "but this process writes nothing more. Repair the disk, then open the run again, which recovers it"
         )
         number = getattr(cause, "errno", None)
@@ -331,7 +331,7 @@ class SegmentWriter:
 
     def _put(self, batch: list[bytes]) -> None:
         if batch:
-            # Where locks have no effect, a later lead has recovered this segment: no line may follow.
+            # If locks have no effect, a later lead has recovered this segment: no line may follow.
             self.guard()
             data = b"".join(batch)
             write_all(self.disk, self._handle, data)
@@ -429,7 +429,7 @@ class SegmentWriter:
             self.disk.close(self._handle)
 
     def _stop(self) -> bool:
-        """End the writer's thread. False where the writer has ended before, or is the copy of a forked child."""
+        """End the writer's thread. False if the writer has ended before, or is the copy of a forked child."""
         with self._lock:
             if self._closing or self._pid != os.getpid():
                 return False

@@ -1,8 +1,8 @@
 """One model call for the inspector: its exact request, the difference to the call before, its tokens and their uses.
 
-A call stores only what it adds to its base call. `request` reads base calls only as far back as the window needs, so
-the cost of a long conversation is that of the part shown. What training did with the tokens is read from the ledger,
-of living lineages; advantages are not in the ledger: `finetune/inspect/explainer.py` computes them.
+A call stores only its additions to its base call. `request` reads base calls only as far back as the window needs, so
+a long conversation costs no more than the part shown. The uses of tokens come from the ledger, for living lineages.
+Advantages are not in the ledger: `finetune/inspect/explainer.py` computes them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Update(NamedTuple):
     update: int
     phase: str
     skipped: str | None
-    """Why the update was not applied; None where it was."""
+    """Why the update was not applied; None if it was."""
     tapes: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ class Uses:
             try:
                 uses = lineages.ledger(lineage).uses
             except NotATape:
-                continue  # the overview says what contradicts; the tapes can be read all the same
+                continue  # the overview names the contradiction; the tapes can still be read
             for use in uses:
                 tapes = _tapes(use)
                 for tape in tapes:
@@ -121,7 +121,7 @@ def call_detail(
     decode: Callable[[int], str] | None = None,
     start: int | None = None,
 ) -> dict[str, object]:
-    """Everything known about `call`. find: a call by its id; before: the call that the same path made before."""
+    """Everything known about `call`. find: gives a call by its id. before: the call that the same path made before."""
     total = call.keep_messages + len(call.messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
     shown = request(call, find, low)
@@ -147,7 +147,7 @@ def request(call: Call, find: Find, low: int = 0) -> list[Message]:
     """The messages of a request from number `low` on.
 
     Walks from the call to its bases, newest first. Each call gives its own messages above the prefix that it keeps of
-    its base (`keep_messages`); where it keeps more than the base's request, the base's reply follows that request.
+    its base (`keep_messages`); if it keeps more than the base's request, the base's reply follows that request.
     `high` is the number of messages that the calls after this one keep, so that no message comes twice.
     """
     pieces: list[list[Message]] = []

@@ -25,7 +25,7 @@ class Curve(Value):
     x: tuple[float, ...]
     """Usually the number of the update."""
     y: tuple[float, ...]
-    """Same length as `x`; NaN where a number is missing: the line has a gap there."""
+    """Same length as `x`. NaN for a missing number, which leaves a gap in the line."""
     mean_of: int = 1
     """Above 1: a thin line of the numbers, and a thick line of the mean over this many of them (itself and earlier)."""
     points: bool = False
@@ -49,11 +49,11 @@ class Plot(Value):
     ylabel: str = "reward"
     caption: str = ""
     small: bool = False
-    """Drawn beside other figures, not over the whole width of the page."""
+    """Drawn next to other figures, not over the whole width of the page."""
 
 
 def reward_curve(name: str, metrics: Path) -> Curve:
-    """Mean reward of each update of the loop; NaN where a batch was not scored."""
+    """Mean reward of each update of the loop; NaN if a batch was not scored."""
     return _curve(name, "reward", _loop(read_metrics(metrics)), MEAN_OF)
 
 
@@ -81,12 +81,12 @@ def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Cur
         curves=tuple(curves),
         levels=tuple(levels),
         ylabel="mean reward",
-        caption="Thin: each update; thick: mean over five.",
+        caption="The thin line has each update, the thick line the mean over five.",
     )
 
 
 def held_out_curve(results: Results) -> list[Curve]:
-    """The held-out reward over the updates of the loop; empty where it was measured only before and after training."""
+    """The held-out reward over the updates of the loop; empty if it was measured only before and after training."""
     found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
     if not found:
         return []
@@ -97,7 +97,7 @@ def held_out_curve(results: Results) -> list[Curve]:
 
 
 def loss_plots(metrics: Path) -> list[Plot]:
-    """Loss of the imitation, then what the updates of the loop measured, of the policy and of each player. A quantity
+    """Loss of the imitation, then the measurements of the loop's updates, for the policy and each player. A quantity
     that no update measured has no plot."""
     lines = read_metrics(metrics)
     warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
@@ -119,7 +119,7 @@ _MEASURED = (
     (
         "Components",
         "component/* return",
-        "Mean over episodes; return: the reward with the recipe's changes and penalties.",
+        "Mean over episodes. The return is the reward with the recipe's changes and penalties.",
     ),
     (
         "Lengths",
@@ -129,8 +129,8 @@ _MEASURED = (
     ("Turns", "turns", "Mean of the episodes."),
     ("Cut off", "length/answer/cut ended/*", "Share of answers at their token limit; share of episodes by their end."),
     ("Flat groups", "group/flat", "Share of the groups whose rewards are all equal."),
-    ("Entropy", "entropy entropy/sampled", "In nats, of the live tokens; sampled: estimated from all own tokens."),
-    ("Clipped", "clip clip/*", "Share of the live tokens, those with an advantage; own: share of all own tokens."),
+    ("Entropy", "entropy entropy/sampled", "In nats, of the live tokens. `sampled` is estimated from all own tokens."),
+    ("Clipped", "clip clip/*", "Share of the live tokens, which have an advantage. `own`: share of all own tokens."),
     (
         "Mismatch",
         "mismatch mismatch/mean",
@@ -141,8 +141,8 @@ _MEASURED = (
     ("KL", "kl/*", "From the policy that sampled (old), or to the policy that the name says."),
     ("Age", "lag lag/max", "Updates since the sampled tokens, mean and largest."),
     ("Stale", "stale_share", "Share of the batch's own tokens that were too old to be trained on."),
-    ("Gradient norm", "grad_norm value/grad_norm", "Before clipping; value: the critic's."),
-    ("Learning rate", "lr value/lr", "value: the critic's."),
+    ("Gradient norm", "grad_norm value/grad_norm", "Before clipping. `value` is the critic's."),
+    ("Learning rate", "lr value/lr", "`value` is the critic's."),
     ("Critic", "value/loss value/explained", "Loss, and the share of the targets' variance that the values explain."),
     ("Tokens per second", "perf/*_per_second", "Of the engine's and of the trainer's work since the last update."),
 )
@@ -150,7 +150,7 @@ _MEASURED = (
 
 
 def _name_of(key: str, what: Sequence[str]) -> str | None:
-    """The curve's name for a key of the metrics; None where no pattern of `what` matches the key."""
+    """The curve's name for a key of the metrics; None if no pattern of `what` matches the key."""
     player, own = key.split("/", 2)[1:] if key.startswith("players/") else ("", key)
     if not any(fnmatchcase(own, pattern) for pattern in what):
         return None

@@ -1,4 +1,4 @@
-"""Plain values for the page: the items of a transcript, with long texts cut and marked as cut, and the table of tapes.
+"""Plain values for the page: the items of a transcript, with long strings cut and marked, and the table of tapes.
 
 A record that can't be read is an item too, a hole with the reason: no record is skipped.
 """
@@ -62,13 +62,13 @@ def text_of(body: bytes) -> str:
 
 
 def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
-    """`times` -> seconds of each of a record's files, None for files that are no frame; empty without a video."""
+    """`times` -> seconds of each of a record's files, None for files that aren't frames; empty without a video."""
     times: list[float | None] = [None] * len(files)
     at = 0
     for video in videos_in(content) if files else ():
         names = tuple(frame.name for frame in video.frames)
         found = next((k for k in range(at, len(files)) if files[k : k + len(names)] == names), None)
-        if found is not None:  # else a value of the same form that is no video
+        if found is not None:  # otherwise a value that only looks like a video
             at = found + len(names)
             times[found:at] = video.times
     return {"times": times} if any(time is not None for time in times) else {}
@@ -183,7 +183,7 @@ _SHAPES: dict[type, Any] = {
 def columns(
     summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
 ) -> dict[str, object]:
-    """The columns of these tapes. versions: tape -> policy versions that sampled it; checks: tape -> its verdicts."""
+    """The columns of these tapes. versions: tape -> policy versions that sampled it. checks: tape -> its verdicts."""
     return {
         "n": len(summaries),
         "id": [s.id for s in summaries],
@@ -208,7 +208,7 @@ def columns(
 
 
 def coded(values: Iterable[str]) -> dict[str, object]:
-    """`words`: the distinct texts; `at`: for each row the number of its text."""
+    """`words` has the distinct strings, and `at` has the number of each row's string."""
     words: dict[str, int] = {}
     at = [words.setdefault(value, len(words)) for value in values]
     return {"words": list(words), "at": at}

@@ -1,8 +1,8 @@
-"""The live tail of a run (which tapes have changed since a revision), and what is known about the run's bytes.
+"""The live tail of a run (which tapes have changed since a revision), and the integrity of its bytes.
 
 A revision belongs to one `Live`. A revision of another `Live`, or one that is older than `REMEMBERED`, gives None: the
 page must reload. The integrity banner has `quick`, which uses the index only, or `whole`, the report of a `verify` of
-every byte. Both list what they did not check.
+every byte. Both list the parts that they did not check.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Live:
         """Tapes with new records; the reader of a tape removes it."""
 
     def now(self) -> str:
-        """Read what is new on the disk; gives the revision after it."""
-        # Not `Store.refresh`: a corrupt segment is shown as far as it reads, not raised.
+        """Read the new records on the disk; returns the revision after them."""
+        # Not `Store.refresh`: a corrupt segment is shown up to its break and doesn't raise.
         self.breaks = self._store.index.refresh()
         lines = {segment.name: (segment.n, segment.first) for segment in self._store.index.segments()}
         before, self._lines = self._lines, lines
@@ -52,7 +52,7 @@ class Live:
         return f"{self._era}.{self._rev}"
 
     def since(self, rev: str) -> tuple[set[str] | None, str]:
-        """(tapes with new records since `rev`, the present revision); (None, ...) where `rev` is unknown or too old."""
+        """(tapes with new records since `rev`, the present revision); (None, ...) if `rev` is unknown or too old."""
         now = self.now()
         era, _, number = rev.partition(".")
         if era != self._era or not number.isdigit() or not self._oldest() <= int(number) <= self._rev:
@@ -85,7 +85,7 @@ class Live:
 
 
 class Integrity(TypedDict):
-    """What the integrity banner says."""
+    """The contents of the integrity banner."""
 
     kind: str
     verdict: str
@@ -101,7 +101,7 @@ class Integrity(TypedDict):
 
 
 def quick(store: Store, breaks: Mapping[str, Break]) -> Integrity:
-    """From the index: the segments that were read, the lines where they break, and the missing segments."""
+    """From the index: the segments that were read, their breaks, and the missing segments."""
     segments = store.index.segments()
     numbers = {int(segment.name[:6]) for segment in segments}
     missing = sorted(set(range(1, max(numbers, default=0))) - numbers)

@@ -30,7 +30,7 @@ from .curves import Plot, loss_plots, reward_plot
 
 UNTAUGHT = (
     "No token was trained on, so the weights did not change: no episode was scored, or all attempts of each group "
-    "earned the same. `tapereel audit` says which."
+    "earned the same. `tapereel audit` shows which."
 )
 
 
@@ -40,7 +40,7 @@ class Score(Value):
     name: str
     """For example `before`, `after`, `control: SFT only`."""
     sampled: float | None
-    """Mean reward at temperature 1; None where it was not measured."""
+    """Mean reward at temperature 1; None if it was not measured."""
     greedy: float | None
     """Mean reward at temperature 0."""
     n: int | None = None
@@ -70,20 +70,20 @@ class Overview(Value):
     title: str
     subtitle: str = ""
     notes: tuple[str, ...] = ()
-    """What a reader must know before the numbers: that the run is at work, or what ended it early."""
+    """Shown above the numbers: that the run is still running, or why it ended early."""
     facts: tuple[Fact, ...] = ()
     plots: tuple[Plot, ...] = ()
     scores: tuple[Score, ...] = ()
     seconds: dict[str, float] = Field(default={})
     """Wall-clock seconds by part."""
     tokens: dict[str, int] = Field(default={})
-    """Every sampled token by what became of it; the values add up to all sampled tokens."""
+    """Every sampled token by its fate; the values add up to all sampled tokens."""
     ends: tuple[Lost, ...] = ()
     faults: tuple[Fault, ...] = ()
     """The errors that ended episodes, most frequent first."""
     tapes: tuple[TapeToRead, ...] = ()
     checks: dict[str, str] = Field(default={})
-    """Command line -> what it checks."""
+    """Command line -> the property that it checks."""
     next: tuple[str, ...] = ()
     """Command lines to try on this run."""
     config: str = ""
@@ -103,8 +103,8 @@ def overview_of(
 ) -> Overview:
     """The overview of the run whose store this is.
 
-    The defaults are read from the run directory. A run at work passes its results so far, which may be newer than
-    those on the disk, and its seconds, which go on.
+    The defaults are read from the run directory. A running run passes its present results, which may be newer
+    than the file, and its seconds so far.
     """
     path = store.path
     metrics = path / METRICS
@@ -146,8 +146,8 @@ def overview_of(
 
 
 def _books(store: Store) -> tuple[Books | None, tuple[str, ...]]:
-    """The accounting of the run's tokens, and sentences on what is wrong with it. None where it can't be made: one
-    unreadable record hides no other part."""
+    """The accounting of the run's tokens, and sentences on its errors. None if it can't be made: an
+    unreadable record must not hide the other parts."""
     try:
         books = store.books()
     except TapereelError as error:
@@ -285,11 +285,11 @@ def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
     run = str(run)
     found = {
         command("verify", run): "every line of the record is as it was written",
-        command("audit", run): "what became of each token and episode, and what looks wrong",
+        command("audit", run): "the fate of each token and episode, and everything unusual",
     }
     if trained:
         found[command("reproduce", run)] = "the updates, computed again from the tapes, give the same weights"
-        found[command("replay", run, "--model")] = "the recorded probabilities are those of the weights that sampled"
+        found[command("replay", run, "--model")] = "the recorded probabilities come from the weights that sampled"
     return found
 
 

@@ -1,7 +1,7 @@
 """RunView answers every question of the viewer about a run, with plain values. The server and the report call it.
 
-A RunView is for one caller at a time; the server queues its requests. Content is read page by page, so the cost of a
-large run or a long tape is that of the part shown. RunView writes nothing but the index, which is a cache.
+A RunView is for one caller at a time; the server queues its requests. Content is read page by page, so a
+large run or a long tape costs no more than the part shown. RunView writes nothing but the index, which is a cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
 SEARCHED = 1_000_000
 """Characters of one text that a search reads."""
 SEARCHED_AT_ONCE = 4_000_000
-"""Characters of all texts in one answer to a search. An answer has at least one tape."""
+"""Characters of all strings in one answer to a search. An answer has at least one tape."""
 
 
 DIGESTED = 20_000
@@ -59,19 +59,19 @@ class RunFacts(TypedDict):
     page: int
     piece: int
     rev: str | None
-    """The revision that `changes` goes on from; None where nothing changes."""
+    """The revision from which `changes` continues; None if nothing changes."""
     integrity: Integrity
     made: NotRequired[float]
     """When these files were written, in seconds since 1970."""
 
 
 class Texts(TypedDict):
-    """The texts of one page of items."""
+    """The strings of one page of items."""
 
     texts: list[tuple[int, str]]
     """(item, text)."""
     short: int
-    """How many texts were cut to `SEARCHED` characters."""
+    """How many strings were cut to `SEARCHED` characters."""
     pages: int
 
 
@@ -85,11 +85,11 @@ class Insight(Protocol):
 
     def explain(self, tape: str) -> dict[str, object]:
         """`verdict`, `notes`, `rows`, and `advantages` and `ratios`: call -> a number or None for each completion
-        token. `ratios` is missing where no weights were named."""
+        token. `ratios` is missing if no weights were named."""
         ...
 
     def forget(self) -> None:
-        """Drop what was read from the ledger: training has added updates."""
+        """Drop everything that was read from the ledger: training has added updates."""
         ...
 
 
@@ -97,7 +97,7 @@ class RunView:
     """One run, open for reading. Use it as a context manager, once."""
 
     def __init__(self, run: str | Path, *, insight: Callable[[Store], Insight] | None = None) -> None:
-        """`insight` makes the provider of training facts, at the first question that needs it. NoRun where `run` holds
+        """`insight` makes the provider of training facts, at the first question that needs it. NoRun if `run` holds
         no run."""
         self.store = Store.open(run)
         self._make_insight, self._insight = insight, None
@@ -175,7 +175,7 @@ class RunView:
         return self._uses
 
     def curve(self) -> dict[str, list[dict[str, object]]]:
-        """A point for each update: the mean recorded reward of its tapes. A run without updates has no points. Where
+        """A point for each update: the mean recorded reward of its tapes. A run without updates has no points. If
         several policies learned, the phase of a point names the policy's lineage."""
         rewards = self.store.index.rewards()
         several = len({update.lineage for update in self.uses.updates}) > 1
@@ -264,7 +264,7 @@ class RunView:
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
         """The verdicts of checks on the tape, newest first. `fits`: whether the tape still has the digest that was
-        checked; None where that is not known."""
+        checked; None if that is not known."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
         return [
@@ -316,10 +316,10 @@ class RunView:
         tape_map = self.map(tape)
         low, high = page * PAGE, min((page + 1) * PAGE, len(tape_map.turns))
         acted = [tape_map.actions[k] for k in range(low, high)]
-        texts = iter(list(self._bodies(tape_map, [record for record in acted if record >= 0])))
+        bodies = iter(list(self._bodies(tape_map, [record for record in acted if record >= 0])))
         shown = []
         for k, record in zip(range(low, high), acted, strict=True):
-            found = item(record, next(texts)) if record >= 0 else {}
+            found = item(record, next(bodies)) if record >= 0 else {}
             shown.append(
                 {
                     "turn": k,
@@ -371,13 +371,13 @@ class RunView:
         """Piece number `piece` of the whole text of one record."""
         tape_map = self.map(tape)
         if not 0 <= record < len(tape_map.places):
-            raise NoSuchTape(f"tape {tape} has {len(tape_map.places)} records; there is no record {record}")
+            raise NoSuchTape(f"tape {tape} has {len(tape_map.places)} records, so it has no record {record}")
         (body,) = self._bodies(tape_map, [record])
         text = text_of(body)
         return {"text": text[piece * PIECE : (piece + 1) * PIECE], "length": len(text)}
 
     def texts(self, tape: str, page: int) -> Texts:
-        """The texts of one page of items, for a search."""
+        """The strings of one page of items, for a search."""
         tape_map = self.map(tape)
         first = page * PAGE
         records = tape_map.items[first : first + PAGE].tolist()

@@ -88,7 +88,7 @@ class TapeMap:
         return None
 
     def extend(self) -> bool:
-        """Add the records that were written since; True where there were any."""
+        """Add the records that were written since; True if there were any."""
         have = len(self.places) - self.inherited
         fresh = self._store.index.places(self.tape, offset=have)
         if not fresh and not have:
@@ -161,7 +161,7 @@ class TapeMap:
             self.episode.append(earned)
 
     def turn_reward(self, turn: int) -> float | None:
-        """Reward of the turn's action, without metrics; None where the action has no reward."""
+        """Reward of the turn's action, without metrics; None if the action has no reward."""
         record = self.actions[turn]
         earned = [w * v for _, v, w in self.rewards.get(self.steps[record], ()) if w] if record >= 0 else []
         return sum(earned) if earned else None

@@ -165,7 +165,7 @@ def test_voided_updates_did_not_happen() -> None:
         ("begins", [lab.begin("a"), lab.begin("a")]),
         ("began", [lab.end("a")]),
         ("after", [*tape("a", 5), lab.end("a")]),
-        ("stands", [*tape("a", 5, status=None), lab.call("a", "a.1", 5)]),
+        ("a.1", [*tape("a", 5, status=None), lab.call("a", "a.1", 5)]),
     ],
 )
 def test_what_does_not_close_is_named(what: str, bodies: list[bytes]) -> None:
