@@ -29,9 +29,7 @@ from ..tapes.common.text import TerminalHandler, guard_terminal
 from ..tapes.errors import (
     MissingExtra,
     NewerRecord,
-    NoRun,
     NoSuchTape,
-    RunExists,
     RunStopped,
     TapereelError,
     UsageError,
@@ -246,7 +244,7 @@ def _run(name: str, words: list[str]) -> int:
             return Exit[error.reason.upper()]
         if isinstance(error, NewerRecord):
             return Exit.UNVERIFIABLE
-        return Exit.USAGE if isinstance(error, UsageError | NoRun | NoSuchTape | RunExists) else Exit.BROKEN
+        return Exit.USAGE if isinstance(error, UsageError | NoSuchTape) else Exit.BROKEN
 
 
 @contextlib.contextmanager

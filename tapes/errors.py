@@ -10,8 +10,6 @@ TapereelError
 ├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
 ├── Unwritable (TypeError)          a step holds a value that JSON can't
 ├── BadPicture (ValueError)         a file, image or array that can't become a picture
-├── NoRun (FileNotFoundError)       the path is not a run
-├── RunExists (FileExistsError)     a new run can't begin in the directory of another
 ├── NoSuchTape (LookupError)        no tape, or more than one, has that id
 ├── MissingExtra (ImportError)      an optional package is not installed
 └── UsageError (ValueError)         invalid argument, setting or input
@@ -80,14 +78,6 @@ class StoreFailed(TapereelError, OSError):
 
 class StrayCancellation(TapereelError, RuntimeError):
     """Code raised CancelledError, and its caller had not cancelled it."""
-
-
-class NoRun(TapereelError, FileNotFoundError):
-    """The path is not a run."""
-
-
-class RunExists(TapereelError, FileExistsError):
-    """A new run can't begin here: the directory holds a run already."""
 
 
 class NoSuchTape(TapereelError, LookupError):

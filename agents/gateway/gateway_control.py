@@ -417,7 +417,7 @@ async def serve_gateway(
     """Serve inside the block, and record into the run directory `out`.
     token: the admin token of the control routes; None: a new one is made.
     port: 0 takes a free port. Leaving the block ends open tapes as cancelled, then seals the store and closes the
-    engine. Raises RunExists if `out` holds a run and `resume` is false, and UsageError if `token` is too short.
+    engine. Raises UsageError if `out` holds a run and `resume` is false, or if `token` is too short.
     """
     made = await make_engine(config.engine)
     try:

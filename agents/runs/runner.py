@@ -126,7 +126,7 @@ def run(
     resume: bool = False,
     progress: Progress = silent,
 ) -> RunSummary:
-    """Roll the agent out over the tasks into the run directory `out`. RunExists where `out` holds a run and `resume` is
+    """Roll the agent out over the tasks into the run directory `out`. UsageError if `out` holds a run and `resume` is
     false.
 
     `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError

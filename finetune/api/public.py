@@ -48,7 +48,7 @@ def run(
     `out`: the run directory; None: a new one below `runs/`. `attempts`: episodes of each task. `resume`: continue the
     run in `out`. `settings`: any setting of `tapereel run` by its dotted key, as `{"limits.turns": 8}`.
 
-    Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
+    Raises UsageError, before anything is written, if an argument is invalid or `out` holds a run.
     """
     sets = {"attempts": attempts, "seed": seed, **(settings or {})}
     config = _config(RunConfig, model, sets)
@@ -104,7 +104,7 @@ def train(
     `tapereel train`). `settings`: any setting of `tapereel train` by its dotted key, as `{"loop.optimiser.lr": 1e-3}`.
     The trained model's folder is `run.summary.model`.
 
-    Raises UsageError before anything is written where an argument is invalid, RunExists where `out` holds a run.
+    Raises UsageError, before anything is written, if an argument is invalid or `out` holds a run.
     """
     from ..run.train_config import TrainConfig
 
@@ -121,7 +121,7 @@ def train(
 
 @check_arguments
 def open(path: str | Path) -> Run:
-    """The run in the directory `path` (`tapereel.open`). Raises NoRun where there is none."""
+    """The run in the directory `path` (`tapereel.open`). Raises UsageError if there is none."""
     return Run(path)
 
 

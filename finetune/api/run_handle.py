@@ -64,7 +64,7 @@ class Run:
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
         """agent, env: the objects that the run was made with, for `replay` and `branch`; None: as `config.yaml` names
-        them. Raises NoRun where `path` holds no run."""
+        them. Raises UsageError if `path` holds no run."""
         self.path = Path(path)
         self.agent = agent
         self.env = env

@@ -114,7 +114,7 @@ class TrainConfig(Setup, TrackedConfig):
         """Make the checks that don't need torch, download models of the hub, and apply the model's profile.
 
         So a wrong setting is answered at once. resume: the runs of `warm` and `curriculum` need not be there any more.
-        Raises UsageError, and NoRun if one of these is missing."""
+        Raises UsageError."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
         files = {"evaluation.tasks": str(self.evaluation.tasks)}
         if self.loop.corpus is not None and not resume:

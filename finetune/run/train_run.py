@@ -120,7 +120,7 @@ def train(
     resume: bool = False,
     progress: Progress = silent,
 ) -> TrainSummary:
-    """Train, or continue the run in `out`. Raises RunExists if `out` holds a run and `resume` is false.
+    """Train, or continue the run in `out`. Raises UsageError if `out` holds a run and `resume` is false.
 
     `agent`, `env` and `tasks` are objects for a configuration that names none. `setup` is the result of
     `config.checked()` and `resolve`. Raises UsageError, before anything is written, if the configuration names

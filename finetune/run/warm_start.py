@@ -33,8 +33,8 @@ def choose(
 ) -> list[str]:
     """Ids of the tapes of the run `source` that may be imitated and match the filters, in the order of their begin.
 
-    Raises UsageError if no tape matches, if a tape was tokenized for another model, or if `split` is held out, and
-    NoRun if `source` isn't a run.
+    Raises UsageError if no tape matches, a tape was tokenized for another model, `split` is held out, or `source` isn't
+    a run.
     """
     if split is not None and split not in TRAINABLE_SPLITS:
         raise UsageError(f"split {split!r} is held out: imitate tapes of {' or '.join(TRAINABLE_SPLITS)}")

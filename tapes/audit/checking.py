@@ -43,7 +43,7 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes of a split.
 
-    jobs: number of processes; None means one for each `PER_JOB` tapes. UsageError, NoRun or NoSuchTape if the
+    jobs: number of processes; None means one for each `PER_JOB` tapes. UsageError or NoSuchTape if the
     arguments name no tape.
     """
     from ..store.store import Store

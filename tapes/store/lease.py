@@ -52,10 +52,6 @@ GRACE = 3
 _NAME = re.compile(r"(\d{6,})(-[0-9a-f]{6})?\.json")
 
 
-class RunHeld(UsageError):
-    """Another process leads the run. Exits with code 64."""
-
-
 class LeaseLost(StoreFailed):
     """A later lead took the run over, or the lease's file is gone. This process must write nothing more."""
 
@@ -149,7 +145,7 @@ class Lease:
     """The right to write a run's next records. Use it as a context manager; it beats in its own thread."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
-        """Claim the next epoch of the run. RunHeld if another lead is alive, unless `take_over` ends its epoch."""
+        """Claim the next epoch of the run. UsageError if another lead is alive, unless `take_over` ends its epoch."""
         run = Path(run)
         self._folder, self._beat, self._disk = run / FOLDER, beat, disk
         disk.make_folder(self._folder)
@@ -258,13 +254,13 @@ class Lease:
 def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
     """The last epoch, which is over; 0 if the run had no lead. Takes nothing.
 
-    RunHeld if a living process leads the run. It may take a few beats to tell.
+    UsageError if a living process leads the run. It may take a few beats to tell.
     """
     run = Path(run)
     epoch, holder, file, segment = _last(run, disk)
     alive = file is not None and not holder.ended and _alive(file, holder, beat, disk)
     if alive or (segment is not None and is_live(run / "tapes", segment.stem, disk)):
-        raise RunHeld(
+        raise UsageError(
             f"{run} is led by {holder}. Two leads would train on the same tapes twice: "
             f"{_advice(holder, file or segment)}, or end its lease: --take-over, or in Python "
             "`tapereel.tapes.store.lease.end_lease(run)`"
@@ -283,9 +279,9 @@ def _advice(holder: Holder, locked: Path | None) -> str:
     return "wait for it to end or stop it"
 
 
-def _taken(run: Path) -> RunHeld:
+def _taken(run: Path) -> UsageError:
     holders = [*read_leads(run).values()] or ["its file is gone"]
-    return RunHeld(f"{run} was taken by another process at the same moment: {holders[-1]}")
+    return UsageError(f"{run} was taken by another process at the same moment: {holders[-1]}")
 
 
 def end_lease(run: str | Path) -> None:
@@ -332,4 +328,4 @@ def _flock_works(folder: Path, disk: Disk) -> bool:
         disk.remove(path)
 
 
-__all__ = ["Holder", "Lease", "LeaseLost", "RunHeld", "check_free", "end_lease", "read_leads", "recorded_leads"]
+__all__ = ["Holder", "Lease", "LeaseLost", "check_free", "end_lease", "read_leads", "recorded_leads"]

@@ -24,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
 from ..common.config import AT_RESUME, ConfigError, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml, settings_of
-from ..errors import Corrupt, NotATape, RunExists, UsageError
+from ..errors import Corrupt, NotATape, UsageError
 from ..value import Value
 from .books import Books
 from .disk import METRICS, REAL, counted_lines, open_regular, put_file, read_file
@@ -206,8 +206,8 @@ def open_run(
     `FreeAtResume` setting may differ; the file keeps the old values. The settings in `changes` may differ if their
     function allows it, and those in the groups `engines` until an episode has a result; the file records the change.
 
-    RunExists if a run is there and `resume` is false, or if another program wrote the tapes there; ConfigError if the
-    run has another configuration; RunHeld if another process leads the run.
+    UsageError if a run is there and `resume` is false, if another program wrote the tapes there, or if another process
+    leads the run. ConfigError if the run has another configuration.
     Leaving the context seals the store.
     """
     path = Path(path)
@@ -215,16 +215,16 @@ def open_run(
         raise UsageError(f"{path} is a file; a run is a folder, so choose another path (`out=...`)")
     found = (path / CONFIG).exists()
     if found and not resume:
-        raise RunExists(f"{path} holds a run already; continue it with `resume=True`, or choose another (`out=...`)")
+        raise UsageError(f"{path} holds a run already; continue it with `resume=True`, or choose another (`out=...`)")
     if not found and (path / "tapes").exists():
-        raise RunExists(f"{path} holds tapes of another program (it has no {CONFIG}); choose another path (`out=...`)")
+        raise UsageError(f"{path} holds tapes of another program (it has no {CONFIG}); choose another path (`out=...`)")
     changes = changes or {}
     if found:
         _check_config(path, config, (*free, *changes, *engines))
     results = Results() if found else begin()
     with Lease(path) as lease:
         if (path / CONFIG).exists() != found:
-            raise RunExists(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
+            raise UsageError(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
         for name in (CONFIG, RESULTS, METRICS, RECIPES, "teacher/*"):
             for part in path.glob(f"{name}.*-*.part"):
                 part.unlink(missing_ok=True)  # so an earlier lead that is stopped before the rename can't make it

@@ -19,7 +19,7 @@ from pydantic import SkipValidation
 from pydantic_core import to_json
 
 from ..common.arguments import check_arguments
-from ..errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
+from ..errors import Corrupt, NoSuchTape, NotATape, StoreFailed, UsageError
 from ..records import IN_TAPE, Begin, Files, Lead, Publish, Record, Status, Use, Void
 from ..schema import AnyRecord, parse_record, read_record
 from ..tape import Tape
@@ -107,7 +107,7 @@ class Store:
         cache: bool = True,
         **options: Unpack[WriterOptions],
     ) -> Self:
-        """Start a run, and make its directory if it is missing. RunExists when the directory holds tapes already.
+        """Start a run, and make its directory if it is missing. UsageError when the directory holds tapes already.
 
         Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
         of `SegmentWriter`. Without `cache` the index is kept in memory.
@@ -115,7 +115,7 @@ class Store:
         path = Path(path)
         disk.make_folder(path / "tapes")
         if segment_names(disk.names(path / "tapes")):
-            raise RunExists(
+            raise UsageError(
                 f"{path} holds a run already: open it with Store.open(path, write=True), or choose another path"
             )
         return cls.open(path, write=True, disk=disk, cache=cache, **options)
@@ -133,13 +133,13 @@ class Store:
     ) -> Self:
         """Open a run. For writing, this recovers the segments of dead writers (`store.recovered`).
 
-        NoRun if `path` is not a run.
+        UsageError if `path` is not a run.
         """
         path = Path(path)
         try:
             disk.names(path / "tapes")
         except (FileNotFoundError, NotADirectoryError):
-            raise NoRun(
+            raise UsageError(
                 f"{path} is not a run: it has no folder `tapes`; name the directory that a run was written to"
             ) from None
         store = cls(path, disk=disk, index=path / "tapes" / "index.sqlite" if cache else None)

@@ -20,7 +20,7 @@ from typing import cast
 from pydantic import JsonValue, computed_field
 from pydantic_core import from_json
 
-from ..errors import NewerRecord, NoRun, UsageError
+from ..errors import NewerRecord, UsageError
 from ..messages import image_parts, video_in, visual_parts
 from ..pictures import Video, videos_in
 from ..places import Place
@@ -324,7 +324,8 @@ class _Pins:
 
 
 def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] = (), disk: Disk = REAL) -> Report:
-    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. NoRun, ValueError.
+    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. UsageError if `path`
+    is not a run, ValueError if a pin is invalid.
 
     exact: pins that together end the run: a line or file that they don't cover is broken.
     """
@@ -332,7 +333,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
     try:
         entries = disk.names(folder)
     except (FileNotFoundError, NotADirectoryError):
-        raise NoRun(f"{path} is not a run: it has no folder `tapes`") from None
+        raise UsageError(f"{path} is not a run: it has no folder `tapes`") from None
     exact = [*exact]
     wanted = _gather_pins(path, segment_names(entries), [*pins, *exact], disk)
     sizes = segment_sizes(folder, disk)  # after the pins, so that every pinned line is read

@@ -97,8 +97,8 @@ class RunView:
     """One run, open for reading. Use it as a context manager, once."""
 
     def __init__(self, run: str | Path, *, insight: Callable[[Store], Insight] | None = None) -> None:
-        """`insight` makes the provider of training facts, at the first question that needs it. NoRun if `run` holds
-        no run."""
+        """`insight` makes the provider of training facts, at the first question that needs it. UsageError if
+        `run` holds no run."""
         self.store = Store.open(run)
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()

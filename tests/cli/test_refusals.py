@@ -16,7 +16,7 @@ from tapereel.cli import main
 from tapereel.cli.command import commands
 from tapereel.cli.look.view import configure
 from tapereel.envs.load_named import load_named
-from tapereel.tapes.errors import RunExists
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
 from .lab import EXAMPLE, NEXT, SCENE, answer_of, refusal_of, settings
@@ -144,7 +144,7 @@ def test_the_newest_minus_three_tapes(run: str, capsys: pytest.CaptureFixture[st
 
 def test_an_error_names_the_argument_in_python_and_the_option_on_a_command_line(run: str, capsys):
     words = ("run", *SCENE, *settings(f"engine.policy={NEXT}", "count=2"), "--out", run)
-    with pytest.raises(RunExists, match="`resume=True`") as caught:
+    with pytest.raises(UsageError, match="`resume=True`") as caught:
         tr.run(tr.ChatAgent(), tr.Environment, [1], ["a"], out=run)
     assert "--" not in str(caught.value)
     said = refusal_of(capsys, *words)

@@ -14,7 +14,7 @@ import pytest
 from tapereel.cli.progress_bars import live_progress
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes.common.config import Config, ConfigError, load_config
-from tapereel.tapes.errors import Corrupt, RunExists
+from tapereel.tapes.errors import Corrupt, UsageError
 from tapereel.tapes.store.disk import MOST_BYTES, NotAFile, file_digest, read_file
 from tapereel.tapes.store.lease import LeaseLost, end_lease
 from tapereel.tapes.store.reader import PINS
@@ -65,7 +65,7 @@ def test_seconds_count_when_the_work_fails(tmp_path: Path):
 def test_a_run_is_begun_once_and_with_one_configuration(tmp_path: Path):
     with open_run(tmp_path / "r", Settings()):
         pass
-    with pytest.raises(RunExists, match="resume=True"), open_run(tmp_path / "r", Settings()):
+    with pytest.raises(UsageError, match="resume=True"), open_run(tmp_path / "r", Settings()):
         pass
     other = Settings(seed=1, inner=Inner(lr=2.0))
     with pytest.raises(ConfigError, match=r": seed, inner\.lr\b"), open_run(tmp_path / "r", other, resume=True):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tapereel as tr
-from tapereel.tapes.errors import BadArgument, NoRun, RunExists, UsageError
+from tapereel.tapes.errors import BadArgument, UsageError
 
 from ...tapes.common.test_config import VALUES
 
@@ -90,7 +90,7 @@ def test_an_evaluation_has_intervals_and_pass_at_k(tmp_path: Path):
 
 def test_a_run_is_continued_with_the_same_objects_only(tmp_path: Path):
     run = played(tmp_path / "run")
-    with pytest.raises(RunExists):
+    with pytest.raises(UsageError, match=r"run.*resume=True"):
         played(tmp_path / "run")
     again = played(tmp_path / "run", resume=True)
     assert again.summary is not None
@@ -121,7 +121,7 @@ def test_a_wrong_argument_is_named_before_anything_is_written(tmp_path: Path, mo
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path):
-    with pytest.raises(NoRun):
+    with pytest.raises(UsageError, match=tmp_path.name):
         tr.open(tmp_path)
 
 

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import pytest
 
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Lead, Use
 from tapereel.tapes.store import lease as lease_module
 from tapereel.tapes.store.disk import Disk
-from tapereel.tapes.store.lease import Lease, LeaseLost, RunHeld, end_lease, read_leads
+from tapereel.tapes.store.lease import Lease, LeaseLost, end_lease, read_leads
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
@@ -60,7 +61,7 @@ def lead(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_a_second_lead_is_refused_and_the_error_names_the_first(tmp_path: Path, lead: subprocess.Popen[str]) -> None:
-    with pytest.raises(RunHeld) as caught:
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as caught:
         Lease(tmp_path, beat=0.05)
     assert re.search(rf"\b{lead.pid}\b.*{re.escape(os.uname().nodename)}.*( 20\d\d-.*){{2}}", str(caught.value))
     assert "--take-over" in str(caught.value)
@@ -77,7 +78,7 @@ def test_a_killed_lead_is_followed_at_once(tmp_path: Path, lead: subprocess.Pope
 
 def test_a_stopped_lead_that_lost_its_lease_ends_when_it_continues(tmp_path: Path, lead: subprocess.Popen[str]) -> None:
     lead.send_signal(signal.SIGSTOP)
-    with pytest.raises(RunHeld):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
         Lease(tmp_path, beat=0.05)  # it holds its lock, however long it is stopped
     with Lease(tmp_path, take_over=True) as lease:
         lead.send_signal(signal.SIGCONT)
@@ -92,7 +93,7 @@ def test_a_stopped_lead_that_lost_its_lease_ends_when_it_continues(tmp_path: Pat
 def test_where_flock_has_no_effect_signs_of_life_decide(tmp_path: Path) -> None:
     with Lease(tmp_path, beat=0.02, disk=NoLocks()) as first:
         assert not first.locks
-        with pytest.raises(RunHeld):
+        with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
             Lease(tmp_path, beat=1.0, disk=NoLocks())
         first.check()
     with Lease(tmp_path, beat=100.0, disk=NoLocks()) as second:  # the first one ended its lease itself
@@ -122,7 +123,7 @@ def _claim(folder: Path, start: float, won: multiprocessing.Queue[int], told: Ev
     time.sleep(max(start - time.time(), 0.0))
     try:
         Lease(folder, beat=0.05)
-    except RunHeld:
+    except UsageError:
         won.put(0)
     else:
         won.put(os.getpid())
@@ -258,7 +259,7 @@ def test_a_living_lead_without_its_file_is_seen_by_its_segment(tmp_path: Path, a
         store = Store.open(tmp_path, write=True)
         store.take_lead(lease)
         act(file_of(tmp_path, 2))
-        with pytest.raises(RunHeld) as caught:
+        with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as caught:
             Lease(tmp_path, beat=0.05)
         assert "--take-over" in str(caught.value)
         store.writer.append(Lab().begin("late"))
@@ -279,7 +280,7 @@ def test_an_emptied_file_of_a_living_lead_names_it_by_its_record(tmp_path: Path)
     with Lease(tmp_path, beat=1000.0) as lease, Store.create(tmp_path) as store:
         store.take_lead(lease)
         truncated(file_of(tmp_path))
-        with pytest.raises(RunHeld) as caught:
+        with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as caught:
             Lease(tmp_path, beat=0.05)
         assert f"process {os.getpid()} on {os.uname().nodename} (started 20" in str(caught.value)
 
@@ -358,7 +359,7 @@ def test_a_claim_that_comes_second_harms_nothing(tmp_path: Path, monkeypatch: py
     """The first lead renames its claim, so a second one can create the same file."""
     with Lease(tmp_path, beat=1000.0) as first:
         monkeypatch.setattr(lease_module, "check_free", lambda *_, **__: 0)  # it looked before the first claim
-        with pytest.raises(RunHeld):
+        with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
             Lease(tmp_path)
         assert [path.name for path in (tmp_path / "leads").iterdir()] == [file_of(tmp_path).name]
         first.check()
@@ -379,7 +380,7 @@ def test_a_file_with_wild_numbers_is_unreadable(tmp_path: Path, wild: str) -> No
     with Lease(tmp_path, beat=1000.0):
         holder = file_of(tmp_path).read_text()
         file_of(tmp_path).write_text(re.sub(wild.split(":")[0] + r":[^,}]*", wild, holder))
-        with pytest.raises(RunHeld):
+        with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
             Lease(tmp_path, beat=0.05)
         assert read_leads(tmp_path)[1].pid == 0
 
@@ -409,7 +410,7 @@ def test_a_run_without_file_locks_goes_on(tmp_path: Path, number: int, monkeypat
     assert verify(tmp_path).exit_code == 0
     with Lease(tmp_path, beat=0.02) as first:
         assert not first.locks
-        with pytest.raises(RunHeld):
+        with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
             Lease(tmp_path, beat=1.0)
 
 
@@ -448,14 +449,14 @@ def test_a_child_that_keeps_the_lock_of_a_dead_lead_is_named(tmp_path: Path, for
         assert lead.stdout is not None
         child = max(int(lead.stdout.readline()), int(lead.stdout.readline()))
         try:
-            with pytest.raises(RunHeld) as caught:
+            with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as caught:
                 Lease(tmp_path, beat=0.05)
             assert "lsof" not in str(caught.value)
             assert not read_leads(tmp_path)[1].ended
             lead.kill()
             lead.wait()
             if fork == "c":
-                with pytest.raises(RunHeld) as caught:
+                with pytest.raises(UsageError, match=re.escape(str(tmp_path))) as caught:
                     Lease(tmp_path, beat=0.05)
                 assert f"process {lead.pid} on" in str(caught.value)
                 assert f"lsof {file_of(tmp_path)}" in str(caught.value)

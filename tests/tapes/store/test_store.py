@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tapereel.tapes.errors import Corrupt, NoRun, NoSuchTape, NotATape, RunExists, StoreFailed
+from tapereel.tapes.errors import Corrupt, NoSuchTape, NotATape, StoreFailed, UsageError
 from tapereel.tapes.records import Parent, Reward, Status, Void
 from tapereel.tapes.store.disk import REAL, put_file
 from tapereel.tapes.store.store import Store
@@ -62,12 +62,12 @@ def test_a_closed_run_is_sealed_pinned_and_verified(tmp_path: Path) -> None:
 
 
 def test_a_run_is_made_once_and_opened_where_it_is(tmp_path: Path) -> None:
-    with pytest.raises(NoRun, match=re.escape(str(tmp_path / "run"))):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / "run"))):
         Store.open(tmp_path / "run")
-    with pytest.raises(NoRun):
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path))):
         verify(tmp_path / "run")
     Store.create(tmp_path / "run").close()
-    with pytest.raises(RunExists, match="write=True"):
+    with pytest.raises(UsageError, match="write=True"):
         Store.create(tmp_path / "run")
     with Store.open(tmp_path / "run") as reading, pytest.raises(StoreFailed, match="write=True"):
         _ = reading.writer
