@@ -25,8 +25,8 @@ from pydantic_core import to_json
 from ..tapes import BadPicture, Picture, Video
 from ..tapes.common.arguments import check_arguments, shown
 from ..tapes.common.hub import NotFound, snapshot, split_name
+from ..tapes.decoding import DATA_URL
 from ..tapes.errors import MissingExtra, UsageError
-from ..tapes.pictures import DATA_URL
 from ..tapes.records import Task
 
 Row = Callable[[Any], Any]

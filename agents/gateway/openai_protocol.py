@@ -22,8 +22,8 @@ from pydantic import (
     ValidationError,
 )
 
+from ...tapes.decoding import DATA_URL, MAX_PIXELS
 from ...tapes.errors import TapereelError
-from ...tapes.pictures import DATA_URL, MAX_PIXELS
 from ...tapes.records import Message
 
 _CHANGE_NOTHING = frozenset(

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ...tapes.decoding import decoded
 from ...tapes.errors import Corrupt, NotATape
-from ...tapes.pictures import decoded
 from ...tapes.places import Place
 from .video import NativeVideo, check_native, native_video
 from .vision import BadPlace, Expansion, Pixels, UnsupportedVision, VideoTokens, Vision, body_inputs, whole_model

@@ -31,9 +31,10 @@ from ...tapes import (
 )
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.text import storable
+from ...tapes.decoding import DATA_URL
 from ...tapes.errors import BadPicture, MissingExtra
 from ...tapes.messages import text_of
-from ...tapes.pictures import DATA_URL, Visual
+from ...tapes.pictures import Visual
 from ...tapes.records import Message
 from ...tapes.steps import PLACES, Prompt, content_parts, place_of
 from ..blocking import in_thread

@@ -38,8 +38,9 @@ from ...tapes import (
     ToolResults,
     Video,
 )
+from ...tapes.decoding import DATA_URL, decoded
 from ...tapes.messages import frames_of, heard, text_of
-from ...tapes.pictures import DATA_URL, Visual, decoded
+from ...tapes.pictures import Visual
 from ...tapes.steps import Prompt, content_parts, place_of
 from ..blocking import in_thread
 from ..environment import Effect, Outcome

@@ -24,8 +24,9 @@ from PIL import Image
 from pydantic import ValidationError
 
 from tapereel.tapes import BadPicture, MediaReference, Observation, Picture, ToolResult, Video
+from tapereel.tapes.decoding import MAX_BYTES
 from tapereel.tapes.messages import heard
-from tapereel.tapes.pictures import MAX_BYTES, media_of, pictures_of
+from tapereel.tapes.pictures import media_of, pictures_of
 from tapereel.tapes.records import StepRecord
 from tapereel.tapes.schema import parse_record
 from tapereel.tapes.steps import Prompt, ToolResults, parts_of
@@ -315,14 +316,14 @@ def test_the_orientation_is_found_in_either_order_of_bytes_as_a_long_number_and_
 
 
 def test_a_decoder_ends_when_it_has_used_its_cpu_time(monkeypatch: pytest.MonkeyPatch):
-    from tapereel.tapes import pictures
+    from tapereel.tapes import decoding
 
-    monkeypatch.setattr(pictures, "SECONDS", 0.0)
+    monkeypatch.setattr(decoding, "SECONDS", 0.0)
     for file in (FILE, JPEG, encoded(CORNER, "WEBP")):
         with pytest.raises(BadPicture, match="CPU"):
             Picture.of(file)
     assert Picture.of(CORNER) == Picture.of(Image.fromarray(CORNER))
-    monkeypatch.setattr(pictures, "SECONDS", 0.03)  # enough for its header; its decoder reads no second time
+    monkeypatch.setattr(decoding, "SECONDS", 0.03)  # enough for its header; its decoder reads no second time
     with pytest.raises(BadPicture, match="CPU"):
         Picture.of(encoded(Image.new("RGB", (4096, 4096)), "WEBP", lossless=True, method=0))
 
