@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
-from tapereel.finetune.objective import Credit
+from tapereel.finetune.objective import Context, TimeCredit
 
 GAMMA, LAM = 0.99, 0.95
 
@@ -67,9 +67,9 @@ def main() -> None:
     padded = [pad(column, batch_first=True) for column in (values, rewards)]
 
     stream = _stream(lengths, earned).having(value=torch.cat(values))
-    credit, y = Credit(kind="gae", gamma=GAMMA, lam=LAM), torch.from_numpy(earned)
+    credit, y = TimeCredit(kind="gae", gamma=GAMMA, lam=LAM), torch.from_numpy(earned)
     found = {
-        "ours": timed(lambda: credit(y, None, stream), args.reps),
+        "ours": timed(lambda: credit(y, None, stream, Context()), args.reps),
         "loop, padded": timed(lambda: looped(*padded, mask.float()), args.reps),
         "loop, packed": timed(lambda: looped_packed(values, rewards), max(2, args.reps // 2)),
     }

@@ -7,8 +7,8 @@ Three terms compute the advantage: `baseline` (subtracts from a reward), `credit
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten
 from .anchor import Anchor
-from .baseline import Baseline
-from .credit import Credit
+from .baseline import Baseline, GroupBaseline
+from .credit import Credit, TimeCredit
 from .kl import Adaptive
 from .recipe import Score
 from .regulariser import KL, Balance, Demonstrations, Entropy, Regulariser
@@ -38,6 +38,7 @@ __all__ = [
     "Demonstrations",
     "Entropy",
     "EpisodeKL",
+    "GroupBaseline",
     "GroupWeights",
     "MinorNLL",
     "Moments",
@@ -54,6 +55,7 @@ __all__ = [
     "Shape",
     "Sums",
     "Surrogate",
+    "TimeCredit",
     "TokenKL",
     "Weigh",
     "Whiten",

@@ -46,7 +46,7 @@ class Whiten(Adjust):
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         n, mean, square = context.mean_and_square(a[entered])
-        # Equal advantages leave only rounding in `square`; the division would scale it to size 1 (see Baseline._whole).
+        # Equal advantages leave only rounding in `square`; the division would scale it to size 1 (see baseline.py).
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(a)
         var = square / (n - self.ddof)

@@ -18,43 +18,53 @@ in no group.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import Annotated, Literal, assert_never
 
 import torch
 from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .term import Context, Term
+from .term import Context, Kinds, Term
 
 
 class Baseline(Term):
+    """Base class of all baselines; derive from it to write your own baseline."""
+
+    by: Literal["group", "fork", "batch"] = "group"
+    """The set of units whose rewards are compared."""
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        """(U,) float64 advantages of the rewards x (U,), one per episode or per turn; 0 where `scored` (U,) is False.
+
+        x is 0 where `scored` is False."""
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each reward there")
+
+    def owner(self, units: int, stream: Stream) -> Tensor:
+        """(U,) int64 index of the set (group, fork point or batch) that each unit is compared with."""
+        if self.by == "batch":
+            return torch.zeros(units, dtype=torch.int64)
+        of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
+        return of_episode if units == len(of_episode) else of_episode[stream.turns.episode]
+
+
+class GroupBaseline(Baseline):
     """What is subtracted from a reward, and the divisor of the difference."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
     """The comparison, as listed above."""
-    by: Literal["group", "fork", "batch"] = "group"
-    """The set of units whose rewards are compared."""
     eps: float = 1e-9
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
     """Subtracted from the count n in the variance."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(U,) float64 advantages of the rewards x (U,), where `scored` (U,) is True; 0 elsewhere."""
         y = torch.zeros_like(x)
         if self.kind == "none":
             return torch.where(scored, x, y)
-        owners, owner = torch.unique(self._owner(len(x), stream)[scored], return_inverse=True)
+        owners, owner = torch.unique(self.owner(len(x), stream)[scored], return_inverse=True)
         y[scored] = self._compare(x[scored], owner, len(owners), context)
         return y
-
-    def _owner(self, units: int, stream: Stream) -> Tensor:
-        """(U,) int64 index of the set (group, fork point or batch) that each unit is compared with."""
-        if self.by == "batch":
-            return torch.zeros(units, dtype=torch.int64)
-        of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
-        return of_episode if units == len(of_episode) else of_episode[stream.turns.episode]
 
     def _compare(self, x: Tensor, owner: Tensor, n: int, context: Context) -> Tensor:
         if self.by == "batch":
@@ -100,6 +110,9 @@ class Baseline(Term):
             case _:
                 assert_never(self.kind)
         return y
+
+
+AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline)]
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:

@@ -16,17 +16,46 @@ The critic's target is A + V.
 
 from __future__ import annotations
 
-from typing import Literal, assert_never
+from typing import Annotated, Literal, assert_never
 
 import torch
 from torch import Tensor
 
 from ..data import segments
 from ..data.stream import Stream
-from .term import Term
+from .term import Context, Kinds, Term
 
 
 class Credit(Term):
+    """Base class of all credits; derive from it to write your own credit."""
+
+    @property
+    def needs_value(self) -> bool:
+        """True if it reads `stream.value`, a critic's value of each token."""
+        return False
+
+    @property
+    def bootstraps(self) -> bool:
+        """True if it reads `stream.beyond`, a critic's values of the states at which episodes were cut off."""
+        return False
+
+    @property
+    def takes_penalty(self) -> bool:
+        """True if it adds `penalty`, the rewards per token of shape `token_kl`."""
+        return False
+
+    def __call__(
+        self, y: Tensor, penalty: Tensor | None, stream: Stream, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
+        """((T,) float64 advantages, (T,) targets of a critic or None).
+
+        y: (U,) advantages of units. penalty: (T,) rewards per token that are added, or None. Both must be finite, so an
+        unscored unit has y = 0: a recurrence would carry a NaN to every earlier token of its episode.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each token there")
+
+
+class TimeCredit(Credit):
     """How a unit's advantage is spread over its tokens."""
 
     kind: Literal["broadcast", "returns", "gae"] = "broadcast"
@@ -38,15 +67,24 @@ class Credit(Term):
     lam: float = 1.0
     """GAE's lambda."""
     bootstrap: bool = True
-    """With `gae` and a reward per turn: an episode that was cut off goes on with the value at the cut. False: the cut
+    """With `gae` and a reward per turn: an episode that was cut off continues with the value at the cut. False: the cut
     is an end like any other, as for a limit that is a part of the task."""
 
-    def __call__(self, y: Tensor, penalty: Tensor | None, stream: Stream) -> tuple[Tensor, Tensor | None]:
-        """(T,) float64 advantages, and the critic's targets (gae only).
+    @property
+    def needs_value(self) -> bool:
+        return self.kind == "gae"
 
-        y: (U,) advantages of units. penalty: (T,) rewards per token that are added, or None. Both must be finite, so an
-        unscored unit has y = 0: the recurrence would carry a NaN to every earlier token of its episode.
-        """
+    @property
+    def bootstraps(self) -> bool:
+        return self.needs_value and self.bootstrap
+
+    @property
+    def takes_penalty(self) -> bool:
+        return self.kind != "broadcast"
+
+    def __call__(
+        self, y: Tensor, penalty: Tensor | None, stream: Stream, context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         if self.kind == "broadcast":
             return y[unit_of_token(len(y), stream)], None
         clock = _clock(self.clock, stream)
@@ -72,6 +110,9 @@ class Credit(Term):
         after = torch.where(clock.last, beyond, value.roll(-1))
         advantage = segments.recur(reward + self.gamma * after - value, decay * self.lam)
         return advantage[clock.step], (advantage + value)[clock.step]
+
+
+AnyCredit = Annotated[Credit, Kinds(TimeCredit)]
 
 
 def unit_of_token(units: int, stream: Stream) -> Tensor:

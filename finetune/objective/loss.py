@@ -214,7 +214,7 @@ def _advantages(
     context.sums.add("return", returns, extremes=True)
     context.sums.add("return/square", returns.square())
     y = recipe.baseline(x, ours, stream, context)
-    advantage, target = recipe.credit(y, penalty, stream)
+    advantage, target = recipe.credit(y, penalty, stream, context)
     if recipe.bootstraps:
         context.sums.add("episode/bootstrapped", (stream.episodes.cut & ~stream.beyond.isnan())[compared])
     for term in recipe.adjust:

@@ -7,18 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeGuard, get_args
 
 from pydantic import ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from ...tapes.errors import UsageError
 from .adjust import AnyAdjust
 from .anchor import Anchor
-from .baseline import Baseline
-from .credit import Credit
+from .baseline import AnyBaseline, GroupBaseline
+from .credit import AnyCredit, TimeCredit
 from .regulariser import KL, AnyRegulariser, Balance, Demonstrations, Regulariser
 from .reward import Reward
 from .select import Select
 from .shape import AnyShape, EpisodeKL, RewardKL, Running, TokenKL
 from .surrogate import PPO, AnySurrogate, NoSurrogate
-from .term import Kinds, Term, class_name
+from .term import Kinds, Term, class_name, kind_of
 from .weigh import Weigh
 
 
@@ -45,8 +46,8 @@ class Recipe(Term):
     score: Score = Score()
     reward: Reward = Reward()
     shape: tuple[AnyShape, ...] = ()
-    baseline: Baseline = Baseline()
-    credit: Credit = Credit()
+    baseline: AnyBaseline = GroupBaseline()
+    credit: AnyCredit = TimeCredit()
     adjust: tuple[AnyAdjust, ...] = ()
     anchor: Anchor = Anchor()
     surrogate: AnySurrogate = PPO()
@@ -59,12 +60,12 @@ class Recipe(Term):
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
         # Such a subclass would be serialised as its base class, so the run's record would name the wrong class.
-        for name in type(self).model_fields:
-            kinds, value = kinds_of(name), getattr(self, name)
-            if len(kinds) == 1 and type(value) is not kinds[0]:
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            if isinstance(value, Term) and not _is_open(info) and type(value) is not info.annotation:
                 raise ValueError(
                     f"{name} is {class_name(type(value))}, and {name} can't be a class of your own: derive a "
-                    "Surrogate, Regulariser, Shape or Adjust"
+                    "Shape, Baseline, Credit, Adjust, Surrogate or Regulariser"
                 )
         return self
 
@@ -77,10 +78,11 @@ class Recipe(Term):
                 f"recipe {self.name!r} has a KL in the reward ({priced[0]}) and a KL in the loss: remove "
                 "one of them, or set both_kls=True to have both"
             )
-        if self.token_penalty is not None and self.credit.kind == "broadcast":
+        if self.token_penalty is not None and not self.credit.takes_penalty:
             raise ValueError(
-                f"recipe {self.name!r}: token_kl adds a reward to each token, and credit 'broadcast' has no "
-                "time steps to carry it: use credit 'returns' or 'gae', or shape 'episode_kl'"
+                f"recipe {self.name!r}: token_kl adds a reward to each token, and credit "
+                f"{kind_of(self.credit)!r} has no time steps to carry it: use credit 'returns' or "
+                "'gae', or shape 'episode_kl'"
             )
         if len([term for term in self.shape if isinstance(term, TokenKL)]) > 1:
             raise ValueError(f"recipe {self.name!r} has two token_kl shapes: give one with the sum of the betas")
@@ -116,7 +118,7 @@ class Recipe(Term):
     def bootstraps(self) -> bool:
         """True if a critic values the states at which episodes were cut off. Not with a reward that is placed whole at
         the end: its values count what was earned before the cut, so a value at the cut would count it twice."""
-        return self.needs_value and self.credit.bootstrap and self.reward.per == "turn"
+        return self.credit.bootstraps and self.reward.per == "turn"
 
     @property
     def needs_teacher(self) -> bool:
@@ -131,7 +133,7 @@ class Recipe(Term):
     @property
     def needs_value(self) -> bool:
         """True if a term reads a critic's values."""
-        return self.credit.kind == "gae"
+        return self.credit.needs_value
 
     @property
     def imitates(self) -> bool:
@@ -192,17 +194,17 @@ class Recipe(Term):
     def but(self, changes: Mapping[str, object] | None = None, /, **terms: object) -> Recipe:
         """A copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
-        A mapping changes the named constants of a term; a surrogate of another `kind` starts from its own defaults.
-        Any other value replaces the term. Raises UsageError for an unknown key or a wrong value.
+        A mapping changes the named constants of a term; a term of another class starts from its own defaults. Any other
+        value replaces the term. Raises UsageError for an unknown key or a wrong value.
         """
         whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
             old = whole.get(name)
             if isinstance(value, Mapping) and isinstance(old, Term):
                 constants = self.model_dump(include={name})[name]
-                # Kinds of surrogates have different constants, so another kind starts from its own defaults.
-                other = name == "surrogate" and value.get("kind", constants["kind"]) != constants["kind"]
-                value = dict(value) if other else {**constants, **value}
+                if "kind" in value and _class_of(name, value["kind"]) != _class_of(name, constants.get("kind")):
+                    constants = {}
+                value = {**constants, **value}
             whole[name] = value
         return read(whole)
 
@@ -250,6 +252,17 @@ def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
     # In a field of several kinds, the part of `loc` before the key is the kind.
     found = kinds if len(kinds) == 1 else [cls for cls in kinds if cls.model_fields["kind"].default == loc[-2]]
     return list(found[0].model_fields) if len(found) == 1 else []
+
+
+def _class_of(field: str, kind: object) -> object:
+    """The class of a term's kind: one of the package, or the name `module:name` of a user's class."""
+    named = ((cls, cls.model_fields["kind"]) for cls in kinds_of(field) if "kind" in cls.model_fields)
+    return next((cls for cls, info in named if kind in get_args(info.annotation)), kind)
+
+
+def _is_open(info: FieldInfo) -> bool:
+    """True for a field that takes a user's subclass."""
+    return any(isinstance(note, Kinds) for note in info.metadata)
 
 
 def kinds_of(field: str) -> tuple[type[Term], ...]:

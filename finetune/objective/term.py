@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import or_
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -34,12 +34,16 @@ class Term(BaseModel):
 
     def __str__(self) -> str:
         values = {name: getattr(self, name) for name in type(self).model_fields}
-        kind = values.pop("kind", None)
-        if _outside(type(self)):
-            kind = class_name(type(self))
+        values.pop("kind", None)
         texts = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
         inside = ", ".join(f"{name}={text}" for name, text in texts.items())
+        kind = kind_of(self)
         return f"{kind}({inside})" if kind is not None else inside
+
+
+def kind_of(term: Term) -> str | None:
+    """The term's kind: `module:name` for a user's class, None for a term of a single kind."""
+    return class_name(type(term)) if _outside(type(term)) else getattr(term, "kind", None)
 
 
 def _outside(cls: type[Term]) -> bool:
@@ -74,13 +78,14 @@ class Kinds:
         self.kinds = kinds
 
     def __get_pydantic_core_schema__(self, base: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        closed = handler.generate_schema(Annotated[reduce(or_, self.kinds), Field(discriminator="kind")])
+        union = Annotated[reduce(or_, self.kinds), Field(discriminator="kind")]
+        closed = handler.generate_schema(union if len(self.kinds) > 1 else self.kinds[0])
 
         def validate(
             value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
         ) -> Any:
             if isinstance(value, base) and type(value) not in self.kinds:
-                class_name(type(value))  # raises for a class that has no importable name
+                _check_own(type(value), base)
                 return value
             if isinstance(value, Mapping) and ":" in str(value.get("kind", "")):
                 return _imported(base, value, **(info.context or {}))
@@ -98,6 +103,18 @@ class Kinds:
             validate,
             closed,
             serialization=core_schema.wrap_serializer_function_ser_schema(serialise, info_arg=True, schema=closed),
+        )
+
+
+def _check_own(cls: type[Term], base: type[Term]) -> None:
+    """ValueError for a class that can't be imported by its name, and for one whose `kind` is a constant of its own: a
+    record's `kind` is the name of the class, so the constant would be lost."""
+    name = class_name(cls)
+    kind = cls.model_fields.get("kind")
+    if kind is not None and len(get_args(kind.annotation)) != 1:
+        raise ValueError(
+            f"{name} has a constant `kind`, and a run records the name of the class under that key: derive it from "
+            f"{base.__name__}, or rename the constant"
         )
 
 
@@ -120,9 +137,10 @@ def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = Tru
         ) from error
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ValueError(
-            f"kind {name!r} is {found!r:.80}, which is no subclass of {base.__module__}.{base.__name__}: derive it "
+            f"kind {name!r} is {found!r:.80}, which isn't a subclass of {base.__module__}.{base.__name__}: derive it "
             "from that class"
         )
+    _check_own(found, base)
     fields = {key: constant for key, constant in value.items() if key != "kind"}
     try:
         return found.model_validate(fields)

@@ -1,11 +1,11 @@
 """Recipes that bound a token's pull in another way than PPO's clip: CISPO, SAPO, CPGD."""
 
-from ..objective import CISPO, CPG, KL, SAPO, Baseline, Weigh
+from ..objective import CISPO, CPG, KL, SAPO, GroupBaseline, Weigh
 from ..objective.recipe import Recipe
 
 cispo = Recipe(
     name="cispo",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-9),
     surrogate=CISPO(cap=5.0),
 )
 """cispo: clipped importance weights in front of the score function, so that no token loses its gradient.
@@ -21,7 +21,7 @@ Source: MiniMax 2025, "MiniMax-M1" (arXiv 2506.13585).
 
 sapo = Recipe(
     name="sapo",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-9),
     surrogate=SAPO(tau=1.0, tau_negative=1.05),
     weigh=Weigh(kind="episode"),
 )
@@ -35,7 +35,7 @@ Source: Gao et al. 2025, "Soft Adaptive Policy Optimization" (arXiv 2511.20347),
 
 cpgd = Recipe(
     name="cpgd",
-    baseline=Baseline(kind="std", by="batch", ddof=0, eps=1e-6),
+    baseline=GroupBaseline(kind="std", by="batch", ddof=0, eps=1e-6),
     surrogate=CPG(low=0.2, high=0.2),
     regulariser=(KL(to="sampler", estimator="k3", beta=0.1),),
 )

@@ -1,11 +1,11 @@
 """Group-relative recipes: GRPO and the variants that change its baseline, clipping, weights or ratio."""
 
-from ..objective import KL, PPO, Baseline, Overlong, Select, Weigh
+from ..objective import KL, PPO, GroupBaseline, Overlong, Select, Weigh
 from ..objective.recipe import Recipe
 
 grpo = Recipe(
     name="grpo",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-9),
     surrogate=PPO(low=0.2, high=0.2),
     regulariser=(KL(estimator="k3", beta=0.0),),
 )
@@ -24,7 +24,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), eq. 3 and 4.
 
 dr_grpo = Recipe(
     name="dr_grpo",
-    baseline=Baseline(kind="mean"),
+    baseline=GroupBaseline(kind="mean"),
     surrogate=PPO(low=0.2, high=0.2),
     weigh=Weigh(kind="constant", limit=512.0),
 )
@@ -41,7 +41,7 @@ Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv 2503.20783
 dapo = Recipe(
     name="dapo",
     shape=(Overlong(limit=20480, buffer=4096, factor=1.0),),
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-9),
     surrogate=PPO(low=0.2, high=0.28),
     select=Select(flat="drop"),
 )
@@ -59,7 +59,7 @@ Source: Yu et al. 2025, "DAPO" (arXiv 2503.14476).
 
 gspo = Recipe(
     name="gspo",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-9),
     surrogate=PPO(low=3e-4, high=4e-4, per="episode"),
     weigh=Weigh(kind="episode"),
 )

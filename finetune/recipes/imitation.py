@@ -1,9 +1,9 @@
 """Recipes that imitate: maximum likelihood, rejection sampling, minorised SFT and distillation."""
 
-from ..objective import KL, NLL, Baseline, MinorNLL, NoSurrogate, Score, Select
+from ..objective import KL, NLL, GroupBaseline, MinorNLL, NoSurrogate, Score, Select
 from ..objective.recipe import Recipe
 
-sft = Recipe(name="sft", score=Score(temperature="one"), baseline=Baseline(kind="none"), surrogate=NLL())
+sft = Recipe(name="sft", score=Score(temperature="one"), baseline=GroupBaseline(kind="none"), surrogate=NLL())
 """sft: next-token cross-entropy on the agents' own tokens.
 
     loss = -1/T sum_t lp_t
@@ -15,7 +15,7 @@ temperature plays no part.
 rft = Recipe(
     name="rft",
     score=Score(temperature="one"),
-    baseline=Baseline(kind="none"),
+    baseline=GroupBaseline(kind="none"),
     surrogate=NLL(),
     select=Select(bounds=(1.0, None)),
 )
@@ -31,7 +31,7 @@ Source: Yuan et al. 2023 (arXiv 2308.01825).
 minor_sft = Recipe(
     name="minor_sft",
     score=Score(temperature="one"),
-    baseline=Baseline(kind="none"),
+    baseline=GroupBaseline(kind="none"),
     surrogate=MinorNLL(beta=0.1, per="episode"),
 )
 """minor_sft: cross-entropy that fades as the model outgrows where it started.
@@ -52,7 +52,7 @@ Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
 distill = Recipe(
     name="distill",
     score=Score(temperature="one"),
-    baseline=Baseline(kind="none"),
+    baseline=GroupBaseline(kind="none"),
     surrogate=NoSurrogate(),
     regulariser=(KL(to="teacher", estimator="k3", beta=1.0),),
 )

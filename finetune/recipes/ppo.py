@@ -1,14 +1,14 @@
 """PPO recipes: clipped ratios with a critic, and against recomputed log-probs."""
 
-from ..objective import PPO, Adaptive, Anchor, Baseline, Credit, Reward, TokenKL, Whiten
+from ..objective import PPO, Adaptive, Anchor, GroupBaseline, Reward, TimeCredit, TokenKL, Whiten
 from ..objective.recipe import Recipe
 
 ppo = Recipe(
     name="ppo",
     reward=Reward(per="turn"),
     shape=(TokenKL(beta=0.0, estimator="k1"),),
-    baseline=Baseline(kind="none"),
-    credit=Credit(kind="gae", gamma=1.0, lam=0.95),
+    baseline=GroupBaseline(kind="none"),
+    credit=TimeCredit(kind="gae", gamma=1.0, lam=0.95),
     adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
     surrogate=PPO(low=0.2, high=0.2),
 )
@@ -53,7 +53,7 @@ where beta is fixed (`adaptive` null, beta 0.02).
 
 decoupled_ppo = Recipe(
     name="decoupled_ppo",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-9),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-9),
     anchor=Anchor(to="recomputed", weight="truncate", high=2.0),
     surrogate=PPO(low=0.2, high=0.2),
 )

@@ -1,11 +1,11 @@
 """REINFORCE recipes: the plain score-function gradient with the usual baselines."""
 
-from ..objective import KL, PPO, Baseline, Credit, Reinforce, Reward, TokenKL, Whiten
+from ..objective import KL, PPO, GroupBaseline, Reinforce, Reward, TimeCredit, TokenKL, Whiten
 from ..objective.recipe import Recipe
 
 reinforce = Recipe(
     name="reinforce",
-    baseline=Baseline(kind="std", by="group", ddof=1, eps=1e-4),
+    baseline=GroupBaseline(kind="std", by="group", ddof=1, eps=1e-4),
     surrogate=Reinforce(),
     regulariser=(KL(estimator="k3", beta=0.0),),
 )
@@ -25,8 +25,8 @@ Source: TapeAgents 0.1.16, finetune.rl with `algo: reinforce`.
 reinforce_plain = Recipe(
     name="reinforce_plain",
     reward=Reward(per="turn"),
-    baseline=Baseline(kind="none"),
-    credit=Credit(kind="returns", gamma=1.0),
+    baseline=GroupBaseline(kind="none"),
+    credit=TimeCredit(kind="returns", gamma=1.0),
     surrogate=Reinforce(),
 )
 """reinforce_plain: Williams' REINFORCE with discounted returns and no baseline.
@@ -39,7 +39,7 @@ Source: Williams 1992; LightRFT's estimator `reinforce`.
 1. Time runs over own tokens only; a turn's reward comes with its last own token.
 """
 
-rloo = Recipe(name="rloo", baseline=Baseline(kind="loo"), surrogate=Reinforce())
+rloo = Recipe(name="rloo", baseline=GroupBaseline(kind="loo"), surrogate=Reinforce())
 """rloo: REINFORCE with the mean of the other attempts as the baseline.
 
     A_i = r_i - mean_{j != i} r_j
@@ -54,8 +54,8 @@ Source: Kool et al. 2019; Ahmadian et al. 2024, "Back to Basics" (arXiv 2402.147
 reinforce_pp = Recipe(
     name="reinforce_pp",
     shape=(TokenKL(beta=0.0, estimator="k1"),),
-    baseline=Baseline(kind="none"),
-    credit=Credit(kind="returns", gamma=1.0),
+    baseline=GroupBaseline(kind="none"),
+    credit=TimeCredit(kind="returns", gamma=1.0),
     adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
     surrogate=PPO(low=0.2, high=0.2),
 )
@@ -73,7 +73,7 @@ Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262).
 
 reinforce_pp_baseline = Recipe(
     name="reinforce_pp_baseline",
-    baseline=Baseline(kind="mean"),
+    baseline=GroupBaseline(kind="mean"),
     adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
     surrogate=PPO(low=0.2, high=0.2),
     regulariser=(KL(estimator="k2", beta=0.0),),

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from tapereel.finetune.objective import Baseline, Context, GroupWeights, Reward, Select
+from tapereel.finetune.objective import Context, GroupBaseline, GroupWeights, Reward, Select
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes.records import Status
@@ -34,7 +34,7 @@ def advantages(
 ) -> list[float]:
     stream = exact(*simple(rewards, groups, forks=forks))
     x = stream.episodes.reward
-    return Baseline(**word)(x, ~x.isnan(), stream, Context()).tolist()
+    return GroupBaseline(**word)(x, ~x.isnan(), stream, Context()).tolist()
 
 
 @pytest.mark.ledger("F34", "F35", "F36", "F37", "F38", "F40")
@@ -211,7 +211,7 @@ rewards = st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0, -2.5, 7.0]), min_size=1,
 @given(rewards, st.data())
 def test_the_oracle_agrees_on_random_groups(values, data):
     groups = data.draw(st.lists(st.sampled_from("abc"), min_size=len(values), max_size=len(values)))
-    for kind in get_args(Baseline.model_fields["kind"].annotation):
+    for kind in get_args(GroupBaseline.model_fields["kind"].annotation):
         for by in ("group", "batch"):
             word = {"kind": kind, "by": by, "eps": 1e-4, "ddof": 1}
             want = oracle.baseline(values, groups, **word)

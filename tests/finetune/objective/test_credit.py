@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.finetune.data import segments
-from tapereel.finetune.objective import ClipAdvantage, Context, Credit, Relu, Whiten
+from tapereel.finetune.objective import ClipAdvantage, Context, Relu, TimeCredit, Whiten
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.recipes import get_recipe
 from tapereel.tapes.errors import UsageError
@@ -35,7 +35,7 @@ def spread(case, between=1):
     values = {"value": case["values"]} if "values" in case else {}
     stream = exact([row(turns=turns, between=between)], [one], **values)
     y = stream.turns.reward if "turn_rewards" in case else stream.episodes.reward
-    return Credit(**case["word"])(y, None, stream)
+    return TimeCredit(**case["word"])(y, None, stream, Context())
 
 
 @pytest.mark.ledger("F32", "F43", "F44")
@@ -56,11 +56,18 @@ def test_what_is_earned_before_an_episodes_first_own_token_moves_nothing(case):
         for i, e in enumerate(case["episodes"])
     ]
     stream = exact(rows, episodes)
-    assert Credit(**case["word"])(stream.turns.reward, None, stream)[0].tolist() == pytest.approx(case["expected"])
+    assert TimeCredit(**case["word"])(stream.turns.reward, None, stream, Context())[0].tolist() == pytest.approx(
+        case["expected"]
+    )
 
 
 def test_time_does_not_discount_unless_it_is_told_to():
-    assert (Credit().kind, Credit().clock, Credit().gamma, Credit().lam) == ("broadcast", "token", 1.0, 1.0)
+    assert (TimeCredit().kind, TimeCredit().clock, TimeCredit().gamma, TimeCredit().lam) == (
+        "broadcast",
+        "token",
+        1.0,
+        1.0,
+    )
 
 
 @pytest.mark.ledger("T13", "P7")
@@ -107,8 +114,10 @@ def test_the_recurrence_agrees_with_the_loop_for_any_batch(rewards, gamma, lam, 
     stream = exact(rows, episodes, value=[v for row in values for v in row])
     y = stream.turns.reward
     want = [x for r in rewards for x in oracle.returns(r, gamma)]
-    assert Credit(kind="returns", gamma=gamma)(y, None, stream)[0].tolist() == pytest.approx(want, rel=1e-9, abs=1e-12)
-    got, targets = Credit(kind="gae", gamma=gamma, lam=lam)(y, None, stream)
+    assert TimeCredit(kind="returns", gamma=gamma)(y, None, stream, Context())[0].tolist() == pytest.approx(
+        want, rel=1e-9, abs=1e-12
+    )
+    got, targets = TimeCredit(kind="gae", gamma=gamma, lam=lam)(y, None, stream, Context())
     both = [oracle.gae(r, v, gamma, lam, 0.3 if cut else 0.0) for r, v in zip(rewards, values, strict=True)]
     assert got.tolist() == pytest.approx([x for a, _ in both for x in a], rel=1e-9, abs=1e-12)
     assert targets is not None
@@ -118,7 +127,7 @@ def test_the_recurrence_agrees_with_the_loop_for_any_batch(rewards, gamma, lam, 
 def test_beyond_a_cut_whose_value_is_unknown_there_is_nothing():
     stream = exact([row("a", turns=(2,))], [episode("a", reward=1.0, cut=True)], value=[0.2, 0.4])
     assert stream.beyond.isnan().all()
-    got, _ = Credit(kind="gae", gamma=1.0, lam=1.0)(stream.episodes.reward, None, stream)
+    got, _ = TimeCredit(kind="gae", gamma=1.0, lam=1.0)(stream.episodes.reward, None, stream, Context())
     assert got.tolist() == pytest.approx([1.0 - 0.2, 1.0 - 0.4])
 
 
@@ -127,11 +136,11 @@ def test_rows_of_an_episode_in_any_order_give_the_same_credit():
     first, second = row("a", turns=(2, 1)), row("a", turns=(2,), first_turn=2)
     other = row("b", turns=(2,))
     episodes = [episode("a", reward=1.0), episode("b", reward=2.0)]
-    word = Credit(kind="returns", gamma=0.5)
+    word = TimeCredit(kind="returns", gamma=0.5)
     straight = exact([first, second, other], episodes)
     swapped = exact([other, second, first], episodes)
-    a, _ = word(straight.episodes.reward, None, straight)
-    b, _ = word(swapped.episodes.reward, None, swapped)
+    a, _ = word(straight.episodes.reward, None, straight, Context())
+    b, _ = word(swapped.episodes.reward, None, swapped, Context())
     assert a.tolist() == [0.0625, 0.125, 0.25, 0.5, 1.0, 1.0, 2.0]
     assert b.tolist() == [1.0, 2.0, 0.5, 1.0, 0.0625, 0.125, 0.25]
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Stream
-from tapereel.finetune.objective import Baseline, Context, Credit
+from tapereel.finetune.objective import Context, GroupBaseline, TimeCredit
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
+from tapereel.finetune.objective.term import kind_of
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.critic import Critic, CriticTrainer
 from tapereel.finetune.trainer.logprobs import score
@@ -39,7 +40,7 @@ FEW = settings(
 MANY = settings(FEW, max_examples=30)
 MODEL, REFERENCE = tiny_model(), tiny_model(seed=1)
 BATCHES = worlds(scored_only=True)
-BASELINES = [kind for kind in get_args(Baseline.model_fields["kind"].annotation) if kind != "none"]
+BASELINES = [kind for kind in get_args(GroupBaseline.model_fields["kind"].annotation) if kind != "none"]
 
 
 def needs(recipe: Recipe, model: Any = MODEL) -> dict[str, Any]:
@@ -268,7 +269,7 @@ def test_the_expected_gradient_on_any_bandit_is_that_of_the_expected_reward(logi
 @given(
     st.lists(st.floats(-2, 2), min_size=6, max_size=6),
     st.lists(st.sampled_from([0.0, 1.0, -0.5]), min_size=6, max_size=6),
-    st.sampled_from(get_args(Credit.model_fields["kind"].annotation)),
+    st.sampled_from(get_args(TimeCredit.model_fields["kind"].annotation)),
     st.floats(-1, 1),
 )
 def test_the_expected_gradient_over_two_turns_is_that_of_the_expected_return(logits, rewards, credit, v):
@@ -351,7 +352,7 @@ def test_an_episode_split_into_rows_keeps_its_weight_and_its_gradient(batch, cha
         split += [r.where(to == k) for k in range(3) if (to == k).any()]
     assume(len(split) > len(rows))
     # Two tokens of one turn in two rows would be out of their order in time: rows are cut between turns there.
-    if recipe.credit.kind != "broadcast":
+    if kind_of(recipe.credit) != "broadcast":
         split = [r.where(r.turn == k) for r in rows for k in np.unique(r.turn)]
     same(of(recipe, split, episodes), of(recipe, rows, episodes), rtol=1e-8)
 

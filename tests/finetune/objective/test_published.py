@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tapereel.finetune.objective import Anchor, Baseline, Context, Select, kl
+from tapereel.finetune.objective import Anchor, Context, GroupBaseline, Select, kl
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe
 from tapereel.finetune.recipes import get_recipe
@@ -45,7 +45,9 @@ def changed(**terms: Any) -> float:
 @pytest.mark.ledger("F37", "F38")
 def test_trls_group_advantage():
     stream = exact(*simple(TRL["rewards"]))
-    got = Baseline(kind="std", eps=1e-4)(stream.episodes.reward, torch.ones(4, dtype=torch.bool), stream, Context())
+    got = GroupBaseline(kind="std", eps=1e-4)(
+        stream.episodes.reward, torch.ones(4, dtype=torch.bool), stream, Context()
+    )
     assert got.tolist() == pytest.approx(TRL["advantage"], rel=1e-12)
 
 

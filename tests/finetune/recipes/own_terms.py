@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from tapereel.finetune.objective import PPO, Adjust, Context, Regulariser, Shape, Surrogate
+from tapereel.finetune.data.stream import Stream
+from tapereel.finetune.objective import PPO, Adjust, Baseline, Context, Credit, Regulariser, Shape, Surrogate
 from tapereel.finetune.objective.kl import exp
 from tapereel.finetune.recipes import get_recipe
 
@@ -49,6 +51,34 @@ class Late(Shape):
 class Halved(Shape):
     def __call__(self, x: Tensor, scored: Tensor, stream: object, context: Context) -> Tensor:
         return x / 2
+
+
+class Median(Baseline):
+    """x minus the median of the unit's set, times scale."""
+
+    scale: float = 1.0
+
+    def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
+        y, owner = torch.zeros_like(x), self.owner(len(x), stream)
+        for one in owner.unique():
+            mine = scored & (owner == one)
+            y[mine] = self.scale * (x[mine] - x[mine].quantile(0.5)) if mine.any() else x[mine]
+        context.sums.add("median/advantage", y[scored])
+        return y
+
+
+class LastToken(Credit):
+    """The whole advantage at an episode's last own token; with `valued`, minus the critic's value of each token."""
+
+    valued: bool = False
+
+    @property
+    def needs_value(self) -> bool:
+        return self.valued
+
+    def __call__(self, y: Tensor, penalty: Tensor | None, stream: Stream, context: Context):
+        a = torch.where(stream.following < 0, y[stream.episode], 0.0)
+        return (a - stream.value.to(a), a) if stream.value is not None else (a, None)
 
 
 class Doubled(Adjust):

@@ -13,15 +13,16 @@ import torch
 
 import tapereel as tr
 from tapereel.finetune.loop.loop_config import LoopConfig
-from tapereel.finetune.objective import PPO, Baseline, Surrogate
+from tapereel.finetune.objective import PPO, Context, GroupBaseline, Surrogate, TimeCredit, Weigh
+from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import read
 from tapereel.finetune.recipes import BrokenRecipes, get_recipe, read_recipes, write_recipes
 from tapereel.finetune.trainer.options import TrainerOptions
 from tapereel.finetune.trainer.trainer import Trainer
 from tapereel.tapes.errors import UsageError
 
-from ..build import batch, gradient, same, tiny_model
-from .own_terms import Confidence, Quadratic, Shifted, mine
+from ..build import batch, exact, gradient, same, simple, tiny_model
+from .own_terms import Confidence, LastToken, Median, Quadratic, Shifted, mine
 
 NAME = f"{Quadratic.__module__}:mine"
 FILE = Path(__file__).with_name("own_terms.py")
@@ -79,6 +80,47 @@ def test_a_subclass_of_a_kind_keeps_its_class_and_its_constants():
     again = read(json.loads(recipe.model_dump_json()))
     assert again.surrogate == Shifted(low=0.1, shift=0.3)
     assert isinstance(again.surrogate, Shifted)
+
+
+def test_an_own_baseline_and_an_own_credit_make_the_advantages_and_are_read_from_their_record():
+    recipe = get_recipe("grpo").but(baseline=Median(scale=2.0), credit=LastToken())
+    context = Context()
+    found = objective.prepare(recipe, exact(*simple([0.0, 1.0, 5.0, 4.0, None], list("aaabb"))), context)
+    assert found.advantage.tolist() == [0.0, -2.0, 0.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0, 0.0]
+    assert context.sums["median/advantage"] == 6.0
+    assert read(json.loads(recipe.model_dump_json())) == recipe
+    assert recipe.model_dump()["baseline"] == {"by": "group", "scale": 2.0, "kind": f"{Median.__module__}:Median"}
+    batch_wide = recipe.but(baseline={"by": "batch"})
+    assert batch_wide.baseline == Median(by="batch", scale=2.0)
+    found = objective.prepare(batch_wide, exact(*simple([0.0, 1.0, 5.0], list("abc"))), Context())
+    assert found.advantage[1::2].tolist() == [-2.0, 0.0, 8.0]
+    assert recipe.but(baseline={"kind": "mean"}).baseline == GroupBaseline(kind="mean")
+    assert recipe.but(credit={"kind": "gae", "lam": 0.5}).credit == TimeCredit(kind="gae", lam=0.5)
+
+
+def test_an_own_credit_says_what_it_reads():
+    plain, valued = (get_recipe("grpo").but(credit=LastToken(valued=valued)) for valued in (False, True))
+    assert (plain.needs_value, valued.needs_value, valued.bootstraps) == (False, True, False)
+    objective.check_needs(plain, reference=False, critic=False)
+    with pytest.raises(objective.BadBatch):
+        objective.check_needs(valued, reference=False, critic=False)
+    with pytest.raises(UsageError, match="LastToken"):
+        get_recipe("reinforce_pp", {"shape": [{"kind": "token_kl", "beta": 0.1}], "credit": LastToken()})
+
+
+class Kindly(GroupBaseline):
+    """A record would lose its constant `kind`."""
+
+
+class Heavier(Weigh):
+    """Its field takes no class of a user's own."""
+
+
+@pytest.mark.parametrize("changes", [{"baseline": Kindly(kind="loo")}, {"weigh": Heavier()}], ids=str)
+def test_a_class_that_a_record_could_not_keep_is_refused(changes: dict[str, object]):
+    (term,) = changes.values()
+    with pytest.raises(UsageError, match=type(term).__name__):
+        get_recipe("grpo", changes)
 
 
 def test_another_process_reads_the_record_of_a_script_that_defined_a_term(tmp_path: Path):
@@ -147,7 +189,7 @@ def test_a_class_that_no_record_could_name_is_refused():
     class Inside(Surrogate):
         pass
 
-    class Mean(Baseline):
+    class Mean(Median):
         pass
 
     with pytest.raises(UsageError, match=r"<locals>\.Inside"):
