@@ -7,6 +7,7 @@ double its weight in the loss.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
@@ -21,6 +22,7 @@ from ...tapes.common.arguments import check_arguments
 from ...tapes.messages import image_parts
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Label, Sampling, Tokens
+from ...tapes.steps import Step, role_of
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -56,6 +58,9 @@ class Row:
     """Call ids."""
     agents: tuple[str, ...]
     """Path of each call, aligned to `calls`."""
+    answered: tuple[str | None, ...] = ()
+    """Digest of the observation that each call answered, aligned to `calls`: the newest one when its turn began, so
+    equal digests are equal observations. None for a call before any observation; empty for a row of no tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(tokens, ids) of each call: the distribution of its first so many tokens lacks these ids. Empty: of none."""
@@ -123,6 +128,7 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
     for entry in tape.entries:
         for call, _, _ in entry.calls:
             turn_of[call] = min(turn_of.get(call, entry.turn), entry.turn)
+    answered = _answered(tape)
     building: list[_Building] = []
     leaves: dict[str, _Building] = {}
     for call, base in _parents_first(tape.calls, labels):
@@ -144,13 +150,8 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
         if places:
             row.places += [place for place in places if place.offset >= row.length]
         row.context(new)
-        row.complete(
-            call,
-            completion,
-            turn_of[call.call],
-            labels.get(call.call),
-            agents is None or call.by in agents,
-        )
+        turn, label = turn_of[call.call], labels.get(call.call)
+        row.complete(call, completion, turn, answered[turn], label, agents is None or call.by in agents)
         leaves[call.call] = row
     group = tape.begin.group or tape.id
     return [row.done(tape, group) for row in building if row.own]
@@ -162,6 +163,21 @@ def _unread(tape: Tape) -> dict[str, int]:
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
+
+
+def _answered(tape: Tape) -> list[str | None]:
+    """Digest of the newest observation before each turn; None before the first observation."""
+    found: list[str | None] = []
+    newest, at, entries = None, 0, tape.entries
+    for cut in tape.log.cuts:
+        shown = [entry.step for entry in entries[at : cut.steps] if role_of(entry.step) == "observation"]
+        newest, at = _content_digest(shown[-1]) if shown else newest, cut.steps
+        found.append(newest)
+    return found
+
+
+def _content_digest(step: Step) -> str:
+    return hashlib.sha256(f"{step.kind} {step.model_dump_json()}".encode()).hexdigest()
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
@@ -254,6 +270,7 @@ class _Building:
     places: list[Place] = field(default_factory=list)
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
+    answered: list[str | None] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)
 
     def ids(self) -> NDArray[np.int32]:
@@ -263,7 +280,9 @@ class _Building:
         self.chunks.append(np.frombuffer(ids, dtype=np.int32) if len(ids) else np.empty(0, np.int32))
         self.length += len(ids)
 
-    def complete(self, call: Call, ids: array[int], turn: int, label: Label | None, own: bool) -> None:
+    def complete(
+        self, call: Call, ids: array[int], turn: int, answered: str | None, label: Label | None, own: bool
+    ) -> None:
         start, n = self.length, len(ids)
         self.context(ids)
         if not n or not own or (label is not None and (label.use != "agent" or label.ranges == ())):
@@ -290,6 +309,7 @@ class _Building:
         self.calls.append(call.call)
         self.bars.append((barring, call.barred or ()) if known is not None else (0, ()))
         self.agents.append(call.by)
+        self.answered.append(answered)
 
     def done(self, tape: Tape, group: str) -> Row:
         counts = [c[0] for c in self.columns]
@@ -308,6 +328,7 @@ class _Building:
             offset=np.concatenate(self.offset),
             calls=tuple(self.calls),
             agents=tuple(self.agents),
+            answered=tuple(self.answered),
             versions=tuple(self.versions),
             bars=tuple(self.bars) if any(ids for _, ids in self.bars) else (),
         )

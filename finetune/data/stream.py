@@ -96,6 +96,9 @@ class Turns:
     """(N,) float64; NaN in an unscored episode."""
     episode: Tensor
     """(N,) int64."""
+    answered: Tensor
+    """(N,) int64: turns with equal numbers answered equal observations; -1 for a turn whose observation is unknown, and
+    for one without own tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,7 +288,19 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
                     f"{episode.reward:g}: put what isn't a turn's own on the last turn"
                 )
     owner = np.repeat(np.arange(len(episodes)), counts)
-    return Turns(reward=torch.from_numpy(reward), episode=torch.from_numpy(owner)), first
+    answered = torch.from_numpy(_answered(rows, first[of_row], len(owner)))
+    return Turns(reward=torch.from_numpy(reward), episode=torch.from_numpy(owner), answered=answered), first
+
+
+def _answered(rows: Sequence[Row], first: NDArray, turns: int) -> NDArray[np.int64]:
+    """(turns,) number of the observation that each turn answered. first: (rows,) number of each row's first turn."""
+    found, numbers = np.full(turns, -1, dtype=np.int64), _Interned[str]()
+    for row, start in zip(rows, first, strict=True):
+        if not row.answered:
+            continue
+        of_call = np.array([-1 if one is None else numbers(one) for one in row.answered], dtype=np.int64)
+        found[start + row.turn] = of_call[row.call]
+    return found
 
 
 def _episodes(rows: Sequence[Row], sizes: NDArray, of_row: NDArray, episodes: Sequence[Episode]) -> Episodes:

@@ -369,7 +369,8 @@ class _Columns:
         """((own tokens,) the turn of each, the table of turns). Without columns of turns an episode is one turn."""
         n = len(self.tapes)
         if not {"turn", "turn_rewards"} <= set(self.table.column_names):
-            return episode, Turns(reward=torch.from_numpy(reward), episode=torch.arange(n))
+            unknown = torch.full((n,), -1)
+            return episode, Turns(reward=torch.from_numpy(reward), episode=torch.arange(n), answered=unknown)
         turn, of = self.values("turn")[self.own].astype(np.int64), episode.numpy()
         rows = np.zeros(n, dtype=np.int64)
         rows[self.episode] = np.arange(len(self.episode))
@@ -391,7 +392,8 @@ class _Columns:
                 f"tape {self.tapes[e]!r}: `turn_rewards` add up to {total[e]:g}, `rewards` says {reward[e]:g}: change "
                 "both, or remove the column turn_rewards"
             )
-        turns = Turns(reward=torch.from_numpy(earned), episode=torch.from_numpy(owner))
+        unknown = torch.full((len(owner),), -1)
+        turns = Turns(reward=torch.from_numpy(earned), episode=torch.from_numpy(owner), answered=unknown)
         return torch.from_numpy(turn + start[of]), turns
 
     def laid_out(self, values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.finetune.data.provenance import episode_of, weighed
 from tapereel.finetune.data.rows import Row, rows
+from tapereel.finetune.data.stream import Stream
 from tapereel.finetune.loop.staleness import drop_stale
 from tapereel.finetune.recipes import get_recipe
 from tapereel.finetune.trainer.trainer import Trainer
-from tapereel.tapes import Answer, NotATape, Sampling, Tape
+from tapereel.tapes import Answer, NotATape, Sampling, Tape, Text
+from tapereel.tapes.messages import ENV
 from tapereel.tapes.records import (
     Begin,
     Call,
@@ -258,6 +261,38 @@ def test_a_fork_s_prefix_is_context_and_its_own_tokens_are_labels():
     assert row.turn.tolist() == [1, 1, 2, 2]
     assert episode_of(child).fork == f"{parent.id}/1"
     assert child.reward == 0.0
+
+
+def test_each_call_has_the_digest_of_the_observation_that_its_turn_answered():
+    engine = ScriptedEngine([*"abab"], renderer=RENDERER)
+    tape = asyncio.run(rollout(Speaker(), Letters, "abab", engine=engine))
+    (row,) = rows(tape)
+    shown = [hashlib.sha256(f'text {{"text":"{letter}"}}'.encode()).hexdigest() for letter in "abab"]
+    assert row.answered == tuple(shown)
+    stream = Stream.of([row], [episode_of(tape)])
+    assert stream.turns.answered.tolist() == [0, 1, 0, 1]
+    fork = rollout(Speaker(), Letters, "abab", engine=ScriptedEngine([*"ab"], renderer=RENDERER), fork=tape.at_turn(2))
+    (half,) = rows(asyncio.run(fork))
+    assert half.answered == tuple(shown[2:]), "the first own turn answers what the parent was shown"
+    unseen = tape_of(call("a", [10], [20]))
+    (row,) = rows(unseen)
+    assert row.answered == (None,)
+    assert Stream.of([row], [episode_of(unseen)]).turns.answered.tolist() == [-1]
+
+
+def test_calls_without_own_tokens_have_no_observation_in_the_row():
+    two = (call("a", [10], [20]), call("b", [30], [40], base="a", keep=2, by="other"))
+    world = Identity(name="e")
+    begin = Begin(tape="t", task=Task(), task_hash="", agent=Identity(name="m"), env=world, env_seed=0, seed=0, at=0.0)
+    records: list[Any] = [begin]
+    for one, text in zip(two, "xy", strict=True):
+        records.append(step_record("t", Text(text=text), by=ENV))
+        records += [one, step_record("t", Answer(text=text), by=one.by, calls=((one.call, 0, 0),))]
+    tape = Tape.of([record.body() for record in [*records, End(tape="t", status=Status.FINISHED, cause=None, at=0.0)]])
+    (row,) = rows(tape, agents=["other"])
+    assert (row.calls, row.answered) == (("b",), rows(tape)[0].answered[1:])
+    stream = Stream.of([row], [episode_of(tape)])
+    assert stream.turns.answered.tolist() == [-1, 0], "a turn without own tokens has none"
 
 
 def test_what_was_not_drawn_from_the_recorded_distribution_is_no_rl_data():
