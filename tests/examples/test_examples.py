@@ -19,6 +19,7 @@ ELSEWHERE = {
     "gateway_openai.py": "tests/agents/gateway/test_examples.py",
     "gateway_scene.py": "tests/agents/gateway/test_examples.py",
     "gateway_pydantic_ai.py": "tests/agents/gateway/test_examples.py",
+    "estimators.py": "tests/examples/test_estimators.py",
     "gymnasium_blackjack.py": "tests/envs/test_example.py",
     "gsm8k.py": "tests/examples/test_configurations.py",
     "two_agents.py": "tests/finetune/run/test_players_learn.py",
