@@ -73,7 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal."""
-    from ...envs.remote import Pool, Service, ServiceLimits, add_openenv
+    from ...envs.remote import Pool, Service, ServiceLimits
 
     limits = ServiceLimits(
         sessions=args.sessions,
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
                 seconds = PROCESS_SHARE * limits.call_seconds
                 pool = Pool(args.env, processes=args.processes, seconds=seconds, largest=limits.message_bytes)
                 make = stack.enter_context(pool)
-            service = add_openenv(Service(make, host=args.host, token=token, limits=limits), tasks)
+            service = Service(make, host=args.host, token=token, limits=limits, tasks=tasks)
         except (TypeError, ValueError) as error:
             raise UsageError(str(error)) from error
         with contextlib.suppress(KeyboardInterrupt):

@@ -22,19 +22,17 @@ from .remote_errors import (
 )
 
 if TYPE_CHECKING:
-    from .env_client import RemoteEnvironment
     from .env_service import Service, ServiceLimits
     from .openenv import OpenEnvAction, OpenEnvironment, OpenEnvObservation
-    from .openenv_service import add_openenv
+    from .remote_environment import RemoteEnvironment
 
 _HOME = {
-    "RemoteEnvironment": "env_client",
+    "RemoteEnvironment": "remote_environment",
     "Service": "env_service",
     "ServiceLimits": "env_service",
     "OpenEnvAction": "openenv",
     "OpenEnvObservation": "openenv",
     "OpenEnvironment": "openenv",
-    "add_openenv": "openenv_service",
 }
 
 __all__ = [
@@ -56,7 +54,6 @@ __all__ = [
     "Undeclared",
     "Unreachable",
     "WrongEnvironment",
-    "add_openenv",
 ]
 
 

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import random
-from collections.abc import Awaitable, Callable, Mapping
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
-from ...tapes.common.access_token import HOW_FOUND, token_for
+from ...tapes.common.access_token import HOW_FOUND
 from ...tapes.common.extras import raise_missing
-from .remote_errors import BadAnswer, Busy, Hung, Refused, RemoteError, SessionLost, Unreachable
+from .remote_errors import BadAnswer, Busy, Refused, RemoteError, SessionLost, Unreachable
 
 try:
     import aiohttp
@@ -28,11 +25,8 @@ HEARTBEAT = 20.0
 """Seconds between pings; a peer that doesn't answer a ping is considered gone."""
 _CONNECT = 20.0
 """Time limit of a handshake, in seconds."""
-_FIRST, _LONGEST = 0.05, 5.0
-"""Seconds between attempts: the first pause, and the longest."""
 _GOODBYE = 2.0
 """Time limit of a closing handshake, in seconds."""
-ResultT = TypeVar("ResultT")
 
 
 class Full(Busy):
@@ -152,82 +146,6 @@ class Channel:
         if code in (aiohttp.WSCloseCode.POLICY_VIOLATION, aiohttp.WSCloseCode.PROTOCOL_ERROR):
             return Refused(f"{self.url}: the server closed the connection: {str(message.extra or code)[:200]}")
         return Dropped(f"{self.url}: the connection broke (code {code})")
-
-
-class Line:
-    """The way to one server: its address, how long it is waited for, and the current channel."""
-
-    def __init__(self, url: str, *, key_variable: str | None, seconds: float, patience: float, largest: int) -> None:
-        """The parameters are those of `RemoteEnvironment`. ValueError if the address is invalid or holds a secret."""
-        if not url.startswith(("http://", "https://", "ws://", "wss://")):
-            raise ValueError(f"server address {url[:60]!r}: must begin with http://, https://, ws:// or wss://")
-        if "@" in url or "?" in url:
-            raise ValueError(
-                "a server address is written on tapes, so it can't hold a password or a query; pass the name of the "
-                "environment variable with the token as key_variable="
-            )
-        self.url = url.rstrip("/")
-        self.seconds, self.patience = seconds, patience
-        self.channel: Channel | None = None
-        self._key_variable, self._largest = key_variable, largest
-
-    async def open(
-        self, route: str, headers: Mapping[str, str] | None = None, protocols: tuple[str, ...] = ()
-    ) -> Channel:
-        """A new channel to the route. Refused if the variable with the server's token is not set."""
-        sent = dict(headers or {})
-        token = token_for(self.url) if self._key_variable is None else os.environ.get(self._key_variable)
-        if self._key_variable is not None and not token:
-            raise Refused(f"{self.url}: the environment variable {self._key_variable} (the server's token) is not set")
-        if token:
-            sent["Authorization"] = f"Bearer {token}"
-        try:
-            return await Channel.open(self.url + route, headers=sent, largest=self._largest, protocols=protocols)
-        except Refused as error:
-            if self._key_variable is None and token_for(self.url) != token:
-                # The server was started anew after the token was read, so another attempt can succeed.
-                raise Unreachable(str(error)) from error
-            raise
-
-    async def answer(self, channel: Channel, method: str) -> str:
-        """The next message of the channel, which answers a call of `method`. Hung after `seconds`."""
-        timer = asyncio.timeout(self.seconds)
-        try:
-            async with timer:
-                return await channel.receive()
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise Hung(f"{self.url}: no answer to `{method}` within {self.seconds:g} s") from error
-
-    async def hang_up(self, *, goodbye: bool = True) -> None:
-        """Close the channel; see `Channel.close`."""
-        channel, self.channel = self.channel, None
-        if channel is not None:
-            await channel.close(goodbye=goodbye)
-
-    async def patiently(self, attempt: Callable[[], Awaitable[ResultT]], until: float | None = None) -> ResultT:
-        """The result of `attempt`, which is repeated after Unreachable and Full until the event loop's time `until`.
-
-        None: for `patience` seconds from now. Raises Unreachable or Busy after that.
-        """
-        loop = asyncio.get_running_loop()
-        if until is None:
-            until = loop.time() + self.patience
-        pause = _FIRST
-        while True:
-            try:
-                return await attempt()
-            except (Full, Unreachable) as error:
-                after = error.after if isinstance(error, Full) else None
-                # Never before the server's Retry-After. The random factor spreads the retries of many clients: without
-                # it all episodes that found the server full would try again at the same moment.
-                wait = max(pause, after or 0.0) * (1 + random.random())
-                if loop.time() + wait > until:
-                    kind = Busy if isinstance(error, Full) else Unreachable
-                    raise kind(f"{error}; stopped trying after {self.patience:g} s") from error
-                await asyncio.sleep(wait)
-                pause = min(2 * pause, _LONGEST)
 
 
 def _no_redirects() -> aiohttp.TraceConfig:

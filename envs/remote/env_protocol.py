@@ -1,10 +1,11 @@
 """The messages between an environment and its remote clients: one JSON object each, in a closed union on `t`.
 
 A call has a number, and its answer has the same number. A step is sent as its kind and its pydantic dump. The same
-messages go over WebSockets (`env_service.py`) and pipes (`host.py`).
+messages are carried by a WebSocket (`env_service.py`), by a pipe (`host.py`) and, if they fit, by OpenEnv's
+protocol (`openenv_service.py`).
 
 Call     reset | step | finish | restore | close
-Answer   shown | outcome | done | fault
+Answer   result | fault
 Greeting welcome, before anything else
 """
 
@@ -29,6 +30,9 @@ from .remote_errors import BadAnswer
 
 PROTOCOL = "tapereel-env.1"
 """The protocol version; both sides send it, and the versions must be equal."""
+ROUTE = "/env"
+SESSION = "Tapereel-Session"
+"""Header with the id of the session to resume."""
 Number = Annotated[int, Field(ge=1, le=1 << 53)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _WORDS = 624
@@ -60,12 +64,20 @@ class Item(Message):
         sent = files_of(step) if files else {}
         return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"), files=sent)
 
-    def received(self) -> Received:
-        """The files, checked. BadAnswer for a file that isn't the picture of its name."""
+    def received(self) -> Received | None:
+        """The files, checked; None if there are none. BadAnswer for a file that isn't the picture of its name."""
         try:
-            return _received(self.files)
+            return _received(self.files) if self.files else None
         except ValueError as error:
             raise BadAnswer(f"invalid picture in a step of the kind {self.kind[:80]!r}: {error}") from error
+
+    def action(self, declared: Declared) -> Action:
+        """The step as an action. BadAnswer if it is undeclared or invalid."""
+        return declared.action(self.kind, self.content, self.received())
+
+    def observation(self, declared: Declared) -> Observation:
+        """The step as an observation. BadAnswer if it is undeclared or invalid."""
+        return declared.observation(self.kind, self.content, self.received())
 
 
 def files_of(value: Step | Task) -> dict[str, str]:
@@ -173,17 +185,10 @@ class CloseCall(Numbered):
 Call = ResetCall | StepCall | FinishCall | RestoreCall | CloseCall
 
 
-class Shown(Numbered):
-    """The result of `reset`."""
+class Result(Numbered):
+    """The call succeeded: the observation of `reset`, the outcome of `step` or `finish`, empty for the other calls."""
 
-    t: Literal["shown"] = "shown"
-    observation: Item
-
-
-class Led(Numbered):
-    """The outcome of an action, or of `finish`."""
-
-    t: Literal["outcome"] = "outcome"
+    t: Literal["result"] = "result"
     observation: Item | None = None
     reward: Finite | dict[str, Finite] | None = None
     terminated: bool = False
@@ -191,28 +196,15 @@ class Led(Numbered):
     metrics: dict[str, Finite] = {}
 
     @classmethod
-    def of(cls, number: int, outcome: Outcome) -> Led:
+    def of(cls, number: int, outcome: Outcome) -> Result:
+        fields = {name: getattr(outcome, name) for name in ("reward", "terminated", "truncated", "metrics")}
         seen = Item.of(outcome.observation) if outcome.observation is not None else None
-        return cls.model_construct(
-            id=number,
-            observation=seen,
-            reward=outcome.reward,
-            terminated=outcome.terminated,
-            truncated=outcome.truncated,
-            metrics=outcome.metrics,
-        )
+        return cls.model_construct(id=number, observation=seen, **fields)
 
     def outcome(self, declared: Declared) -> Outcome:
         """The outcome that the environment returned. BadAnswer for an undeclared or invalid observation."""
-        seen = self.observation
-        shown = declared.observation(seen.kind, seen.content, seen.received()) if seen is not None else None
+        shown = self.observation.observation(declared) if self.observation is not None else None
         return Outcome(shown, self.reward, self.terminated, self.truncated, self.metrics)
-
-
-class Done(Numbered):
-    """The call succeeded and has no result."""
-
-    t: Literal["done"] = "done"
 
 
 class Fault(Message):
@@ -231,7 +223,7 @@ class Fault(Message):
     """`file:line in function` where it was raised."""
 
 
-Answer = Shown | Led | Done | Fault
+Answer = Result | Fault
 
 
 class Welcome(Message):
@@ -281,6 +273,12 @@ def read_answer(text: str | bytes) -> Answer:
 def read_welcome(text: str | bytes) -> Welcome:
     """Parse a greeting. Raises BadAnswer."""
     return _parsed(_welcome, text, "greeting")
+
+
+def check_length(call: Call, text: str, most: int, remedy: str) -> None:
+    """Raise BadAnswer if `text`, the encoded call, has more than `most` bytes; `remedy` ends the message."""
+    if len(text) * 4 > most and (size := len(text.encode())) > most:
+        raise BadAnswer(f"this `{call.t}` has {size} bytes, and at most {most} are accepted; {remedy}")
 
 
 def _parsed(adapter: TypeAdapter[MessageT], text: str | bytes, what: str) -> MessageT:

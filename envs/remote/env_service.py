@@ -2,13 +2,13 @@
 
 Every client needs the token, and `HttpService` checks each request, also one that opens a WebSocket. `ServiceLimits`
 bounds the resources of clients; a client over a limit is refused before it costs resources. Messages are JSON and
-become steps of declared kinds only.
-`openenv_service.py` adds OpenEnv's protocol.
+become steps of declared kinds only. OpenEnv's clients are served too, at `/ws`, `/schema` and `/metadata`
+(`openenv_service.py`).
 
 A session is one episode, with one environment. Its calls are numbered from 1. The next number is carried out. The last
 number again, with the same content, gets the same answer and is not carried out twice, also while it still runs. Other
 numbers are refused. A session without a connection waits for a new one, and is closed after `window_seconds`, or
-earlier if a new client needs its place.
+earlier if a new client needs its place. OpenEnv's messages have no numbers, so its sessions end with their connection.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import functools
 import hashlib
 import secrets
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from ...tapes.common.http_service import (
     BasicAuth,
-    Handler,
     HttpService,
     WSCloseCode,
     WSMsgType,
@@ -34,12 +33,14 @@ from ...tapes.common.http_service import (
 from ...tapes.common.request_checks import same_token
 from ...tapes.common.run_async import GRACE
 from ...tapes.common.text import logger
+from ...tapes.records import Task
 from ...tapes.value import Value
 from ..environment import EnvironmentFactory
 from .declared import Declared
-from .env_client import ROUTE, SESSION
-from .env_protocol import PROTOCOL, Call, CloseCall, Fault, Welcome, read_call
+from .env_protocol import PROTOCOL, ROUTE, SESSION, Answer, Call, CloseCall, Fault, Welcome, read_call
 from .host import Host
+from .openenv import OPENENV_ROUTE
+from .openenv_service import OpenEnvEpisodes, openenv_schema, problem
 from .remote_errors import BadAnswer
 
 log = logger("service")
@@ -81,11 +82,13 @@ class Session:
         self.expires: asyncio.TimerHandle | None = None
         self.left_at = 0.0
         """When its last connection ended, in the event loop's time."""
+        self.over = False
+        """Whether it accepts no more calls: its environment was closed, or hung."""
+        self.work: asyncio.Task[Answer] | None = None
+        """The last call."""
         self._host = host
         self._last = 0
         self._digest = b""
-        self.work: asyncio.Task[str] | None = None
-        """The last call."""
 
     @property
     def busy(self) -> bool:
@@ -96,12 +99,7 @@ class Session:
         """Whether a new client may take its place: it has no connection, and made no call or left a while ago."""
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
-    @property
-    def dead(self) -> bool:
-        """Whether its environment hung, or was closed."""
-        return self._host.dead
-
-    async def answer(self, call: Call, text: str) -> str:
+    async def answer(self, call: Call, text: str) -> Answer:
         """Carry out the call, or return the answer that its number already has. BadAnswer for a wrong number.
 
         A client that repeats a call after a broken connection gets its answer: a retry doesn't act twice.
@@ -120,21 +118,18 @@ class Session:
         self._last, self._digest = call.id, digest
         return await self.carry_out(call)
 
-    async def carry_out(self, call: Call) -> str:
+    async def carry_out(self, call: Call) -> Answer:
         """Carry out the call in its own task, shielded from the connection's. A broken connection doesn't stop it."""
+        if self.over:
+            return Fault(id=call.id, code="lost", message="the episode has ended; connect again for another one")
 
-        async def work() -> str:
-            return (await self._host.answer(call)).encoded()
+        async def work() -> Answer:
+            answer = await self._host.answer(call)
+            self.over = self.over or self._host.dead or isinstance(call, CloseCall)
+            return answer
 
         self.work = asyncio.create_task(work())
         return await asyncio.shield(self.work)
-
-    async def again(self, host: Host) -> None:
-        """Begin another episode in a fresh environment; its calls are numbered from 1."""
-        try:
-            await self.close()
-        finally:
-            self._host, self._last, self._digest, self.work = host, 0, b"", None
 
     async def stop(self) -> None:
         """Cancel the running call."""
@@ -143,7 +138,7 @@ class Session:
             await asyncio.wait({self.work}, timeout=GRACE + 1)  # the host leaves a call behind after GRACE
 
     async def close(self) -> None:
-        """Cancel the running call and release the environment."""
+        """Cancel the running call and release the environment; a further call would get a fresh one."""
         await self.stop()
         await self._host.close()
 
@@ -161,10 +156,11 @@ class Service(HttpService):
         host: str = "127.0.0.1",
         token: str | None = None,
         limits: ServiceLimits | None = None,
+        tasks: Sequence[JsonValue | Task] | None = None,
     ) -> None:
         """`make` makes an instance for each session: a class, a function or a `Pool`. `declared`: the declaration, if
         neither the class nor a return type has it. `token`: required from every client; without one, a new one is
-        made, and clients of this user on this machine find it."""
+        made, and clients of this user on this machine find it. `tasks`: for OpenEnv's clients that bring none."""
         super().__init__(host, token)
         self.declared = declared or Declared.of(make)
         self.limits = limits or ServiceLimits()
@@ -173,17 +169,20 @@ class Service(HttpService):
             self.limits = self.limits.model_copy(update={"sessions": min(most, self.limits.sessions)})
         self.sessions: dict[str, Session] = {}
         """Id -> open session."""
-        self.more_routes: list[tuple[str, Handler]] = []
-        """Further GET routes, to be added before `serving`."""
-        self._make = make
+        self._make, self._tasks = make, tasks
         self._closing: set[asyncio.Task[None]] = set()
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()
         self._ending = False
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """The WebSocket of Tapereel's own protocol, the state of the service, and the added routes."""
-        routes = [(ROUTE, self._serve), ("/health", self._health), *self.more_routes]
-        return [web.get(path, handler) for path, handler in routes]
+        """The WebSockets of both protocols, the state of the service, and OpenEnv's descriptions."""
+        return [
+            web.get(ROUTE, self._serve),
+            web.get(OPENENV_ROUTE, self._serve_openenv),
+            web.get("/health", self._health),
+            web.get("/schema", self._schema),
+            web.get("/metadata", self._metadata),
+        ]
 
     async def stop(self) -> None:
         """Wait up to `grace_seconds` for running calls, then close every instance."""
@@ -192,7 +191,7 @@ class Service(HttpService):
         if running:
             await asyncio.wait(running, timeout=self.limits.grace_seconds)
         for session in list(self.sessions.values()):
-            self.end(session)
+            self._finish(session)
         if self._closing:
             await asyncio.wait(set(self._closing))
         goodbye = b"the service is shutting down"
@@ -207,8 +206,8 @@ class Service(HttpService):
         """The places that are taken. Closing sessions count: their environments still hold resources."""
         return len(self.sessions) + len(self._closing)
 
-    def place(self) -> web.Response | None:
-        """The refusal of a client if no place is free; else None.
+    def _refusal(self) -> web.Response | None:
+        """The refusal of a client if no place is free, otherwise None.
 
         If none is free, the session that was abandoned first is ended. Its place is free after that.
         """
@@ -217,22 +216,18 @@ class Service(HttpService):
         now = asyncio.get_running_loop().time()
         left = [session for session in self.sessions.values() if session.abandoned(now)]
         if left:
-            self.end(min(left, key=lambda session: session.left_at))
+            self._finish(min(left, key=lambda session: session.left_at))
         why = "the service is shutting down" if self._ending else f"all {self.limits.sessions} places are taken"
         return web.Response(status=503, text=why, headers={"Retry-After": str(self.limits.retry_after)})
 
-    def host_environment(self) -> Host:
-        """A host for a fresh environment, which it makes at the first call."""
-        return Host(self._make, self.declared, self.limits.call_seconds)
-
-    def begin(self) -> Session:
-        """Open a session."""
-        session = Session(self.host_environment())
+    def _begin(self) -> Session:
+        session = Session(Host(self._make, self.declared, self.limits.call_seconds))
         self.sessions[session.id] = session
         return session
 
-    def end(self, session: Session) -> None:
+    def _finish(self, session: Session) -> None:
         """End the episode; the environment is released in the background, and its place is free after that."""
+        session.over = True
         if self.sessions.pop(session.id, None) is None:
             return
         if session.expires is not None:
@@ -258,11 +253,11 @@ class Service(HttpService):
                 session.connection = None
                 loop = asyncio.get_running_loop()
                 session.left_at = loop.time()
-                session.expires = loop.call_later(self.limits.window_seconds, self.end, session)
+                session.expires = loop.call_later(self.limits.window_seconds, self._finish, session)
 
     # Connections
 
-    async def open(self, request: web.Request, *protocols: str) -> web.WebSocketResponse:
+    async def _open(self, request: web.Request, *protocols: str) -> web.WebSocketResponse:
         """Accept a WebSocket."""
         socket = web.WebSocketResponse(
             heartbeat=self.limits.heartbeat_seconds,
@@ -275,7 +270,7 @@ class Service(HttpService):
         self._sockets.add(socket)
         return socket
 
-    async def heard(self, socket: web.WebSocketResponse, session: Session) -> str | None:
+    async def _heard(self, socket: web.WebSocketResponse, session: Session) -> str | None:
         """The next message; None if the connection has ended, also by exceeding `idle_seconds`."""
         while True:
             try:
@@ -285,7 +280,7 @@ class Service(HttpService):
                 if session.busy:
                     continue
                 await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"idle for too long")
-                self.end(session)
+                self._finish(session)
                 return None
             if message.type is WSMsgType.TEXT:
                 return message.data
@@ -312,6 +307,13 @@ class Service(HttpService):
             }
         )
 
+    async def _schema(self, request: web.Request) -> web.StreamResponse:
+        return web.json_response(openenv_schema(self.declared))
+
+    async def _metadata(self, request: web.Request) -> web.StreamResponse:
+        name = self.declared.name
+        return web.json_response({"name": name, "description": f"{name}, served by Tapereel"})
+
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         if PROTOCOL not in [name.strip() for name in request.headers.get("Sec-WebSocket-Protocol", "").split(",")]:
             return web.Response(status=426, text=f"this address needs a WebSocket with the protocol {PROTOCOL}")
@@ -320,55 +322,62 @@ class Service(HttpService):
         if name is not None and session is None:
             return web.Response(status=410, text="the session no longer exists")
         if session is None:
-            refused = self.place()
+            refused = self._refusal()
             if refused is not None:
                 return refused
-            session = self.begin()
+            session = self._begin()
         with self._connected(session):
-            socket = await self.open(request, PROTOCOL)
+            socket = await self._open(request, PROTOCOL)
             welcome = Welcome.to(
                 self.declared, session.id, resumed=name is not None, message_bytes=self.limits.message_bytes
             )
             await socket.send_str(welcome.encoded())
-            await self.converse(socket, session, functools.partial(self._reply, socket, session))
+            await self._converse(socket, session, functools.partial(_reply, session))
             return socket
 
-    async def converse(
-        self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Coroutine[object, object, None]]
+    async def _serve_openenv(self, request: web.Request) -> web.StreamResponse:
+        refused = self._refusal()
+        if refused is not None:
+            socket = await self._open(request)
+            await socket.send_str(problem("CAPACITY_REACHED", str(refused.text)))
+            await socket.close()
+            return socket
+        session = self._begin()
+        try:
+            socket = await self._open(request)
+            episodes = OpenEnvEpisodes(self.declared, self._tasks, session.carry_out, session.close)
+            await self._converse(socket, session, episodes.reply)
+            return socket
+        finally:
+            self._finish(session)
+
+    async def _converse(
+        self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Awaitable[str | None]]
     ) -> None:
-        """Reply to each message until the connection ends.
+        """Reply to each message until the connection ends, or `reply` returns None.
 
         Messages are read while calls run; otherwise a lost connection would be noticed only after the call.
         """
+
+        async def answer(text: str) -> None:
+            answered = await reply(text)
+            if session.over:
+                self._finish(session)
+            await (socket.send_str(answered) if answered is not None else socket.close())
+
         replies: set[asyncio.Task[None]] = set()
         try:
-            while (text := await self.heard(socket, session)) is not None:
+            while (text := await self._heard(socket, session)) is not None:
                 if len(replies) >= _AT_ONCE:
                     await socket.close(code=WSCloseCode.POLICY_VIOLATION, message=b"too many calls at once")
                     return
-                task = asyncio.create_task(reply(text))
+                task = asyncio.create_task(answer(text))
                 replies.add(task)
                 task.add_done_callback(functools.partial(self._replied, replies))
         finally:
             for task in replies:
                 task.cancel()
             await asyncio.gather(*replies, return_exceptions=True)
-
-    async def _reply(self, socket: web.WebSocketResponse, session: Session, text: str) -> None:
-        number, over = 0, False
-        try:
-            call = read_call(text)
-            number = call.id
-            if session.id not in self.sessions:
-                answer = Fault(id=number, code="lost", message="the episode has ended").encoded()
-            else:
-                answer = await session.answer(call, text)
-                over = isinstance(call, CloseCall)
-        except BadAnswer as error:
-            answer = Fault(id=number, code="refused", error="BadAnswer", message=str(error)).encoded()
-        if over or session.dead:
-            self.end(session)
-        await socket.send_str(answer)
 
     def _replied(self, replies: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
         replies.discard(task)
@@ -377,3 +386,14 @@ class Service(HttpService):
             log.debug("a client of %s left before its answer; it may reconnect for it", self.declared.name)
         elif error is not None:
             log.error("a call to %s could not be answered", self.declared.name, exc_info=error)
+
+
+async def _reply(session: Session, text: str) -> str:
+    """The answer to one message of Tapereel's protocol."""
+    number = 0
+    try:
+        call = read_call(text)
+        number = call.id
+        return (await session.answer(call, text)).encoded()
+    except BadAnswer as error:
+        return Fault(id=number, code="refused", error="BadAnswer", message=str(error)).encoded()

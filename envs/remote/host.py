@@ -27,13 +27,14 @@ from ...tapes.common.run_async import complete, end, shared_runner
 from ...tapes.common.text import guard_terminal, logger, storable
 from ...tapes.errors import error_message
 from ...tapes.pictures import RECORDED
-from ...tapes.steps import Action, Observation, Step
+from ...tapes.steps import Action, Step
 from ...tapes.tape import Tape
 from ..blocking import EnvironmentThread
 from ..environment import (
     AnyEnvironment,
     Environment,
     EnvironmentFactory,
+    Outcome,
     RestoreMismatch,
     as_observation,
     as_outcome,
@@ -47,15 +48,11 @@ from .env_protocol import (
     Answer,
     Call,
     CloseCall,
-    Done,
     Fault,
-    FinishCall,
-    Item,
-    Led,
     Message,
     ResetCall,
     RestoreCall,
-    Shown,
+    Result,
     StepCall,
     Welcome,
     read_call,
@@ -132,15 +129,19 @@ class Host:
     async def _do(self, call: Call) -> Answer:
         if isinstance(call, CloseCall):
             await self._release()
-            return Done(id=call.id)
+            return Result(id=call.id)
         if isinstance(call, ResetCall | RestoreCall):
             return await self._begin(call)
         if self._env is None:
             raise BadAnswer(f"`{call.t}` was called before `reset`")
         if isinstance(call, StepCall):
-            action = self._declared.action(call.action.kind, call.action.content, call.action.received())
-            return self._led(call, await self._run(cast("Environment[Action]", self._env).step(action)), none=False)
-        return self._led(call, await self._run(self._env.finish(call.status)), none=True)
+            action = call.action.action(self._declared)
+            outcome = await self._run(cast("Environment[Action]", self._env).step(action))
+        else:
+            outcome = await self._run(self._env.finish(call.status))
+            if outcome is None:
+                return Result(id=call.id)
+        return self._result(call, as_outcome(outcome, call.t))
 
     async def _begin(self, call: ResetCall | RestoreCall) -> Answer:
         env = self._made()
@@ -151,9 +152,9 @@ class Host:
                 raise BadAnswer(f"invalid state of a random generator: {error}") from error
         if isinstance(call, RestoreCall):
             await self._run(env.restore(call.task.given, self._tape(call)))
-            return Done(id=call.id)
+            return Result(id=call.id)
         observation = as_observation(await self._run(env.reset(call.task.given)))
-        return Shown(id=call.id, observation=self._item(observation))
+        return self._result(call, Outcome(observation))
 
     def _made(self) -> AnyEnvironment:
         if self._env is None:
@@ -171,21 +172,14 @@ class Host:
     async def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await (self._thread.run(coroutine) if self._thread is not None else coroutine)
 
-    def _led(self, call: StepCall | FinishCall, value: object, *, none: bool) -> Answer:
-        if value is None and none:
-            return Done(id=call.id)
-        outcome = as_outcome(value, call.t)
-        if outcome.observation is not None:
-            self._item(outcome.observation)
-        return Led.of(call.id, outcome)
-
-    def _item(self, observation: Observation) -> Item:
-        if not self._declared.holds(observation):
+    def _result(self, call: Call, outcome: Outcome) -> Result:
+        shown = outcome.observation
+        if shown is not None and not self._declared.holds(shown):
             raise TypeError(
-                f"{self._declared.name} returned a {type(observation).__qualname__}, which it doesn't declare; add "
-                "the class to its `kinds`"
+                f"{self._declared.name} returned a {type(shown).__qualname__}, which it doesn't declare; add the class "
+                "to its `kinds`"
             )
-        return Item.of(observation)
+        return Result.of(call.id, outcome)
 
     def _tape(self, call: RestoreCall) -> Tape:
         """The tape to restore, from the steps in the message."""

@@ -2,25 +2,30 @@
 
 OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments at `/ws`: `reset`, `step`, `state` and `close`
 with plain objects, answered by an observation, a reward and `done`. Its messages have no numbers, so a broken
-connection ends the episode. It has no flag for truncation, so `done` is always `terminated`.
+connection ends the episode. It has no flag for truncation, so `done` is always `terminated`. It has no `finish`,
+no `restore` and no pictures.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import to_json
 
-from ...tapes.records import Task
+from ...tapes import Tape
+from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Observation
-from ..environment import Environment, Outcome
-from .channel import Channel, Dropped, Full, Line
-from .declared import brief
-from .remote_errors import BadAnswer, Refused, RemoteFault, SessionLost
+from ..environment import Environment
+from .channel import Channel, Dropped, Full
+from .declared import Declared, brief
+from .env_protocol import Answer, Call, Fault, Item, ResetCall, Result, StepCall
+from .remote_environment import RemoteEnvironment
+from .remote_errors import BadAnswer, SessionLost
 
-ROUTE = "/ws"
+OPENENV_ROUTE = "/ws"
 
 
 class OpenEnvObservation(Observation, kind="openenv_observation"):
@@ -59,14 +64,14 @@ class Problem(BaseModel):
 class SeenMessage(BaseModel):
     """The answer to `reset` and `step`."""
 
-    type: Literal["observation"]
+    type: Literal["observation"] = "observation"
     data: Seen
 
 
 class ErrorMessage(BaseModel):
     """An error, as the answer to any message."""
 
-    type: Literal["error"]
+    type: Literal["error"] = "error"
     data: Problem
 
 
@@ -75,12 +80,13 @@ _answers: TypeAdapter[SeenMessage | ErrorMessage] = TypeAdapter(
 )
 
 
-class OpenEnvironment(Environment[Action]):
+class OpenEnvironment(RemoteEnvironment):
     """`OpenEnvironment("http://host:port", action=Echo, observation=Echoed)`: one episode on that server.
 
     Without your own classes, actions are `OpenEnvAction(data={...})` and observations `OpenEnvObservation`. A task is
     None, an int (the seed) or a dict (arguments of `reset`); public and private parts of a `Task` are merged. If the
-    task has no seed, it is drawn from `self.rng`. Set `effect` to the effect of its actions on the outside world.
+    task has no seed, it is drawn from `self.rng`. A subclass sets `effect` to the effect of its actions on the outside
+    world. Tasks and actions with pictures are refused.
     """
 
     kinds = (OpenEnvAction, OpenEnvObservation)
@@ -98,80 +104,86 @@ class OpenEnvironment(Environment[Action]):
     ) -> None:
         """action, observation: your classes, with the environment's fields. The other parameters are as in
         `RemoteEnvironment`."""
-        self._line = Line(url, key_variable=key_variable, seconds=seconds, patience=patience, largest=largest)
-        self.url = self._line.url
+        declared = dataclasses.replace(
+            Declared.of(type(self)), actions={action.kind: action}, observations={observation.kind: observation}
+        )
+        super().__init__(url, declared, key_variable=key_variable, seconds=seconds, patience=patience, largest=largest)
         self.action, self.observation = action, observation
 
-    async def reset(self, task: JsonValue | Task) -> Observation:
-        """Connect, and begin an episode."""
-        data = _arguments(task)
-        if "seed" not in data and getattr(self, "rng", None) is not None:
-            data["seed"] = self.rng.getrandbits(31)
-        message = to_json({"type": "reset", "data": data}).decode()
-        self._line.channel, seen = await self._line.patiently(lambda: self._begun(message))
-        return self._shown(seen)
+    async def finish(self, status: Status) -> None:
+        """Nothing: OpenEnv's protocol has no final scoring."""
 
-    async def step(self, action: Action) -> Outcome:
-        """Send the action."""
-        if type(action) is not self.action:
-            raise TypeError(f"{self.url} accepts {self.action.__qualname__}, not {type(action).__qualname__}")
-        if self._line.channel is None:
-            raise SessionLost(f"{self.url}: there is no episode; call `reset` first")
-        data = action.data if isinstance(action, OpenEnvAction) else action.model_dump(mode="json")
-        try:
-            await self._line.channel.send(to_json({"type": "step", "data": data}, inf_nan_mode="strings").decode())
-            seen = await self._answer(self._line.channel, "step")
-        except BaseException as error:
-            await self._line.hang_up(goodbye=False)  # without numbers, a late answer would be read as the next call's
-            if isinstance(error, Dropped):
-                raise SessionLost(f"{error}; OpenEnv's protocol can't resume an episode") from error
-            raise
-        reward = float(seen.reward) if seen.reward is not None else None
-        # An empty object at the end stands for no observation.
-        observation = self._shown(seen) if seen.observation or not seen.done else None
-        return Outcome(observation, reward=reward, terminated=seen.done)
+    async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
+        """Reset, carry out the tape's actions again and compare each observation."""
+        await Environment.restore(self, task, tape)
 
     async def close(self) -> None:
-        """Send `close` and disconnect. A lost connection is no error here: the server closes the episode itself."""
-        if self._line.channel is not None:
+        """Send `close` and disconnect. A lost connection isn't an error: the server closes the episode itself."""
+        self._over = self._over or "it is closed"
+        if self._channel is not None:
             with contextlib.suppress(Dropped):
-                await self._line.channel.send('{"type":"close"}')
-        await self._line.hang_up()
+                await self._channel.send('{"type":"close"}')
+        await self._hang_up()
 
-    async def _begun(self, message: str) -> tuple[Channel, Seen]:
-        channel = await self._line.open(ROUTE)
+    async def _exchange(self, call: Call, text: str) -> Answer:
+        if isinstance(call, ResetCall):
+            return await super()._exchange(call, text)
+        if self._channel is None:
+            raise SessionLost(f"{self.url}: there is no episode; call `reset` first")
         try:
-            with contextlib.suppress(Dropped):  # a full server sends its error before any call and disconnects
-                await channel.send(message)
-            return channel, await self._answer(channel, "reset")
-        except BaseException:
-            await channel.close(goodbye=False)
-            raise
+            return await self._exchange_once(self._channel, call, text)
+        except Dropped as error:
+            raise SessionLost(f"{error}; OpenEnv's protocol can't resume an episode") from error
 
-    async def _answer(self, channel: Channel, method: str) -> Seen:
-        text = await self._line.answer(channel, method)
+    async def _connected(self) -> Channel:
+        return await self._opened(OPENENV_ROUTE, {})
+
+    async def _exchange_once(self, channel: Channel, call: Call, text: str) -> Answer:
+        with contextlib.suppress(Dropped):  # a full server sends its error before any call and disconnects
+            await channel.send(text)
+        received = await self._received(channel, call)
         try:
-            answer = _answers.validate_json(text)
+            answer = _answers.validate_json(received)
         except ValidationError as error:
-            raise BadAnswer(f"{self.url}: not a valid OpenEnv answer to `{method}`: {brief(error)}") from error
+            raise BadAnswer(f"{self.url}: not a valid OpenEnv answer to `{call.t}`: {brief(error)}") from error
         if isinstance(answer, ErrorMessage):
-            raise self._error(answer.data)
-        return answer.data
+            return self._fault(call, answer.data)
+        seen = answer.data
+        # An empty object at the end stands for no observation.
+        item = self._item(seen.observation) if seen.observation or not seen.done else None
+        if isinstance(call, ResetCall):
+            return Result(id=call.id, observation=self._item(seen.observation))
+        reward = float(seen.reward) if seen.reward is not None else None
+        return Result(id=call.id, observation=item, reward=reward, terminated=seen.done)
 
-    def _error(self, problem: Problem) -> Exception:
-        message = f"{self.url}: {problem.message[:2000]} ({problem.code[:80]})"
+    def _encoded(self, call: Call) -> str:
+        """The message of a `reset` or `step`. TypeError for one that OpenEnv's protocol can't carry."""
+        if isinstance(call, ResetCall):
+            files, data = call.files, _arguments(call.task)
+            if "seed" not in data and call.rng is not None:
+                data["seed"] = call.rng.made().getrandbits(31)
+        elif isinstance(call, StepCall):
+            files, content = call.action.files, call.action.content
+            data = content["data"] if issubclass(self.action, OpenEnvAction) else content
+        else:
+            raise TypeError(f"{self.url}: OpenEnv's protocol has no `{call.t}`; use RemoteEnvironment")
+        if files:
+            raise TypeError(
+                f"{self.url}: OpenEnv's protocol can't carry the picture {min(files)}; use RemoteEnvironment"
+            )
+        return to_json({"type": call.t, "data": data}, inf_nan_mode="strings").decode()
+
+    def _item(self, data: dict[str, JsonValue]) -> Item:
+        content: dict[str, JsonValue] = {"data": data} if self.observation is OpenEnvObservation else data
+        return Item.model_construct(kind=self.observation.kind, content=content)
+
+    def _fault(self, call: Call, problem: Problem) -> Fault:
+        message = f"{problem.message[:2000]} ({problem.code[:80]})"
         if problem.code == "CAPACITY_REACHED":
-            return Full(message, None)
+            raise Full(f"{self.url}: {message}", None)
         if problem.code in ("VALIDATION_ERROR", "UNKNOWN_TYPE", "INVALID_JSON"):
-            return Refused(message)
-        return RemoteFault(message)
-
-    def _shown(self, seen: Seen) -> Observation:
-        content = {"data": seen.observation} if self.observation is OpenEnvObservation else seen.observation
-        try:
-            return self.observation.model_validate(content)
-        except ValidationError as error:
-            raise BadAnswer(f"{self.url}: invalid {self.observation.__qualname__}: {brief(error)}") from error
+            return Fault(id=call.id, code="refused", message=message)
+        return Fault(id=call.id, code="raised", message=f"{self.url}: {message}")
 
 
 def _arguments(task: Any) -> dict[str, Any]:

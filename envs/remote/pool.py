@@ -25,9 +25,9 @@ from typing import Any, Self, TypeVar
 from ..environment import EnvironmentFactory, check_factory
 from ..load_named import load_named
 from .declared import Declared
-from .env_protocol import Answer, Call, CloseCall, Fault, read_welcome
+from .env_protocol import Answer, Call, CloseCall, check_length, read_welcome
 from .proxy import Proxy
-from .remote_errors import BadAnswer, Busy, Hung, SessionLost, Unreachable
+from .remote_errors import BadAnswer, Busy, SessionLost, Unreachable
 
 _STARTING = 120.0
 """Time limit for a process to start, in seconds: it imports the packages of its environment."""
@@ -182,58 +182,47 @@ class PooledEnvironment(Proxy):
     """One episode in a process of a pool."""
 
     def __init__(self, pool: Pool) -> None:
-        super().__init__(pool.declared)
+        super().__init__(pool.declared, call_seconds=pool.seconds)
         self._pool = pool
         self._worker: LineProcess | None = None
-        self._over = False
 
     async def acquire(self) -> None:
         """Wait for a process."""
-        if self._worker is None:
+        if self._worker is None and self._over is None:
             self._worker = await self._pool.take()
 
     async def close(self) -> None:
         """Close the remote environment and return the process to the pool."""
         if self._worker is None:
             return
-        answer = await self._ask(CloseCall(id=self._next()))
-        worker, self._worker, self._over = self._worker, None, True
-        if worker is not None:
-            self._pool.give_back(worker)
-        if isinstance(answer, Fault):
-            raise self._error(answer)
-
-    async def _ask(self, call: Call) -> Answer:
-        if self._over:
-            raise SessionLost(f"the process of this {self.environment} is gone")
-        await self.acquire()
-        assert self._worker is not None
-        worker, seconds = self._worker, self._pool.seconds
-        line = call.encoded().encode() + b"\n"
-        if len(line) > self._pool.largest:
-            raise BadAnswer(
-                f"this `{call.t}` has {len(line)} bytes, and the pool accepts {self._pool.largest}; increase its "
-                "`largest`"
-            )
-        timer = asyncio.timeout(seconds)
         try:
-            async with timer:
-                answer = await self._pool.run(worker.ask, line)
-                if not answer:
-                    raise SessionLost(
-                        f"the process of this {self.environment} exited (exit code "
-                        f"{await self._pool.run(worker.code)}); its stderr may show the reason"
-                    )
-                return self._read(call, answer)
-        except BaseException as error:
-            # Also after a cancellation: the answer is still to come, and the next episode would read it as its own.
-            self._worker, self._over = None, True
+            await self._ask(CloseCall(id=self._number + 1))
+        finally:  # also if the environment's `close` raised
+            worker, self._worker, self._over = self._worker, None, self._over or "it is closed"
+            if worker is not None:
+                self._pool.give_back(worker)
+
+    def _encoded(self, call: Call) -> str:
+        line = call.encoded() + "\n"
+        check_length(call, line, self._pool.largest, "increase `largest` of the pool")
+        return line
+
+    async def _exchange(self, call: Call, text: str) -> Answer:
+        assert self._worker is not None
+        self._number = call.id
+        answer = await self._pool.run(self._worker.ask, text.encode())
+        if not answer:
+            raise SessionLost(
+                f"the process of this {self.environment} exited (exit code "
+                f"{await self._pool.run(self._worker.code)}); its stderr may show the reason"
+            )
+        return self._read(call, answer)
+
+    async def _abandon(self, cut: bool) -> None:
+        # Also after a cancellation: the answer is still to come, and the next episode would read it as its own.
+        worker, self._worker = self._worker, None
+        if worker is not None:
             self._pool.lose(worker)
-            if isinstance(error, TimeoutError) and timer.expired():
-                raise Hung(
-                    f"{self.environment}.{call.t} did not return in {seconds:g} s; its process was killed"
-                ) from error
-            raise
 
 
 class LineProcess:

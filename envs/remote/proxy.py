@@ -1,12 +1,13 @@
 """Proxy: an Environment whose instance is in another process. Its methods send calls and return typed results.
 
-Subclasses define the transport: a WebSocket (`env_client.py`) or a pipe (`pool.py`). An exception of the remote
-environment is raised here under the same class name.
+Subclasses carry the messages: over a WebSocket (`remote_environment.py`), a pipe (`pool.py`) or OpenEnv's protocol
+(`openenv.py`). An exception of the remote environment is raised here under the same class name.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+import asyncio
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
@@ -17,16 +18,13 @@ from .declared import Declared
 from .env_protocol import (
     Answer,
     Call,
-    Done,
     Fault,
     FinishCall,
     Item,
-    Led,
-    Message,
     RandomState,
     ResetCall,
     RestoreCall,
-    Shown,
+    Result,
     StepCall,
     files_of,
     read_answer,
@@ -37,13 +35,12 @@ if TYPE_CHECKING:
     from ...tapes import Tape
 
 
-AnswerT = TypeVar("AnswerT", bound=Message)
-
-
 class Proxy(Environment[Action]):
-    """Base class of remote environments. `_ask` sends a call and returns its answer."""
+    """Base class of remote environments. `_exchange` sends a call and returns its answer."""
 
-    def __init__(self, declared: Declared) -> None:
+    def __init__(self, declared: Declared, *, location: str = "", call_seconds: float | None = None) -> None:
+        """location: the place where the environment runs, for messages; by default its name. call_seconds: time limit
+        of a call; None for no limit."""
         self.environment = declared.name
         """Class name of the remote environment."""
         self.effect = declared.effect
@@ -53,14 +50,21 @@ class Proxy(Environment[Action]):
         if declared.rewards is not None:
             self.rewards = declared.rewards
         self._declared = declared
+        self._location = location or declared.name
+        self._call_seconds = call_seconds
         self._number = 0
+        """Number of the last call that was sent."""
+        self._over: str | None = None
+        """Why the episode accepts no more calls; None while it does."""
 
     async def reset(self, task: JsonValue | Task) -> Observation:
         """Begin the episode, with the state of the local `rng`."""
         whole = Task.of(task)
-        call = ResetCall(id=self._next(), task=whole, files=files_of(whole), rng=self._rng_state())
-        seen = (await self._asked(call, Shown)).observation
-        return self._declared.observation(seen.kind, seen.content, seen.received())
+        call = ResetCall(id=self._number + 1, task=whole, files=files_of(whole), rng=self._rng_state())
+        result = await self._ask(call)
+        if result.observation is None:
+            raise BadAnswer(f"{self._location}: the answer to `reset` has no observation")
+        return result.observation.observation(self._declared)
 
     async def step(self, action: Action) -> Outcome:
         """Carry out the action remotely."""
@@ -69,14 +73,11 @@ class Proxy(Environment[Action]):
                 f"{self.environment} accepts {', '.join(sorted(self._declared.actions))}, not "
                 f"{action.kind!r} ({type(action).__qualname__})"
             )
-        call = StepCall(id=self._next(), action=Item.of(action))
-        return (await self._asked(call, Led)).outcome(self._declared)
+        return await self._outcome(StepCall(id=self._number + 1, action=Item.of(action)))
 
     async def finish(self, status: Status) -> Outcome | None:
-        """The environment's final scoring."""
-        call = FinishCall(id=self._next(), status=status)
-        answer = await self._asked(call, Led, Done)
-        return answer.outcome(self._declared) if isinstance(answer, Led) else None
+        """The environment's final scoring; an empty outcome if it has none."""
+        return await self._outcome(FinishCall(id=self._number + 1, status=status))
 
     async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
         """Call the environment's own `restore`; the tape's actions and observations are sent."""
@@ -88,7 +89,7 @@ class Proxy(Environment[Action]):
             )
         whole = Task.of(task)
         call = RestoreCall(
-            id=self._next(),
+            id=self._number + 1,
             task=whole,
             files=files_of(whole),
             rng=self._rng_state(),
@@ -96,44 +97,65 @@ class Proxy(Environment[Action]):
             env_seed=tape.begin.env_seed,
             steps=tuple(Item.of(step, files=False) for step in steps),
         )
-        await self._asked(call, Done)
+        await self._ask(call)
 
-    async def _asked(self, call: Call, *kinds: type[AnswerT]) -> AnswerT:
-        """The answer, which must be of one of these kinds. Raises the error of a Fault, BadAnswer for another kind."""
-        answer = await self._ask(call)
+    async def _outcome(self, call: Call) -> Outcome:
+        return (await self._ask(call)).outcome(self._declared)
+
+    async def _ask(self, call: Call) -> Result:
+        """Send one call and return its result. Raises the error of a Fault.
+
+        If there is no valid answer, the episode accepts no more calls.
+        """
+        if self._over is not None:
+            raise SessionLost(f"{self._location}: {self._over}")
+        await self.acquire()
+        text = self._encoded(call)
+        timer = asyncio.timeout(self._call_seconds)
+        try:
+            async with timer:
+                answer = await self._exchange(call, text)
+        except BaseException as error:
+            cut = timer.expired() or isinstance(error, asyncio.CancelledError)
+            self._over = "a call was cut off, so its state is unknown" if cut else f"it failed before: {error}"
+            await self._abandon(cut)
+            if timer.expired() and isinstance(error, TimeoutError):
+                raise Hung(
+                    f"{self._location}: `{call.t}` had no answer within {self._call_seconds:g} s; if it is only slow, "
+                    "increase `seconds`"
+                ) from error
+            raise
         if isinstance(answer, Fault):
             raise self._error(answer)
-        if not isinstance(answer, kinds):
-            raise BadAnswer(f"`{answer.t}` is not a valid answer to `{call.t}`")
         return answer
 
-    async def _ask(self, call: Call) -> Answer:
-        """Send one call; return its answer, which `_read` has checked."""
-        raise NotImplementedError(f"{type(self).__qualname__} must define _ask(call)")
+    def _encoded(self, call: Call) -> str:
+        """The message of the call."""
+        return call.encoded()
+
+    async def _exchange(self, call: Call, text: str) -> Answer:
+        """Send the message of one call and receive its answer, which `_read` checks. Sets `_number` when it sends."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _exchange(call, text)")
+
+    async def _abandon(self, cut: bool) -> None:
+        """Release the connection after an error. cut: the call was cancelled or exceeded its time limit."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _abandon(cut)")
 
     def _read(self, call: Call, text: str | bytes) -> Answer:
         """The answer in `text`. BadAnswer if it belongs to another call."""
         answer = read_answer(text)
         if answer.id != call.id:
-            raise BadAnswer(f"{self._location()}: an answer to call {answer.id} instead of call {call.id}")
+            raise BadAnswer(f"{self._location}: an answer to call {answer.id} instead of call {call.id}")
         return answer
-
-    def _location(self) -> str:
-        """The place where the environment runs, for messages."""
-        return self.environment
 
     def _error(self, fault: Fault) -> Exception:
         if fault.code == "mismatch":
             return RestoreMismatch(fault.message)
         if fault.code == "raised":
-            where = f" ({fault.frame} at {self._location()})" if fault.frame else ""
-            return RemoteFault.named(fault.error, f"{fault.message}{where}")
+            frame = f" ({fault.frame} at {self._location})" if fault.frame else ""
+            return RemoteFault.named(fault.error, f"{fault.message}{frame}")
         kind = {"hung": Hung, "lost": SessionLost, "refused": Refused}[fault.code]
-        return kind(f"{self._location()}: {fault.message}")
-
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
+        return kind(f"{self._location}: {fault.message}")
 
     def _rng_state(self) -> RandomState | None:
         rng = getattr(self, "rng", None)

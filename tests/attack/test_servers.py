@@ -22,9 +22,8 @@ from tapereel.agents import ScriptedEngine
 from tapereel.agents.engines.embedded.embedded_server import EngineServer
 from tapereel.agents.engines.transport import http_channel
 from tapereel.agents.gateway import Control
-from tapereel.envs.remote import Refused, RemoteEnvironment, Service, ServiceLimits, add_openenv, channel
-from tapereel.envs.remote.env_client import ROUTE
-from tapereel.envs.remote.env_protocol import PROTOCOL, RandomState, ResetCall
+from tapereel.envs.remote import Refused, RemoteEnvironment, Service, ServiceLimits, remote_environment
+from tapereel.envs.remote.env_protocol import PROTOCOL, ROUTE, RandomState, ResetCall
 from tapereel.tapes.common import http_service
 from tapereel.tapes.common.access_token import token_for
 from tapereel.tapes.common.http_service import HttpService
@@ -59,7 +58,7 @@ async def up(name: str, folder: Path) -> AsyncIterator[HttpService]:
             async with quickly(Server(view)).serving() as server:
                 yield server
     elif name == "environment":
-        async with quickly(add_openenv(Service(GuessNumber), [7])).serving() as server:
+        async with quickly(Service(GuessNumber, tasks=[7])).serving() as server:
             yield server
     elif name == "gateway":
         with Store.create(folder / "gateway") as store:
@@ -387,7 +386,7 @@ def abandoned(used: bool, *, grace: float) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tapereel.envs.remote.env_service.RECONNECT_SECONDS", grace)
-        patch.setattr("tapereel.envs.remote.channel._LONGEST", 0.1)  # pauses between two tries
+        patch.setattr("tapereel.envs.remote.remote_environment._LONGEST", 0.1)  # pauses between two tries
         asyncio.run(scene())
 
 
@@ -404,7 +403,7 @@ def test_a_session_whose_client_may_come_back_keeps_its_place():
         limits = ServiceLimits(sessions=1, window_seconds=600.0, retry_after=0)
         async with Service(GuessNumber, limits=limits).serving() as service:
             env = await begun(service)
-            await env._line.hang_up(goodbye=False)
+            await env._hang_up(goodbye=False)
             await until(lambda: all(session.connection is None for session in service.sessions.values()))
             with pytest.raises(Exception, match=r"status (429|503)"):
                 await begun(service, patience=0.3)
@@ -420,7 +419,7 @@ def test_a_session_whose_client_may_come_back_keeps_its_place():
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client reads the old server's token first, and connects when the new server is there."""
-    for module in (channel, http_channel):
+    for module in (remote_environment, http_channel):
         first = iter(["the-token-of-the-server-before"])
         monkeypatch.setattr(module, "token_for", lambda url, first=first: next(first, None) or token_for(url))
 

@@ -16,7 +16,7 @@ import pytest
 from tapereel.agents import ScriptedEngine, agent, rollout
 from tapereel.envs import check_env
 from tapereel.envs.checks.reexec import reexec
-from tapereel.envs.remote import Busy, OpenEnvAction, OpenEnvironment, Refused, Service, add_openenv
+from tapereel.envs.remote import Busy, OpenEnvAction, OpenEnvironment, Refused, Service
 from tapereel.tapes import Action, Status
 
 from ..envs.remote.worlds import GuessNumber, Waiting
@@ -131,7 +131,7 @@ async def openenv_plays(url: str, arguments: dict[str, Any], actions: list[dict[
 
 def test_openenv_s_client_plays_in_an_environment_of_ours(echo: str) -> None:
     async def run() -> None:
-        async with add_openenv(Service(GuessNumber), tasks=[7]).serving() as service:
+        async with Service(GuessNumber, tasks=[7]).serving() as service:
             actions = [
                 {"kind": "remote_guess", "number": 5},
                 {"kind": "remote_guess", "number": 0},
@@ -151,7 +151,7 @@ def test_openenv_s_client_plays_in_an_environment_of_ours(echo: str) -> None:
 
 def test_with_one_kind_of_action_no_kind_is_needed(echo: str) -> None:
     async def run() -> None:
-        async with add_openenv(Service(Waiting)).serving() as service:
+        async with Service(Waiting).serving() as service:
             told = await openenv_plays(with_token(service), {}, [{"number": 7}])
         assert told["results"] == [[{"text": "go", "noise": 0.0}, None, False], [{}, 7.0, True]]
 
@@ -160,7 +160,7 @@ def test_with_one_kind_of_action_no_kind_is_needed(echo: str) -> None:
 
 def test_an_action_that_is_none_is_told_to_openenv_s_client(echo: str) -> None:
     async def run() -> None:
-        async with add_openenv(Service(Waiting)).serving() as service:
+        async with Service(Waiting).serving() as service:
             told = await openenv_plays(with_token(service), {}, [{"number": "x"}])
         assert "(code: VALIDATION_ERROR)" in told["error"]
 

@@ -144,8 +144,11 @@ class Wire(Proxy):
         super().__init__(Declared.of(self.env))
         self.host = Host(self.env, self._declared, None)
 
-    async def _ask(self, call: Any) -> Any:
-        return self._read(call, (await self.host.answer(read_call(call.encoded()))).encoded())
+    async def _exchange(self, call: Any, text: str) -> Any:
+        return self._read(call, (await self.host.answer(read_call(text))).encoded())
+
+    async def _abandon(self, cut: bool) -> None:
+        raise AssertionError("this wire loses no message")
 
 
 def test_pictures_of_tasks_reach_environments_elsewhere(tmp_path: Path):

@@ -43,7 +43,7 @@ class Simulator(Environment[Move]):
         if number == 3:
             os.kill(os.getpid(), signal.SIGSEGV)
         if number == 4:
-            print('{"t":"done","id":2}', flush=True)
+            print('{"t":"result","id":2}', flush=True)
         if number == 6:
             raise ValueError("six")
         if number == 7:

@@ -28,8 +28,7 @@ from tapereel.envs.remote import (
     WrongEnvironment,
 )
 from tapereel.envs.remote.channel import Channel
-from tapereel.envs.remote.env_client import ROUTE
-from tapereel.envs.remote.env_protocol import PROTOCOL
+from tapereel.envs.remote.env_protocol import PROTOCOL, ROUTE
 from tapereel.tapes import CauseType, Status, Tape
 from tapereel.tapes.common.access_token import token_for
 from tapereel.tapes.steps import Answer

@@ -64,10 +64,10 @@ def ended(script: Script, greeting: Any = None, **options: Any) -> Tape:
 def honest(call: Any) -> dict[str, Any]:
     hint = {"kind": "remote_hint", "content": {"text": "begin", "noise": 0.5}}
     if call["t"] == "reset":
-        return {"t": "shown", "id": call["id"], "observation": hint}
+        return {"t": "result", "id": call["id"], "observation": hint}
     if call["t"] == "close":
-        return {"t": "done", "id": call["id"]}
-    return {"t": "outcome", "id": call["id"], "observation": hint, "reward": 0.25}
+        return {"t": "result", "id": call["id"]}
+    return {"t": "result", "id": call["id"], "observation": hint, "reward": 0.25}
 
 
 def at_first_step(**changes: Any) -> Script:
@@ -98,7 +98,7 @@ LIES: list[tuple[dict[str, Any], str, str]] = [
     ({"observation": {"kind": "remote_guess", "content": {"number": 1}}}, "BadAnswer", "'remote_guess'"),
     ({"observation": {"kind": "remote_hint", "content": {"text": 1, "noise": 0}}}, "BadAnswer", "text: "),
     ({"observation": {"kind": "remote_hint", "content": {"text": "x", "noise": 0, "more": 1}}}, "BadAnswer", "more: "),
-    ({"t": "shown", "reward": "gone"}, "BadAnswer", "`shown`.*`step`"),
+    ({"t": "welcome"}, "BadAnswer", "answer"),
     ({"t": "eval"}, "BadAnswer", f"answer.*{PROTOCOL}"),
     ({"extra": 1}, "BadAnswer", "extra"),
 ]
@@ -134,7 +134,7 @@ async def deep(socket: web.WebSocketResponse, call: Any) -> None:
 async def flood(socket: web.WebSocketResponse, call: Any) -> None:
     with contextlib.suppress(ConnectionError):
         for _ in range(3000):
-            await socket.send_str('{"t":"done","id":7}')
+            await socket.send_str('{"t":"result","id":7}')
 
 
 async def nothing(socket: web.WebSocketResponse, call: Any) -> None:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 
 from tapereel.agents import ScriptedEngine, agent, rollout
@@ -21,10 +22,10 @@ from tapereel.envs.remote import (
     OpenEnvObservation,
     Service,
     ServiceLimits,
-    add_openenv,
+    SessionLost,
 )
 from tapereel.envs.remote.openenv import _arguments
-from tapereel.tapes import Action, Observation, Status, Task
+from tapereel.tapes import Action, Observation, Picture, Status, Task
 
 from .worlds import Blurting, Guess, GuessNumber, Telling, Waiting, bearer, until
 
@@ -35,7 +36,7 @@ class Number(Action, kind="openenv_number"):
 
 def serve(check: Any, make: Any = GuessNumber, tasks: Any = None, **limits: Any) -> None:
     async def main() -> None:
-        service = add_openenv(Service(make, limits=ServiceLimits(**limits)), tasks)
+        service = Service(make, limits=ServiceLimits(**limits), tasks=tasks)
         async with service.serving():
             await check(service)
 
@@ -208,7 +209,7 @@ def test_a_connection_that_breaks_ends_the_episode():
             socket._req.transport.abort()  # type: ignore[union-attr]
         with pytest.raises(ConnectionError, match="OpenEnv"):
             await env.step(guess(7))
-        with pytest.raises(ConnectionError, match="`reset`"):
+        with pytest.raises(SessionLost):
             await env.step(guess(7))
         await env.close()
         assert session.id
@@ -250,6 +251,41 @@ def test_a_task_is_what_reset_takes(task: Any, arguments: dict[str, Any] | None)
         assert _arguments(task) == arguments
 
 
+def test_a_call_that_hangs_ends_the_session_and_frees_its_place():
+    async def check(service: Service) -> None:
+        async with opened(service) as socket:
+
+            async def ask(**message: Any) -> Any:
+                await socket.send_json(message)
+                return (await socket.receive_json())["data"]
+
+            await ask(type="reset", data={"task": 7})
+            assert (await ask(type="step", data={"number": 1}))["code"] == "EXECUTION_ERROR"
+            await until(lambda: service.occupied == 0)
+            assert (await ask(type="reset", data={"task": 7}))["code"] == "EXECUTION_ERROR"
+            assert service.occupied == 0
+
+    serve(check, Waiting, call_seconds=0.2)
+
+
+class Drawn(Action, kind="openenv_drawn"):
+    picture: Picture
+
+
+def test_pictures_are_refused_by_name():
+    async def check(service: Service) -> None:
+        picture = Picture.of(np.zeros((20, 30, 3), "uint8"))
+        env = OpenEnvironment(service.url, action=Drawn)
+        with pytest.raises(TypeError, match=picture.name):
+            await env.reset(Task(public={"task": 7, "picture": picture}))
+        await env.reset({"task": 7})
+        with pytest.raises(TypeError, match=picture.name):
+            await env.step(Drawn(picture=picture))
+        await env.close()
+
+    serve(check)
+
+
 def test_what_a_model_reads_of_an_observation():
     assert str(OpenEnvObservation(data={"text": "hello"})) == "hello"
     assert json.loads(str(OpenEnvObservation(data={"a": 1, "b": [2]}))) == {"a": 1, "b": [2]}
@@ -266,7 +302,7 @@ def test_your_own_classes_are_read_and_sent():
         assert await env.reset({"task": 7}) == Typed(text="go", noise=0.0)
         outcome = await env.step(Number(number=7))
         assert (outcome.observation, outcome.reward, outcome.terminated) == (None, 7.0, True)
-        with pytest.raises(TypeError, match=r"Number.*Guess"):
+        with pytest.raises(TypeError, match=r"openenv_number.*Guess"):
             await env.step(Guess(number=7))
         await env.close()
 

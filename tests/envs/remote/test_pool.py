@@ -60,7 +60,7 @@ def test_an_episode_in_a_process_is_as_one_here():
 
 
 BAD = [
-    ("1", "Hung", r"Simulator\.step.*\b2 s\b"),
+    ("1", "Hung", r"Simulator.*`step`.*\b2 s\b"),
     ("2", "SessionLost", r"Simulator.*\b7\)"),
     ("3", "SessionLost", r"Simulator.*-11\)"),
     ("5", "Hung", r"\b2 s\b"),

@@ -15,8 +15,8 @@ from tapereel.envs.remote import BadAnswer, Declared, RemoteFault, Undeclared, W
 from tapereel.envs.remote.env_protocol import (
     PROTOCOL,
     Item,
-    Led,
     RandomState,
+    Result,
     StepCall,
     read_answer,
     read_call,
@@ -114,8 +114,8 @@ def test_an_outcome_comes_back_as_it_was(text: str, noise: float, reward: Any):
     outcome = Outcome(Hint(text=text, noise=noise), reward, metrics={"m": 0.1})
     if any(0xD800 <= ord(c) <= 0xDFFF for c in text):
         return  # no tape can hold it either
-    led = read_answer(Led.of(3, outcome).encoded())
-    assert isinstance(led, Led)
+    led = read_answer(Result.of(3, outcome).encoded())
+    assert isinstance(led, Result)
     assert led.outcome(Declared.of(GuessNumber)) == outcome
 
 
@@ -130,22 +130,22 @@ BROKEN = [
     "[]",
     "null",
     '{"t":"eval","id":1}',
-    '{"t":"done"}',
-    '{"t":"done","id":0}',
-    '{"t":"done","id":1,"x":2}',
-    '{"t":"done","id":1e400}',
+    '{"t":"result"}',
+    '{"t":"result","id":0}',
+    '{"t":"result","id":1,"x":2}',
+    '{"t":"result","id":1e400}',
     "[" * 100_000,
-    '{"t":"done","id":1}{"t":"done","id":1}',
-    '{"t":"outcome","id":1,"reward":NaN}',
-    '{"t":"outcome","id":1,"reward":"NaN"}',
-    '{"t":"outcome","id":1,"reward":Infinity}',
-    '{"t":"outcome","id":1,"reward":true}',
-    '{"t":"outcome","id":1,"reward":{"a":NaN}}',
-    '{"t":"outcome","id":1,"metrics":{"a":NaN}}',
-    '{"t":"outcome","id":1,"reward":1e999}',
-    '{"t":"shown","id":1,"observation":{"kind":"x","content":[]}}',
+    '{"t":"result","id":1}{"t":"result","id":1}',
+    '{"t":"result","id":1,"reward":NaN}',
+    '{"t":"result","id":1,"reward":"NaN"}',
+    '{"t":"result","id":1,"reward":Infinity}',
+    '{"t":"result","id":1,"reward":true}',
+    '{"t":"result","id":1,"reward":{"a":NaN}}',
+    '{"t":"result","id":1,"metrics":{"a":NaN}}',
+    '{"t":"result","id":1,"reward":1e999}',
+    '{"t":"result","id":1,"observation":{"kind":"x","content":[]}}',
     '{"t":"fault","id":1,"code":"other","message":""}',
-    '{"t":"done","id":"\\ud800"}',
+    '{"t":"result","id":"\\ud800"}',
 ]
 
 

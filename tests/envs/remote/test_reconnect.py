@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tapereel.envs.remote import RemoteEnvironment, Service, ServiceLimits, SessionLost
-from tapereel.envs.remote.env_client import SESSION
+from tapereel.envs.remote.env_protocol import SESSION
 from tapereel.tapes import Status
 
 from .worlds import Direction, Guess, GuessNumber, Waiting, Wire, play, told, until
@@ -68,8 +68,8 @@ def test_a_step_that_is_being_taken_is_not_taken_beside_itself():
             await env.reset(7)
             step = asyncio.create_task(env.step(Guess(number=7)))
             await until(lambda: taken)
-            assert env._line.channel is not None
-            env._line.channel._socket._response.connection.transport.abort()  # type: ignore[union-attr]
+            assert env._channel is not None
+            env._channel._socket._response.connection.transport.abort()  # type: ignore[union-attr]
             await until(lambda: wire.connections == 2)
             go.set()
             assert (await step).terminated
@@ -87,7 +87,7 @@ def test_a_session_waits_for_its_client_and_no_longer():
             env = RemoteEnvironment(service.url, GuessNumber)
             env.rng = random.Random(0)
             await env.reset(7)
-            await env._line.hang_up()
+            await env._hang_up()
             await until(lambda: GuessNumber.closed > closed and service.occupied == 0)
             with pytest.raises(SessionLost, match="restarted"):
                 await env.step(Guess(number=7))
@@ -132,8 +132,8 @@ def test_the_session_of_another_server_is_not_taken_for_ours():
             env = RemoteEnvironment(one.url, GuessNumber)
             env.rng = random.Random(0)
             await env.reset(7)
-            await env._line.hang_up()
-            env._line.url = two.url
+            await env._hang_up()
+            env.url = two.url
             with pytest.raises(SessionLost):
                 await env.step(Guess(number=7))
             await env.close()

@@ -11,9 +11,10 @@ import aiohttp
 import pytest
 
 from tapereel.envs.remote import Busy, RemoteEnvironment, Service, ServiceLimits, SessionLost
-from tapereel.envs.remote.env_client import ROUTE, SESSION
 from tapereel.envs.remote.env_protocol import (
     PROTOCOL,
+    ROUTE,
+    SESSION,
     Fault,
     Item,
     ResetCall,
@@ -133,7 +134,7 @@ def test_a_client_never_asks_again_before_the_server_wants_it(monkeypatch: pytes
 
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         env = await begun(service.url)
-        monkeypatch.setattr("tapereel.envs.remote.channel.asyncio.sleep", noted)
+        monkeypatch.setattr("tapereel.envs.remote.remote_environment.asyncio.sleep", noted)
         waiting = asyncio.create_task(begun(service.url, patience=1000.0))
         await until(lambda: sum(seconds > 1 for seconds in slept) >= 3)
         monkeypatch.undo()
@@ -240,7 +241,7 @@ def test_a_number_can_not_be_used_for_another_call():
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         env = await begun(service.url)
         name = env._session
-        await env._line.hang_up()
+        await env._hang_up()
         async with http.ws_connect(service.url + ROUTE, protocols=(PROTOCOL,), headers={SESSION: name}) as socket:
             assert read_welcome(await socket.receive_str()).resumed is True
             one = await raw(socket, StepCall(id=2, action=Item.of(Guess(number=1))).encoded())
@@ -306,7 +307,7 @@ def test_an_instance_that_can_not_be_closed_is_told_to_the_log(caplog: pytest.Lo
     async def check(service: Service, http: aiohttp.ClientSession) -> None:
         async with Wire(service.port, [("up", 3, 0)]).laid() as wire:
             env = await begun(wire.url, Sticky)
-            await env._line.hang_up()
+            await env._hang_up()
             await until(lambda: service.occupied == 0)
         assert re.search("Sticky.*OSError: it sticks", caplog.text)
 
