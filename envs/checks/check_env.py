@@ -13,8 +13,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 
 from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import Unwritable
@@ -110,7 +111,7 @@ def check_env(
     except Stuck:
         skipped = dict.fromkeys(list(CHECKS)[4:], "a call never returned") | skipped
     ended = [play for play in plays if play.status is not None]
-    sums = [total for total in map(_total, ended) if total is not None]
+    sums = [play.total for play in ended if play.total is not None]
     return Report(
         environment=probe.name,
         ok=not any(f.severity == "error" for f in probe.findings),
@@ -129,40 +130,26 @@ def _check_records(probe: Probe, plays: list[Play]) -> None:
         try:
             body = step_record("check", step, by="policy" if isinstance(step, Action) else ENV).body()
             back = StepRecord.model_validate_json(body)
-            same = back.content == step and back.body() == body
-            prompt = str(step)
+            if back.content != step or back.body() != body:
+                probe.found(
+                    "records",
+                    f"{what} is read back from its record as {back.content!r:.120}, which is not equal; "
+                    "give its fields types that survive JSON, and no NaN",
+                )
+            if not str(step) and not isinstance(step, Action):
+                probe.found("records", f"str() of {what} is empty: a model would see nothing", warning=True)
         except Unwritable as error:
             probe.found("records", f"{what}: {error}")
-            continue
         except Exception as error:
+            why = f"{type(error).__qualname__}: {str(error)[:300]}"
             probe.found(
-                "records",
-                f"{what} can't be written on a tape: {type(error).__qualname__}: "
-                f"{str(error)[:300]}; give its fields types that JSON can hold",
+                "records", f"{what} can't be written on a tape: {why}; give its fields types that JSON can hold"
             )
-            continue
-        if not same:
-            probe.found(
-                "records",
-                f"{what} is read back from its record as {back.content!r:.120}, which is not equal; "
-                "give its fields types that survive JSON, and no NaN",
-            )
-        if not prompt and not isinstance(step, Action):
-            probe.found("records", f"str() of {what} is empty: a model would see nothing", warning=True)
-
-
-def _total(play: Play) -> float | None:
-    """The reward that the tape of the episode would have."""
-    outcomes = [outcome for _, outcome in play.turns] + ([play.last] if play.last is not None else [])
-    values = [value for outcome in outcomes for _, value, weight in outcome.components() if weight]
-    return sum(values) if values else None
 
 
 def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float] | None) -> None:
-    for play in plays:
-        total = _total(play)
-        if play.status is None:
-            continue
+    for play in (play for play in plays if play.status is not None):
+        total = play.total
         if total is None:
             probe.found(
                 "rewards",
@@ -180,10 +167,10 @@ def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float
 
 
 def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
-    """The checks that play more episodes. Each assumes that the earlier ones passed, else it is skipped."""
+    """The checks that play more episodes. A check is skipped unless the earlier ones passed."""
     again = ("determinism", "concurrency", "restore")
     after = (*again, "cancellation", "leaks")
-    whole = [(k, play) for k, play in enumerate(plays) if play.status is not None]
+    whole = [play for play in plays if play.status is not None]
     if probe.effect == "irreversible":
         skipped |= dict.fromkeys(after, "the environment is irreversible")
     elif not whole:
@@ -191,54 +178,53 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
     elif any((finding.check, finding.severity) == ("records", "error") for finding in probe.findings):
         skipped |= dict.fromkeys(after, "steps that can't be written can't be compared")
     else:
-        for one in whole:
-            _check_same(probe, "determinism", SAME_TWICE, [one])
+        for play in whole:
+            _check_same(probe, "determinism", SAME_TWICE, [play])
         if any(finding.check == "determinism" for finding in probe.findings):
             skipped |= dict.fromkeys(again[1:], "episodes can't be compared while determinism fails")
         else:
             together = [whole[k % len(whole)] for k in range(max(3, len(whole)))]
             _check_same(probe, "concurrency", SAME_TOGETHER, together)
-            _check_restore(probe, *max(whole, key=lambda one: len(one[1].turns)))
+            _check_restore(probe, max(whole, key=lambda play: len(play.turns)))
         if probe.blocking:
             skipped["cancellation"] = "a call in a thread can't be cancelled"
         else:
-            methods = ("reset", "step") if whole[0][1].turns else ("reset",)
-            waited = [probe.run(lambda name=name: _cancelled(probe, *whole[0], name))[0] for name in methods]
+            methods = ("reset", "step") if whole[0].turns else ("reset",)
+            waited = [probe.run(lambda name=name: _cancelled(probe, whole[0], name))[0] for name in methods]
             if not any(waited):
                 skipped["cancellation"] = "no call waits, so none can be cancelled"
-        _check_leaks(probe, *whole[0])
+        _check_leaks(probe, whole[0])
     probe.run(lambda: probe.close(probe.unused))
 
 
-def _replayed(probe: Probe, k: int, play: Play, prefix: Tape | None = None) -> Callable[[], Any]:
-    script = [action for action, _ in play.turns]
-    return lambda: probe.play(play.task, k, script=script, prefix=prefix)
+async def _replayed(probe: Probe, play: Play, prefix: Tape | None = None) -> Play:
+    """The episode with the same actions; with `prefix`, from the end of that tape."""
+    return await probe.play(play.task, play.number, script=[action for action, _ in play.turns], prefix=prefix)
 
 
-def _check_same(probe: Probe, check: str, sentence: str, plays: list[tuple[int, Play]]) -> None:
+def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> None:
     """Play the episodes again, all at once, and compare. sentence: the finding, with a place for the difference."""
-    results = probe.run(*(_replayed(probe, k, play) for k, play in plays))
-    for (_, first), second in zip(plays, results, strict=True):
-        difference = _difference(first, second)
-        if difference:
+    results = probe.run(*(partial(_replayed, probe, play) for play in plays))
+    for first, second in zip(plays, results, strict=True):
+        if difference := _difference(first, second):
             probe.found(check, sentence.format(difference))
 
 
-def _check_leaks(probe: Probe, k: int, play: Play) -> None:
+def _check_leaks(probe: Probe, play: Play) -> None:
     """Report resources that grow by at least one with every episode. Growth that happens once is a cache, not a leak:
     the first episode here fills such caches before the count starts."""
 
-    async def several() -> tuple[dict[str, set[object]], dict[str, set[object]]]:
-        await _replayed(probe, k, play)()
-        before = await _held()
-        for _ in range(_MORE):
-            await _replayed(probe, k, play)()
-        return before, await _held()
+    async def several() -> dict[str, int]:
+        before: dict[str, set[object]] = {}
+        for episode in range(1 + _MORE):
+            await _replayed(probe, play)
+            for _ in range(3):  # cancelled tasks need a few passes of the loop to end
+                await asyncio.sleep(0)
+            before = before if episode else _held()
+        # New ones are counted: a difference of counts would miss a leak if older ones ended in the meantime.
+        return {what: len(held - before[what]) for what, held in _held().items()}
 
-    ((before, after),) = probe.run(several)
-    for what, held in after.items():
-        # Only what is new counts: something older that ends meanwhile would hide a leak in a difference of counts.
-        left = len(held - before[what])
+    for what, left in probe.run(several)[0].items():
         if left >= _MORE:
             probe.found(
                 "leaks",
@@ -247,17 +233,11 @@ def _check_leaks(probe: Probe, k: int, play: Play) -> None:
             )
 
 
-async def _held() -> dict[str, set[object]]:
+def _held() -> dict[str, set[object]]:
     """The tasks of this event loop, and the threads and open files of this process."""
-    for _ in range(3):  # cancelled tasks need a few passes of the loop to end
-        await asyncio.sleep(0)
     gc.collect()
-    return {"tasks": {*asyncio.all_tasks()}, "threads": {*threading.enumerate()}, "open files": _open_files()}
-
-
-def _open_files() -> set[object]:
-    """The open file descriptors; none on systems that don't list them in /dev/fd."""
-    return {*os.listdir("/dev/fd")} if os.path.isdir("/dev/fd") else set()
+    files = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []  # not every system lists them
+    return {"tasks": {*asyncio.all_tasks()}, "threads": {*threading.enumerate()}, "open files": {*files}}
 
 
 def _difference(a: Play, b: Play, first: int = 1) -> str | None:
@@ -273,17 +253,16 @@ def _difference(a: Play, b: Play, first: int = 1) -> str | None:
     return next((f"{what} {x!r:.120} and then {y!r:.120}" for what, x, y in pairs if x != y), None)
 
 
-def _check_restore(probe: Probe, k: int, play: Play) -> None:
+def _check_restore(probe: Probe, play: Play) -> None:
     """Restore the first half of an episode in a fresh instance and play the second half: results must be equal.
 
     The second half shows state that no observation of the first half shows, such as the random generator's.
     """
     cut = len(play.turns) // 2
-    begun, rest = Play(play.task, play.first, play.turns[:cut]), Play(play.task, turns=play.turns[cut:])
-    tape = bare_tape("check", play.task, probe.name, probe.seed + k, begun.steps)
-    (restored,) = probe.run(_replayed(probe, k, rest, tape))
-    difference = _difference(rest, restored, cut + 1) if restored.status is not None else None
-    if difference:
+    begun, rest = replace(play, turns=play.turns[:cut]), Play(play.task, play.number, turns=play.turns[cut:])
+    tape = bare_tape("check", play.task, probe.name, probe.seed + play.number, begun.steps)
+    (restored,) = probe.run(lambda: _replayed(probe, rest, tape))
+    if restored.status is not None and (difference := _difference(rest, restored, cut + 1)):
         probe.found(
             "restore",
             f"restored after {cut} of {len(play.turns)} turns, the episode continued differently than recorded: "
@@ -291,11 +270,11 @@ def _check_restore(probe: Probe, k: int, play: Play) -> None:
         )
 
 
-async def _cancelled(probe: Probe, k: int, play: Play, method: str) -> bool:
+async def _cancelled(probe: Probe, play: Play, method: str) -> bool:
     """Start `reset` or `step`, cancel it at its first wait and check that it ends as cancelled. False if it never
     waits."""
     env = probe.make()
-    env.rng = random.Random(probe.seed + k)
+    env.rng = random.Random(probe.seed + play.number)
     try:
         if method == "step":
             await probe.call(env, "reset", play.task.given)

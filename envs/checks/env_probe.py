@@ -13,10 +13,11 @@ import random
 import sys
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Never, TypeVar
+from functools import partial
+from typing import Any, Never, TypeVar, cast
 
 from ...tapes.records import Status, Task
 from ...tapes.steps import Action, Answer, Observation
@@ -25,7 +26,6 @@ from ..environment import (
     AnyEnvironment,
     Environment,
     EnvironmentFactory,
-    EnvironmentFault,
     NotAnEnvironment,
     Outcome,
     as_observation,
@@ -54,6 +54,8 @@ class Play:
     """The course of one episode."""
 
     task: Task
+    number: int
+    """It decides the seeds."""
     first: Observation | None = None
     turns: list[tuple[Action, Outcome]] = field(default_factory=list)
     last: Outcome | None = None
@@ -64,10 +66,17 @@ class Play:
     @property
     def steps(self) -> list[Observation | Action]:
         """The steps that the tape of the episode would hold."""
-        steps: list[Observation | Action] = [self.first] if self.first is not None else []
+        steps: list[Observation | Action | None] = [self.first]
         for action, outcome in self.turns:
-            steps += [action] if outcome.observation is None else [action, outcome.observation]
-        return steps
+            steps += [action, outcome.observation]
+        return [step for step in steps if step is not None]
+
+    @property
+    def total(self) -> float | None:
+        """The reward that the tape of the episode would have; None if no part of it is scored."""
+        outcomes = [outcome for _, outcome in self.turns] + ([self.last] if self.last is not None else [])
+        values = [value for outcome in outcomes for _, value, weight in outcome.components() if weight]
+        return sum(values) if values else None
 
 
 class Probe:
@@ -84,30 +93,18 @@ class Probe:
         seed: int,
     ) -> None:
         self.findings: list[Finding] = []
-        self.max_turns = max_turns
-        self.timeout = timeout
-        self.seed = seed
-        self._factory = factory
-        self._policy = policy
-        self._stall = stall
+        self.max_turns, self.timeout, self.seed = max_turns, timeout, seed
+        self._factory, self._policy, self._stall = factory, policy, stall
         self._calls = 0
-        self._threads: dict[Future[list[Any]], tuple[threading.Thread, LoopWatch | None]] = {}
-        self._inside: dict[int, str] = {}
+        self._inside: dict[int | None, str] = {}
         """Thread id -> the method that the thread called last."""
         self._made: list[AnyEnvironment] = []
         self.unused = self.make()
         """An instance that is closed without a reset."""
         kind = type(self.unused)
-        self.name = kind.__name__
-        self.blocking = self.unused.blocking
-        self.effect = self.unused.effect
-        self._files = {
-            f.__code__.co_filename
-            for cls in kind.__mro__
-            if cls.__module__ != Environment.__module__
-            for f in vars(cls).values()
-            if inspect.isfunction(f)
-        }
+        self.name, self.blocking, self.effect = kind.__name__, self.unused.blocking, self.unused.effect
+        own = [cls for cls in kind.__mro__ if cls.__module__ != Environment.__module__]
+        self._files = {f.__code__.co_filename for cls in own for f in vars(cls).values() if inspect.isfunction(f)}
 
     def found(self, check: str, sentence: str, where: str | None = None, *, warning: bool = False) -> None:
         """Report a finding; the same sentence is reported once."""
@@ -126,6 +123,8 @@ class Probe:
         self._made = [*self._made[-7:], env]
         return env
 
+    # Threads
+
     def run(self, *works: Callable[[], Coroutine[object, Never, ResultT]]) -> list[ResultT]:
         """Run all works concurrently: in one event loop, or each in its own thread if the environment is `blocking`.
 
@@ -133,37 +132,65 @@ class Probe:
         so an episode of many slow calls isn't taken for a hanging one.
         """
         groups = [[work] for work in works] if self.blocking else [list(works)]
-        pending = [self._thread(group) for group in groups]
+        threads = dict(self._start(group) for group in groups)
         while True:
             before = self._calls
             # Longer than the limit inside the loop, whose finding names the line of a call that only waits.
-            _, late = wait(pending, timeout=1.5 * self.timeout)
+            _, late = wait(threads, timeout=1.5 * self.timeout)
             if not late:
-                return [result for future in pending for result in future.result()]
+                return [result for done in threads for result in done.result()]
             if self._calls == before:
-                thread, watch = self._threads[late.pop()]
-                if watch is not None:
-                    watch.stop()
-                self._report_stuck(thread)
+                self._watch.stop()
+                self._report_stuck(threads[late.pop()].ident)
                 raise Stuck
 
-    def _thread(self, works: Sequence[Callable[[], Awaitable[Any]]]) -> Future[list[Any]]:
-        done: Future[list[Any]] = Future()
-        watch = None if self.blocking else LoopWatch(self._stalled, seconds=self._stall)
+    def _start(
+        self, works: Sequence[Callable[[], Coroutine[object, Never, ResultT]]]
+    ) -> tuple[Future[list[ResultT]], threading.Thread]:
+        done: Future[list[ResultT]] = Future()
+        self._watch = LoopWatch(self._stalled, seconds=self._stall)
 
         async def together() -> None:
-            with watch if watch is not None else contextlib.nullcontext():
+            with contextlib.nullcontext() if self.blocking else self._watch:
                 results = await asyncio.gather(*(work() for work in works), return_exceptions=True)
-            failures = [result for result in results if isinstance(result, BaseException)]
-            if failures:
-                done.set_exception(failures[0])
+            failure = next((result for result in results if isinstance(result, BaseException)), None)
+            if failure is not None:
+                done.set_exception(failure)
             else:
-                done.set_result(results)
+                done.set_result(cast("list[ResultT]", results))
 
         thread = threading.Thread(target=lambda: asyncio.run(together()), name=f"check-{self.name}", daemon=True)
         thread.start()
-        self._threads[done] = thread, watch
-        return done
+        return done, thread
+
+    def _stalled(self, stall: Stall) -> None:
+        own = [frame for frame in stall.stack if frame.filename in self._files]
+        if own:
+            self.found(
+                "blocks",
+                f"{self.name}.{own[-1].name} blocked the event loop for {stall.seconds:.2f} s or more, at "
+                f"{stall.where()}; every other episode waited. Use an async operation there, or set "
+                f"`blocking = True` on {self.name} to run it in a thread",
+                self._frame(stall.stack),
+            )
+
+    def _report_stuck(self, ident: int | None) -> None:
+        # Nothing raises in a call that hangs, so its line is read from the stack of its thread.
+        frame = sys._current_frames().get(ident or 0)
+        self.found(
+            "hangs",
+            f"{self.name}.{self._inside.get(ident, 'reset')} neither returned within {1.5 * self.timeout:g} s nor "
+            "reacted to cancellation; it occupies its thread until the process ends. Set a timeout on the operation "
+            "that it waits for",
+            self._frame(traceback.extract_stack(frame)) if frame is not None else None,
+        )
+
+    def _frame(self, frames: Sequence[traceback.FrameSummary], *, any_file: bool = False) -> str | None:
+        """The innermost frame in the environment's own files; if there is none and `any_file`, the innermost one."""
+        own = [frame for frame in frames if frame.filename in self._files] or (list(frames) if any_file else [])
+        return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None
+
+    # Calls
 
     async def call(self, env: AnyEnvironment, method: str, *args: object, check: str = "raises") -> object:
         """`await env.method(*args)` within the time limit. Raises Failed if it raises, Stuck if it waits too long."""
@@ -174,54 +201,46 @@ class Probe:
         try:
             async with timer:
                 result = getattr(env, method)(*args)
-                if not inspect.isawaitable(result):
-                    self.found("types", f"{self.name}.{method} is not async: write `async def {method}`")
-                    raise Failed
-                return await result
-        except TimeoutError as error:
-            if timer.expired():
-                self.found(
-                    "hangs",
-                    f"{self.name}.{method} did not return in {self.timeout:g} s; such an episode waits for its whole "
-                    "time limit, so set a timeout on the operation that it waits for",
-                    self._frame(error.__cause__ or error),
-                )
-                raise Stuck from error
-            self._raised(check, method, error)
-        except Failed:
-            raise
+                if inspect.isawaitable(result):
+                    return await result
         except Exception as error:
-            self._raised(check, method, error)
+            hung = isinstance(error, TimeoutError) and timer.expired()
+            cause = (error.__cause__ or error) if hung else error
+            problem = (
+                f"did not return in {self.timeout:g} s; such an episode waits for its whole time limit, so set a "
+                "timeout on the operation that it waits for"
+                if hung
+                else f"raised {type(error).__qualname__}: {str(error)[:300]}; the episode would end as an error of the "
+                "environment and never be trained on"
+            )
+            frame = self._frame(traceback.extract_tb(cause.__traceback__), any_file=True)
+            self.found("hangs" if hung else check, f"{self.name}.{method} {problem}", frame)
+            raise (Stuck if hung else Failed) from error
         finally:
             self._calls += 1
-
-    def _raised(self, check: str, method: str, error: Exception) -> None:
-        self.found(
-            check,
-            f"{self.name}.{method} raised {type(error).__qualname__}: {str(error)[:300]}; the episode would end as an "
-            "error of the environment and never be trained on",
-            self._frame(error),
-        )
-        raise Failed from error
+        self.found("types", f"{self.name}.{method} is not async: write `async def {method}`")
+        raise Failed
 
     async def play(
-        self, task: Task, k: int, *, script: Sequence[Action] | None = None, prefix: Tape | None = None
+        self, task: Task, number: int, *, script: Sequence[Action] | None = None, prefix: Tape | None = None
     ) -> Play:
-        """Play the episode of `task` with the k-th seed: with the policy, or with the actions of `script`, and if
-        `prefix` is given from there on, without `finish`."""
+        """Play the episode of `task` with the policy, or with the actions of `script`.
+
+        With `prefix`, the episode continues from the end of that tape, without `finish`.
+        """
         env = self.make()
-        env.rng = random.Random(self.seed + k)
-        play = Play(task)
+        env.rng = random.Random(self.seed + number)
+        play = Play(task, number)
         try:
             if prefix is None:
                 play.first = self._checked(as_observation, await self.call(env, "reset", task.given), "reset")
             else:
                 await self.call(env, "restore", task.given, prefix, check="restore")
             check = "raises" if prefix is None else "restore"
-            await self._turns(env, play, random.Random(f"{self.seed}/{k}"), script, check)
+            await self._turns(env, play, random.Random(f"{self.seed}/{number}"), script, check)
             last = await self.call(env, "finish", play.status) if prefix is None else None
             if last is not None:
-                play.last = self._checked(as_outcome, last, "finish")
+                play.last = self._checked(partial(as_outcome, method="finish"), last, "finish")
         except Failed:
             play.status = None
         finally:
@@ -263,45 +282,10 @@ class Probe:
             raise TypeError(f"the policy returned {action!r:.80} for {seen!r:.80}; it must return an Action or a str")
         return action
 
-    def _checked(self, convert: Callable[..., ResultT], value: object, method: str) -> ResultT:
+    def _checked(self, convert: Callable[[object], ResultT], value: object, method: str) -> ResultT:
         """`value`, which `method` returned, as rollout takes it. A wrong type is a finding and ends the episode."""
-        wanted = {"reset": "an Observation or a str", "step": "an Outcome", "finish": "an Outcome or None"}[method]
         try:
             return convert(value)
         except (TypeError, ValueError) as error:
-            why = f"; it must return {wanted}" if isinstance(error, EnvironmentFault) else f": {error}"
-            self.found("types", f"{self.name}.{method} returned {value!r:.120}{why}")
+            self.found("types", f"{self.name}.{method} returned {value!r:.120}: {error}")
             raise Failed from error
-
-    def _stalled(self, stall: Stall) -> None:
-        if any(frame.filename in self._files for frame in stall.stack):
-            where = next(frame for frame in reversed(stall.stack) if frame.filename in self._files)
-            self.found(
-                "blocks",
-                f"{self.name}.{where.name} blocked the event loop for {stall.seconds:.2f} s or more, at "
-                f"{stall.where()}; every other episode waited. Use an async operation there, or set "
-                f"`blocking = True` on {self.name} to run it in a thread",
-                f"{where.filename}:{where.lineno} in {where.name}",
-            )
-
-    # `sys._current_frames` is the only way to see where a thread of a hanging call stands: nothing raises in it.
-    def _report_stuck(self, thread: threading.Thread) -> None:
-        ident = thread.ident or 0
-        frame = sys._current_frames().get(ident)
-        where = self._inner(traceback.extract_stack(frame)) if frame is not None else None
-        self.found(
-            "hangs",
-            f"{self.name}.{self._inside.get(ident, 'reset')} neither returned within {1.5 * self.timeout:g} s nor "
-            "reacted to cancellation; it occupies its thread until the process ends. Set a timeout on the operation "
-            "that it waits for",
-            where,
-        )
-
-    def _frame(self, error: BaseException) -> str | None:
-        return self._inner(traceback.extract_tb(error.__traceback__), last=True)
-
-    def _inner(self, frames: Sequence[traceback.FrameSummary], *, last: bool = False) -> str | None:
-        """The innermost frame in the environment's own files; with `last`, else the innermost frame of all."""
-        own = [frame for frame in frames if frame.filename in self._files]
-        chosen = own or (list(frames) if last else [])
-        return f"{chosen[-1].filename}:{chosen[-1].lineno} in {chosen[-1].name}" if chosen else None
