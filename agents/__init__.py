@@ -11,13 +11,12 @@ if __name__ == "agents":
 from typing import TYPE_CHECKING
 
 from .engines.engine import (
+    Capability,
     Completion,
     Engine,
     EngineError,
     PromptTooLong,
-    RecordedEngine,
     Request,
-    SleepingEngine,
     TrainableEngine,
 )
 from .engines.scripted import ScriptedEngine
@@ -43,15 +42,16 @@ if TYPE_CHECKING:
         remote: RemoteEngine,
         replay: ReplayEngine,
         team: TeamEngine,
-    ) -> tuple[tuple[Engine, ...], tuple[TrainableEngine, ...], SleepingEngine, RecordedEngine]:
-        """Never called: the type checker finds here where an engine deviates from its protocols."""
-        return (scripted, hosted), (embedded, remote, replay, team), remote, replay
+    ) -> tuple[tuple[Engine, ...], tuple[TrainableEngine, ...]]:
+        """Never called: the type checker reports an engine that deviates from its protocol here."""
+        return (scripted, hosted), (embedded, remote, replay, team)
 
 
 __all__ = [
     "LLM",
     "Agent",
     "CallsRead",
+    "Capability",
     "ChatAgent",
     "Completion",
     "Diverged",
@@ -63,13 +63,11 @@ __all__ = [
     "TooManyParseErrors",
     "ModelFailed",
     "PromptTooLong",
-    "RecordedEngine",
     "RenderFailed",
     "ReplayEngine",
     "Reply",
     "Request",
     "ScriptedEngine",
-    "SleepingEngine",
     "TrainableEngine",
     "agent",
     "delegate",

@@ -66,6 +66,7 @@ class BatchedEngine:
 
     name = "flat"
     context = None
+    can = frozenset()
 
     def __init__(self, model: nn.Module, renderer: Renderer) -> None:
         self.model, self.renderer, self.version = model, renderer, 0

@@ -1,4 +1,4 @@
-"""check_engine: tests an engine against the protocols of `engine.py` and reports what its author should fix.
+"""check_engine: tests an engine against the interface in `engine.py` and reports what its author should fix.
 
 It sends a few short requests, alone and at once, cancels one, replaces the weights where it may, and closes the engine.
 Failures of the engine are reported as findings; they never raise and never hang the caller.
@@ -13,19 +13,19 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...envs.checks.findings import CheckReport, Finding, checked
 from ...tapes.common.arguments import check_arguments
 from ...tapes.errors import UsageError
 from ...tapes.records import Message, Sampling
-from .engine import Completion, Engine, Request, TrainableEngine, missing_members
+from .engine import TRAINING, Completion, Engine, Request, incomplete, undeclared
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHECKS = {
-    "members": "every member of the protocol is there",
+    "members": "every member of `Engine`, and of each capability in `can`, is there",
     "completes": "complete answers a request",
     "tokens": "ids and log-probs have equal lengths, and max_tokens holds",
     "spans": "the spans cover all ids, in order",
@@ -49,7 +49,7 @@ class EngineReport(CheckReport):
     engine: str
     """Class name."""
     trainable: bool
-    """It has all members of `TrainableEngine`."""
+    """It declares the capabilities that training needs, and has their members."""
     tokens: int
     """Sampled by all requests of the check."""
 
@@ -73,9 +73,9 @@ def check_engine(
     """Test an engine, or the one that a class or (async) function without arguments makes. The engine is closed.
 
     messages: the conversation that all requests continue. weights: a state dict to sync; None skips that check.
-    trainable: report members of `TrainableEngine` that are missing. timeout: seconds that each call may take. Runs in
-    an event loop of its own in a thread, so it can be called from anywhere; an engine that works in another event loop
-    already can't be tested.
+    trainable: report capabilities of a `TrainableEngine` that are missing. timeout: seconds that each call may take.
+    The check runs in its own event loop and thread, so it can be called from anywhere. It can't test an engine that
+    already runs in another event loop.
     """
     if not 0 < timeout <= threading.TIMEOUT_MAX / 12 or max_tokens < 1:
         raise UsageError(f"timeout is {timeout} and max_tokens {max_tokens}; both must be above 0")
@@ -162,13 +162,12 @@ class _Check:
             made = self.made()
             self.made = await made if inspect.isawaitable(made) else made
         self.name = type(self.made).__name__
-        self.can_train = not missing_members(self.made, TrainableEngine)
-        wanted = TrainableEngine if self.trainable else Engine
-        if missing := missing_members(self.made, wanted):
-            sentence = f"the engine lacks {', '.join(missing)} of `{wanted.__name__}`: define them"
-            if missing_members(self.made):
-                raise _Stop(sentence)
-            self.found(sentence)
+        for fault in incomplete(self.made):
+            raise _Stop(f"the engine is incomplete: {fault}")
+        engine = cast(Engine, self.made)
+        self.can_train = not undeclared(engine, TRAINING)
+        for fault in undeclared(engine, TRAINING if self.trainable else ()):
+            self.found(f"the engine is incomplete: {fault}")
 
     async def _completes(self) -> None:
         renderer, sampling = self.made.renderer, Sampling(max_tokens=self.max_tokens)

@@ -1,19 +1,19 @@
-"""Protocols between the agent's model interface (`LLM`) and the engines that sample tokens.
+"""The interface between the agent's model interface (`LLM`) and the engines that sample tokens.
 
-`Engine` samples completions; every engine has it. `TrainableEngine` also takes new weights: the training loop needs all
-of its members. `FleetEngine` names its copies of the weights. `SleepingEngine` also gives its GPU memory back between
-rollouts. `RecordedEngine` returns recorded answers. `check_engine` tests an engine against these protocols.
+Every engine has the members of `Engine`. The set `Engine.can` names what an engine can do in addition to sampling, and
+`MEMBERS` lists the members that each of these capabilities needs. Callers ask `"score" in engine.can` before they use
+such a member. `check_engine` tests an engine against this interface.
 
 All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
-request always carries messages; it carries prompt token ids as well where the engine has a renderer.
+request always carries messages. If the engine has a renderer, the request carries prompt token ids as well.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ...tapes.common.redact import without_secrets
 from ...tapes.errors import RunStopped, StopReason, TapereelError, error_message
@@ -104,12 +104,15 @@ class Request:
     sampled."""
 
 
-@runtime_checkable
-class Engine(Protocol):
-    """Samples completions: `ScriptedEngine`, `LiteLLMEngine`, and every `TrainableEngine`.
+Capability = Literal["pictures", "stats", "weights", "copies", "sleep", "score", "absence", "recorded"]
+"""What an engine can do in addition to sampling."""
+TRAINING: tuple[Capability, ...] = ("stats", "weights")
+"""The capabilities that the training loop needs: those of a `TrainableEngine`."""
 
-    All methods run in one event loop. `complete` is called concurrently, as often as episodes run.
-    """
+
+class Engine(Protocol):
+    """Samples completions. All methods run in one event loop. `complete` is called concurrently, once for each episode
+    that waits for an answer."""
 
     @property
     def name(self) -> str:
@@ -117,8 +120,18 @@ class Engine(Protocol):
         ...
 
     @property
+    def can(self) -> frozenset[Capability]:
+        """What the engine can do; constant. An engine has every member that `MEMBERS` lists for its capabilities.
+
+        `pictures`: it accepts content parts with pictures in messages. `stats`: it measures its busy time. `weights`:
+        its weights can be replaced while it samples. `copies`: it has several copies of the weights, such as one on
+        each server. `sleep`: it can free its GPU memory. `score`: it computes log-probs of given tokens, so its model
+        can be a teacher. `absence`: it waits for servers that don't answer. `recorded`: it returns recorded answers."""
+        ...
+
+    @property
     def renderer(self) -> Renderer | None:
-        """The renderer of this engine's model, or None for an engine of texts; constant."""
+        """The renderer of this engine's model, or None for an engine that works with text only; constant."""
         ...
 
     @property
@@ -143,38 +156,8 @@ class Engine(Protocol):
         ...
 
 
-class EngineAbsence(Protocol):
-    """How long an engine waits for its servers."""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds, since the engine was made, in which no request was answered. It grows while the servers are away."""
-        ...
-
-    async def over(self) -> None:
-        """Return when requests are answered again, or when none waits for an answer."""
-        ...
-
-
-BLIND = (
-    "use a hosted model that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
-)
-"""The remedy where an engine can't see."""
-
-
-def sees(engine: object) -> bool:
-    """The attribute `sees` of an engine that takes pictures, as content parts of messages; False for engines without
-    it. An engine that can't see is never asked with a picture."""
-    return getattr(engine, "sees", False)
-
-
-def absence_of(engine: object) -> EngineAbsence | None:
-    """The attribute `absence` of an engine that waits for its servers where they don't answer; None for others."""
-    return getattr(engine, "absence", None)
-
-
 class EngineStats(Protocol):
-    """What the performance metrics read."""
+    """The measurements that performance metrics read."""
 
     @property
     def busy_seconds(self) -> float:
@@ -182,53 +165,22 @@ class EngineStats(Protocol):
         ...
 
 
-@runtime_checkable
-class MeasuredEngine(Engine, Protocol):
-    """An engine that measures its busy time."""
+class TrainableEngine(Engine, Protocol):
+    """An engine with the capabilities of `TRAINING`: the training loop can replace its weights while it samples."""
 
     @property
     def stats(self) -> EngineStats:
         """Sums since the engine was made; may be read at any time, from any thread."""
         ...
 
-
-@runtime_checkable
-class ChangingEngine(Protocol):
-    """An engine that can say that its weights are being replaced, so that new requests wait."""
+    @property
+    def version(self) -> str:
+        """Name of the current weights. The spans of tokens sampled from now on carry it."""
+        ...
 
     @property
     def changing(self) -> bool:
         """Whether a new request would wait because a weight sync is in progress."""
-        ...
-
-
-@runtime_checkable
-class ScoringEngine(Protocol):
-    """An engine that computes log-probs of given tokens, so that its model can be a teacher (`loop.teacher`)."""
-
-    async def score(
-        self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
-    ) -> array[float]:
-        """log softmax(logits) of each of `ids[1:]` after all ids before it: len(ids) - 1 values (float32, nats), at
-        temperature 1. places, picture: as in `Request`, given only where there are pictures and the engine has `sees`.
-        Called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
-        ...
-
-    async def close(self) -> None:
-        """As `Engine.close`."""
-        ...
-
-
-@runtime_checkable
-class TrainableEngine(MeasuredEngine, ChangingEngine, Protocol):
-    """An engine whose weights can be replaced while it samples: all that the training loop needs.
-
-    `EmbeddedEngine`, `RemoteEngine`, `ReplayEngine` and `TeamEngine` are such engines.
-    """
-
-    @property
-    def version(self) -> str:
-        """Name of the current weights. The spans of tokens sampled from now on carry it."""
         ...
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = ...) -> None:
@@ -241,36 +193,21 @@ class TrainableEngine(MeasuredEngine, ChangingEngine, Protocol):
         ...
 
 
-Sampler = Callable[[Request], Awaitable[Completion]]
-"""`complete` of one copy of an engine's weights."""
-
-
-@runtime_checkable
-class FleetEngine(TrainableEngine, Protocol):
-    """An engine with several copies of the weights, as one on each server."""
+class EngineAbsence(Protocol):
+    """How long an engine waits for its servers."""
 
     @property
-    def samplers(self) -> Mapping[str, Sampler]:
-        """Each copy, by name: the delivery of weights is checked on every one."""
+    def seconds(self) -> float:
+        """Seconds, since the engine was made, in which no request was answered. It grows while the servers are away."""
         ...
 
-
-@runtime_checkable
-class SleepingEngine(TrainableEngine, Protocol):
-    """An engine that can free its GPU memory while the trainer computes (`loop.sleep`)."""
-
-    async def sleep(self) -> None:
-        """Free the GPU memory. Requests in flight end as `abort`; later ones raise EngineError until `wake`. Does
-        nothing when already asleep."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the GPU memory back and sample again. Does nothing when awake."""
+    async def over(self) -> None:
+        """Return when requests are answered again, or when no request waits for an answer."""
         ...
 
 
 class Budget(Protocol):
-    """The token budget of one episode, as far as `RecordedEngine.granted` reads it."""
+    """The part of an episode's token budget that `CapableEngine.granted` reads."""
 
     @property
     def limit(self) -> int | None:
@@ -283,13 +220,111 @@ class Budget(Protocol):
         ...
 
 
-@runtime_checkable
-class RecordedEngine(Engine, Protocol):
-    """An engine that returns recorded answers. One recorded call is one request, also where sampling it took two."""
+Sampler = Callable[[Request], Awaitable[Completion]]
+"""`complete` of one copy of an engine's weights."""
+
+
+class CapableEngine(TrainableEngine, Protocol):
+    """The members of all capabilities, for type checkers: `cast(CapableEngine, engine).sleep()` after a look at
+    `engine.can`. No engine needs all of them."""
+
+    @property
+    def samplers(self) -> Mapping[str, Sampler]:
+        """`copies`: each copy by name. The delivery of weights is checked on every one."""
+        ...
+
+    @property
+    def absence(self) -> EngineAbsence:
+        """`absence`: the engine's waits for its servers."""
+        ...
+
+    async def sleep(self) -> None:
+        """`sleep`: free the GPU memory while the trainer computes (`loop.sleep`). Requests in flight end as `abort`;
+        later ones raise EngineError until `wake`. Does nothing when already asleep."""
+        ...
+
+    async def wake(self) -> None:
+        """`sleep`: take the GPU memory back and sample again. Does nothing when awake."""
+        ...
+
+    async def score(
+        self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
+    ) -> array[float]:
+        """`score`: log softmax(logits) of each of `ids[1:]` after all ids before it: len(ids) - 1 values (float32,
+        nats), at temperature 1. places, picture: as in `Request`, given only if there are pictures and the engine also
+        has `pictures`. Called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
+        ...
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """The `max_tokens` that this request was granted when it was recorded; None where it wasn't recorded."""
+        """`recorded`: the `max_tokens` that this request was granted when it was recorded, or None if it wasn't
+        recorded. One recorded call is one request, even if sampling it took two."""
         ...
+
+
+MEMBERS: Mapping[Capability, tuple[str, ...]] = {
+    "pictures": (),
+    "stats": ("stats",),
+    "weights": ("version", "changing", "sync_weights"),
+    "copies": ("samplers",),
+    "sleep": ("sleep", "wake"),
+    "score": ("score",),
+    "absence": ("absence",),
+    "recorded": ("granted",),
+}
+"""Capability -> the members of `CapableEngine` that it needs."""
+_ALWAYS = ("name", "can", "renderer", "context", "complete", "forget", "close")
+_METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake", "score", "granted")
+
+
+def incomplete(engine: object) -> list[str]:
+    """The faults of an engine that can't even sample, one sentence each: members of `Engine` that it lacks."""
+    missing = _missing(engine, _ALWAYS)
+    return [f"it lacks {', '.join(missing)} of `Engine`: define them"] if missing else []
+
+
+def undeclared(engine: Engine, needs: Iterable[Capability] = ()) -> list[str]:
+    """The faults of `engine.can`, one sentence each: a capability that doesn't exist, one without its members, and one
+    of `needs` that isn't declared."""
+    can: object = engine.can
+    if not isinstance(can, Set) or not can <= MEMBERS.keys():
+        return [f"its `can` is {can!r}: give a frozenset of some of {', '.join(map(repr, MEMBERS))}"]
+    lacks = {name: ", ".join(_missing(engine, MEMBERS[name])) for name in MEMBERS}
+    return [
+        f"its `can` has {name!r}, but it lacks {lacks[name]}: define them, or remove {name!r} from `can`"
+        for name in MEMBERS
+        if name in can and lacks[name]
+    ] + [
+        f"its `can` lacks {name!r}: {f'define {lacks[name]} and ' if lacks[name] else ''}add {name!r} to `can`"
+        for name in needs
+        if name not in can
+    ]
+
+
+def _missing(engine: object, names: Iterable[str]) -> list[str]:
+    absent = object()
+    found = {name: getattr(engine, name, absent) for name in names}
+    return [name for name, value in found.items() if value is absent or (name in _METHODS and not callable(value))]
+
+
+def require(engine: object, needs: Iterable[Capability], use: str) -> None:
+    """Raise IncompleteEngine if `engine` isn't an Engine with the capabilities `needs`; `use` names their user."""
+    faults = incomplete(engine) or undeclared(cast(Engine, engine), needs)
+    if faults:
+        raise IncompleteEngine(
+            f"{use} can't use the engine {type(engine).__qualname__}: {'; '.join(faults)} (tapereel.check_engine tests "
+            "an engine)"
+        )
+
+
+BLIND = (
+    "use a hosted model that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
+)
+"""The remedy if an engine can't see."""
+
+
+def absence_of(engine: Engine | None) -> EngineAbsence | None:
+    """`absence` of an engine that waits for its servers; None for any other engine."""
+    return cast(CapableEngine, engine).absence if engine is not None and "absence" in engine.can else None
 
 
 class EngineError(TapereelError, RuntimeError):
@@ -328,35 +363,7 @@ class PromptTooLong(EngineError, ValueError):
 
 
 class IncompleteEngine(TapereelError, TypeError):
-    """An engine lacks members of the protocol that its use needs; names them."""
-
-
-MEMBERS: dict[type, tuple[str, ...]] = {
-    Engine: ("name", "renderer", "context", "complete", "forget", "close"),
-    TrainableEngine: ("stats", "version", "changing", "sync_weights"),
-    SleepingEngine: ("sleep", "wake"),
-    ScoringEngine: ("score", "close"),
-}
-"""Protocol -> the members that it adds to the protocols above it."""
-METHODS = ("complete", "forget", "close", "score", "sync_weights", "sleep", "wake")
-
-
-def missing_members(engine: object, protocol: type = Engine) -> list[str]:
-    """Members of `protocol` that the instance `engine` lacks, and methods of it that can't be called."""
-    absent = object()
-    wanted = [name for kind in reversed(protocol.__mro__) for name in MEMBERS.get(kind, ())]
-    found = {name: getattr(engine, name, absent) for name in wanted}
-    return [name for name, value in found.items() if value is absent or (name in METHODS and not callable(value))]
-
-
-def require(engine: object, protocol: type, use: str) -> None:
-    """Raise IncompleteEngine where `engine` lacks members of `protocol`; `use` says what needs them."""
-    missing = missing_members(engine, protocol)
-    if missing:
-        raise IncompleteEngine(
-            f"{use} needs the members of `{protocol.__name__}`, and the engine {type(engine).__qualname__} lacks "
-            f"{', '.join(missing)}: define them (tapereel.check_engine tests an engine)"
-        )
+    """An engine lacks members or capabilities that its use needs; names them."""
 
 
 def one_temperature(request: Request) -> None:

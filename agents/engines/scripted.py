@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from ...tapes.common.arguments import check_arguments
-from .engine import Completion, EngineError, Request
+from .engine import Capability, Completion, EngineError, Request
 
 if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
@@ -30,8 +30,9 @@ class ScriptedEngine:
         self._count = 0
         self.renderer = renderer
         self.context: int | None = None
-        self.sees = renderer is None or renderer.pictures is not None
-        """A script reads no prompt; with a renderer, the prompt becomes token ids, which hold no pictures."""
+        # A script reads no prompt. With a renderer, the prompt becomes token ids, so the renderer must know pictures.
+        sees = renderer is None or renderer.pictures is not None
+        self.can: frozenset[Capability] = frozenset({"pictures"} if sees else ())
 
     async def complete(self, request: Request) -> Completion:
         if request.on_start is not None:

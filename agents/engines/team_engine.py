@@ -9,22 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ...tapes.errors import TapereelError, UsageError
 from .engine import (
     BLIND,
-    ChangingEngine,
+    Capability,
+    CapableEngine,
     Completion,
     Engine,
     EngineAbsence,
     EngineError,
-    MeasuredEngine,
     Request,
     SyncMode,
-    TrainableEngine,
     absence_of,
-    sees,
 )
 
 if TYPE_CHECKING:
@@ -62,15 +60,19 @@ class TeamAbsence:
             await part.over()
 
 
-def check_sight(engine: object, shows: str | None, name: str | None = None) -> None:
-    """UsageError where `engine`, or one of a team, can't see, and a run shows pictures.
+def check_sight(engine: Engine, shows: str | None) -> None:
+    """Raise UsageError if a run shows pictures, and `engine`, or an engine of the team, can't see.
 
-    shows: as `LoadedSetup.shows`. name: the engine's in the error; None: its own."""
-    parts = engine.engines.values() if isinstance(engine, TeamEngine) else [engine]
-    for one in parts if shows is not None else ():
-        if not sees(one):
-            name = name or getattr(one, "name", type(one).__name__)
-            raise UsageError(f"the engine {name!r} can't see, and {shows}: {BLIND}")
+    shows: as `LoadedSetup.shows`."""
+    for one in engine.engines.values() if isinstance(engine, TeamEngine) else [engine]:
+        if "pictures" not in one.can:
+            refuse_pictures(one.name, shows)
+
+
+def refuse_pictures(name: str, shows: str | None) -> None:
+    """Raise UsageError if a run shows pictures, which the engine or model `name` can't see."""
+    if shows is not None:
+        raise UsageError(f"the engine {name!r} can't see, and {shows}: {BLIND}")
 
 
 class TeamEngine:
@@ -91,6 +93,14 @@ class TeamEngine:
         self._distinct = list({id(engine): engine for engine in self.engines.values()}.values())
         self._lent = {id(engine) for engine in lent}
         check_writing({path: engine.renderer for path, engine in self.engines.items()})
+        self._able = [cast(CapableEngine, engine) for engine in self._distinct]
+        can: set[Capability] = {"stats", *(self.lead.can & {"weights"})}
+        if all("pictures" in engine.can for engine in self._able):
+            can.add("pictures")
+        if any("absence" in engine.can for engine in self._able):
+            can.add("absence")
+        self.can = frozenset(can)
+        """`weights`: of the lead. `pictures`: all engines accept them. `absence`: an engine waits for servers."""
 
     @property
     def renderer(self) -> Renderer | None:
@@ -103,30 +113,24 @@ class TeamEngine:
         return min((c for engine in self._distinct if (c := engine.context) is not None), default=None)
 
     @property
-    def sees(self) -> bool:
-        """Whether all engines take pictures."""
-        return all(map(sees, self._distinct))
-
-    @property
     def stats(self) -> TeamStats:
-        """Sums over the engines."""
-        return TeamStats(sum(one.stats.busy_seconds for one in self._distinct if isinstance(one, MeasuredEngine)))
+        """Sums over the engines that measure."""
+        return TeamStats(sum(engine.stats.busy_seconds for engine in self._able if "stats" in engine.can))
 
     @property
     def version(self) -> str:
-        """Version of the lead's weights; empty where the lead takes none."""
-        return self.lead.version if isinstance(self.lead, TrainableEngine) else ""
+        """Version of the lead's weights; empty if the lead takes no weights."""
+        return cast(CapableEngine, self.lead).version if "weights" in self.lead.can else ""
 
     @property
     def changing(self) -> bool:
         """Whether a weight sync of any engine is in progress."""
-        return any(engine.changing for engine in self._distinct if isinstance(engine, ChangingEngine))
+        return any(engine.changing for engine in self._able if "weights" in engine.can)
 
     @property
     def absence(self) -> TeamAbsence:
         """The waits of the engines for their servers."""
-        absences = [absence_of(engine) for engine in self._distinct]
-        return TeamAbsence([absence for absence in absences if absence is not None])
+        return TeamAbsence([one for engine in self._distinct if (one := absence_of(engine)) is not None])
 
     def of(self, path: str) -> Engine:
         """The engine that answers for the agent at `path`. EngineError where there is none."""
@@ -151,10 +155,10 @@ class TeamEngine:
         return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
-        """New weights for the lead's engine. BadTeam where the lead takes none."""
-        if not isinstance(self.lead, TrainableEngine):
-            raise BadTeam(f"The team's lead, {self.lead.name}, takes no weights: lead with a TrainableEngine")
-        await self.lead.sync_weights(state, version, mode)
+        """New weights for the lead's engine. BadTeam if the lead takes no weights."""
+        if "weights" not in self.lead.can:
+            raise BadTeam(f"The team's lead, {self.lead.name}, takes no weights: lead with an engine that does")
+        await cast(CapableEngine, self.lead).sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
         """In every engine: the key doesn't say which engine held the conversation."""

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...tapes.records import Sampling, Usage
-from ..engines.engine import Completion, Engine, EngineError, Listener, PromptTooLong, RecordedEngine, Request
+from ..engines.engine import Completion, Engine, EngineError, Listener, PromptTooLong, Request
 from .seeds import derive_seed
 
 Spans = tuple[tuple[str, int, int], ...]
@@ -30,7 +30,7 @@ async def complete(engine: Engine, request: Request) -> Completion:
     Skipped for an engine that returns recorded answers: such an answer is returned whole.
     """
     hot = request.sampling.first_temperature
-    if hot is None or isinstance(engine, RecordedEngine):
+    if hot is None or "recorded" in engine.can:
         return await engine.complete(request)
     if request.prompt is None:
         raise EngineError(

@@ -13,7 +13,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, JsonValue
 
@@ -27,6 +27,7 @@ from ...tapes.records import Attempt
 from ...tapes.steps import content_parts
 from ..engines.engine import (
     BLIND,
+    CapableEngine,
     Completion,
     Engine,
     EngineError,
@@ -34,10 +35,8 @@ from ..engines.engine import (
     Finish,
     Listener,
     PromptTooLong,
-    RecordedEngine,
     Request,
     error_text,
-    sees,
 )
 from ..rendering.renderer import Rendered
 from ..rendering.tool_calls import read_tool_calls
@@ -102,8 +101,7 @@ class LLM(Clock):
         """retries: further requests after an engine's error that may pass."""
         super().__init__(recorder, seed)
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
-        # Asked once an episode: Python looks up each member of a protocol, which would cost a tenth of every turn.
-        self._recorded = engine if isinstance(engine, RecordedEngine) else None
+        self._recorded = cast(CapableEngine, engine) if engine is not None and "recorded" in engine.can else None
         self._conversations = Conversations(recorder, engine)
         self._limits = limits
         self._retries = retries
@@ -168,7 +166,7 @@ class LLM(Clock):
             raise ValueError(f"agent {path!r} asks a model, but the rollout has no engine: pass `engine=` to rollout")
         await self._check_limits()
         asked = messages if messages is not None else tape.messages(system)
-        if self.recorder.shown or (self.engine.renderer is not None and sees(self.engine)):
+        if self.recorder.shown or (self.engine.renderer is not None and "pictures" in self.engine.can):
             self._check_sight(asked)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
         rendered = self._render(path, conversation, asked, schemas)
@@ -319,7 +317,7 @@ class LLM(Clock):
         """RenderFailed where the messages hold a picture or video and the engine can't see, or a part that a text
         wrote."""
         assert self.engine is not None
-        blind, renderer, known = not sees(self.engine), self.engine.renderer, self.recorder.shown
+        blind, renderer, known = "pictures" not in self.engine.can, self.engine.renderer, self.recorder.shown
         for part in (part for message in messages for part in content_parts(message)):
             shown = video_in(part) or known.get(str(part.get("media")))
             if blind and shown is not None:

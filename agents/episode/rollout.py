@@ -49,7 +49,7 @@ from ...tapes.messages import ENV
 from ...tapes.records import Begin, End, Identity, Parent, Reward
 from ...tapes.status import trains
 from ...tapes.tape import Ending, new_tape_id, step_record
-from ..engines.engine import Engine, EngineStopped, absence_of, sees
+from ..engines.engine import Engine, EngineStopped, absence_of
 from .agent import Agent, configuration, qualified
 from .chat import TooManyParseErrors
 from .limits import LimitReached, Limits
@@ -556,9 +556,9 @@ def _package_versions() -> tuple[tuple[str, str], ...]:
 def _versions(engine: Engine | None) -> dict[str, str]:
     versions = dict(_package_versions())
     renderer = engine.renderer if engine is not None else None
-    if renderer is not None:
+    if engine is not None and renderer is not None:
         versions["tokenizer"] = renderer.tokenizer_hash
         versions["chat_template"] = renderer.template_hash
-        if renderer.pictures is not None and sees(engine):
+        if renderer.pictures is not None and "pictures" in engine.can:
             versions["processor"] = renderer.pictures.hash
     return versions

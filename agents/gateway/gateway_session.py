@@ -19,13 +19,13 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...tapes import BadPicture, Picture, Sampling, StoreFailed, Tape
 from ...tapes.messages import image_of, text_of
 from ...tapes.records import Call, Message
 from ...tapes.steps import Exchange, content_parts
-from ..engines.engine import ChangingEngine
+from ..engines.engine import CapableEngine
 from ..episode.limits import LimitReached
 from ..episode.llm import LLM, ModelFailed, RenderFailed, Reply
 from ..rendering.incremental_decoder import IncrementalDecoder, overlap
@@ -188,7 +188,9 @@ class Session:
     @property
     def changing(self) -> bool:
         """Whether the engine's weights are being replaced, so that requests would wait."""
-        return isinstance(self._engine, ChangingEngine) and self._engine.changing
+        if self._engine is None:
+            return False
+        return "weights" in self._engine.can and cast(CapableEngine, self._engine).changing
 
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
         """Sample the model's answer and record the call.

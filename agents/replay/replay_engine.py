@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ...tapes import Call, Tape
 from ...tapes.audit.verdict import Difference, Divergence, Likely, clipped, differences
 from ...tapes.records import Usage
-from ..engines.engine import Budget, Completion, EngineError, PromptTooLong, Request, Sampler, SyncMode
+from ..engines.engine import Budget, Capability, Completion, EngineError, PromptTooLong, Request, Sampler, SyncMode
 from ..rendering.renderer import Renderer
 from .script import call_divergence
 
@@ -79,6 +79,9 @@ class ReplayEngine:
         self.version = "recorded"
         self.changing = False
         self.stats = ReplayStats()
+        # Recorded answers need no pixels, but a renderer that doesn't know pictures can't render the prompts.
+        sees: set[Capability] = {"pictures"} if renderer is None or renderer.pictures is not None else set()
+        self.can: frozenset[Capability] = frozenset({"stats", "weights", "copies", "recorded", *sees})
 
     @property
     def renderer(self) -> Renderer | None:
@@ -87,11 +90,6 @@ class ReplayEngine:
     @property
     def context(self) -> int | None:
         return None
-
-    @property
-    def sees(self) -> bool:
-        """True unless a renderer of text would have to render them: recorded answers need no pixels."""
-        return self._renderer is None or self._renderer.pictures is not None
 
     @property
     def left(self) -> int:

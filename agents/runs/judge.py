@@ -27,7 +27,7 @@ from ...envs.rewards.sources import reference_of
 from ...tapes import Message, Sampling, Tape, TapereelError
 from ...tapes.common.shared_loop import guest
 from ...tapes.messages import image_parts, text_of, visual_parts
-from ..engines.engine import Completion, Engine, EngineError, Request, sees
+from ..engines.engine import Completion, Engine, EngineError, Request
 from ..episode.seeds import derive_seed
 from .group import run_all
 
@@ -98,7 +98,7 @@ class Judge:
         seen = [(part, tape) for tape in tapes for part in visual_parts(sample_of(tape).messages)]
         named = [({"type": "text", "text": text_of({"content": [part]})}, part) for part, _ in seen]
         holds = {one["media"]: tape for part, tape in seen for one in image_parts([{"content": [part]}])}
-        if seen and not sees(self.engine):
+        if seen and "pictures" not in self.engine.can:
             why = f"tape {seen[0][1].id} shows {named[0][0]['text']}: use one that sees, or give `show`, its text"
             raise Unjudged(f"the judge {self.engine.name} can't see, and {why}", None)
         content = [{"type": "text", "text": user}, *chain.from_iterable(named)] if seen else user

@@ -21,7 +21,7 @@ from ...tapes.common.redact import names_secret
 from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Publish
 from ..engines.embedded.pretrained import Dtype
-from ..engines.engine import Engine, EngineError, Request, require
+from ..engines.engine import Capability, Engine, EngineError, Request, require
 from ..engines.scripted import Policy, ScriptedEngine
 from ..engines.servers.server_config import Address, RequestConfig, ServerSettings
 from ..engines.weights.weight_config import AdapterConfig
@@ -231,11 +231,11 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     model: str | None = None
     """The trainer's model, as of an embedded engine. Required in training."""
 
-    def make(self, protocol: type = Engine, use: str = "This run") -> Engine:
+    def make(self, needs: Iterable[Capability] = (), use: str = "This run") -> Engine:
         """Create an engine.
 
-        Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result lacks
-        members of `protocol`, which `use` needs."""
+        Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result isn't
+        an Engine with the capabilities `needs`, which `use` needs."""
         factory = load_function(self.kind, "a class or a function that makes an engine (engine.kind)")
         try:
             inspect.signature(factory).bind(**self.options)
@@ -244,12 +244,12 @@ class CustomConfig(SlotsConfig, OptionsConfig):
         except ValueError:
             pass  # a callable without a signature: the call below checks the arguments
         engine = factory(**self.options)
-        require(engine, protocol, f"{use} with engine.kind={self.kind}")
+        require(engine, needs, f"{use} with engine.kind={self.kind}")
         return cast(Engine, engine)
 
-    async def check(self, protocol: type = Engine, use: str = "This run") -> None:
+    async def check(self, needs: Iterable[Capability] = (), use: str = "This run") -> None:
         """Create an engine and close it. Raises as `make` does, before the run writes any file."""
-        await self.make(protocol, use).close()
+        await self.make(needs, use).close()
 
 
 def engine_kind(settings: object) -> str | None:

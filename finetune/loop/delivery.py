@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pydantic import JsonValue
 from torch import nn
 
-from ...agents.engines.engine import EngineError, FleetEngine, Request, Sampler, TrainableEngine
+from ...agents.engines.engine import CapableEngine, EngineError, Request, Sampler, TrainableEngine
 from ...agents.engines.team_engine import lead_of
 from ...agents.vision.vision import Vision
 from ...tapes.arrays import ints
@@ -124,9 +124,8 @@ class Delivery:
         """NotDelivered unless every sampler has the model's present weights, named `version`. Does nothing before
         `choose`. tolerance: difference in nats that counts as rounding in any case."""
         lead = lead_of(engine)
-        # By the member that is read: `isinstance` of a protocol compares them all, at each check.
-        copies = hasattr(lead, "samplers")
-        samplers = cast("FleetEngine", lead).samplers if copies else {lead.name: lead.complete}
+        copies = "copies" in lead.can
+        samplers = cast(CapableEngine, lead).samplers if copies else {lead.name: lead.complete}
         if self._row is None or not samplers:
             return
         if not self._versions or self._versions[-1].name != version:

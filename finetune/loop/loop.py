@@ -15,9 +15,10 @@ from collections import ChainMap
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import cast
 
 from ...agents import Agent
-from ...agents.engines.engine import SleepingEngine, TrainableEngine, missing_members, require
+from ...agents.engines.engine import TRAINING, CapableEngine, Engine, TrainableEngine, require
 from ...agents.engines.team_engine import TeamEngine, lead_of
 from ...agents.episode.seeds import derive_seed
 from ...envs.environment import EnvironmentFactory, check_factory
@@ -78,15 +79,14 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
         )
 
 
-def check_engines(engines: Iterable[object], config: LoopConfig) -> None:
+def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
     """Refuse engines that can't be trained, before anything is recorded: IncompleteEngine names the missing members,
     ValueError an engine that can't sleep although `loop.sleep` is set."""
     for engine in engines:
-        require(engine, TrainableEngine, "Training")
-        if config.sleep and not isinstance(engine, TeamEngine) and missing_members(engine, SleepingEngine):
-            name = getattr(engine, "name", type(engine).__qualname__)
+        require(engine, TRAINING, "Training")
+        if config.sleep and not isinstance(engine, TeamEngine) and "sleep" not in engine.can:
             raise ValueError(
-                f"`loop.sleep` needs a server engine (vLLM, SGLang); {name} can't sleep. Remove `loop.sleep`"
+                f"`loop.sleep` needs a server engine (vLLM, SGLang); {engine.name} can't sleep. Remove `loop.sleep`"
             )
 
 
@@ -345,7 +345,7 @@ class Loop:
     async def _asleep(self) -> AsyncIterator[None]:
         """With `loop.sleep`, servers sleep inside. They are woken at the end, after an error too."""
         engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
-        sleepers = [engine for engine in engines if isinstance(engine, SleepingEngine)]  # all: checked at the start
+        sleepers = [cast(CapableEngine, engine) for engine in engines if "sleep" in engine.can]
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
         try:
             yield

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from ...agents.engines.embedded.pretrained import load_pretrained, load_tokenizer, placed, weights_digest
-from ...agents.engines.engine import EngineError, ScoringEngine
+from ...agents.engines.engine import CapableEngine, EngineError
 from ...agents.setup.engine_config import CustomConfig, ServerConfig, connect_to
 from ...tapes.common.run_async import run_async
 from ...tapes.errors import UsageError
@@ -189,10 +189,10 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
         _check_tokens(policy, load_tokenizer(config.model), f"loop.teacher.model={config.model}")
 
     async def score(rows: Sequence[Row]) -> list[array[float]]:
-        made = await connect_to(config) if isinstance(config, ServerConfig) else config.make(ScoringEngine, "A teacher")
-        engine = cast(ScoringEngine, made)
+        made = await connect_to(config) if isinstance(config, ServerConfig) else config.make(("score",), "A teacher")
+        engine = cast(CapableEngine, made)
         try:
-            if (shown := [row for row in rows if row.places]) and not getattr(engine, "sees", False):
+            if (shown := [row for row in rows if row.places]) and "pictures" not in engine.can:
                 raise BadBatch(
                     f"tape {shown[0].tape} shows the picture {shown[0].places[0].media[0]}, and the teacher behind "
                     f"{config.kind}:{config.model} can't see: set loop.teacher to vLLM with --enable-scale-out that "

@@ -13,7 +13,7 @@ import torch
 
 from ...agents.engines.embedded.embedded_engine import EmbeddedEngine
 from ...agents.engines.embedded.pretrained import Attention, device_of, load_pretrained, placed
-from ...agents.engines.engine import SleepingEngine, TrainableEngine
+from ...agents.engines.engine import TRAINING, TrainableEngine
 from ...agents.engines.weights.weight_config import add_adapters
 from ...agents.rendering.renderer import Renderer
 from ...agents.setup.engine_config import AnyEngineConfig, CustomConfig, EmbeddedConfig, connect_to
@@ -159,7 +159,7 @@ def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], A
 
 
 async def _make_custom(engine: CustomConfig) -> TrainableEngine:
-    return cast(TrainableEngine, engine.make(TrainableEngine, "Training"))
+    return cast(TrainableEngine, engine.make(TRAINING, "Training"))
 
 
 async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: bool = False) -> None:
@@ -168,7 +168,7 @@ async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: boo
     if isinstance(engine, CustomConfig) and frozen:
         await engine.check()
     elif isinstance(engine, CustomConfig):
-        await engine.check(SleepingEngine if loop.sleep else TrainableEngine, "Training")
+        await engine.check((*TRAINING, "sleep") if loop.sleep else TRAINING, "Training")
 
 
 def sampling_attention(attention: Attention | None) -> Attention | None:

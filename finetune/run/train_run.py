@@ -16,7 +16,7 @@ from typing import Any, cast
 from pydantic import Field, JsonValue
 
 from ...agents.engines.engine import EngineStopped
-from ...agents.engines.team_engine import check_sight
+from ...agents.engines.team_engine import refuse_pictures
 from ...agents.setup.profiles import fit_critic
 from ...agents.setup.setup import AgentSource, DatasetConfig, EnvSource, LoadedSetup, TasksSource, load_tasks, shown_by
 from ...agents.setup.team_config import check_together
@@ -187,7 +187,8 @@ class TrainingRun:
                 "start a single process, or set players.NAME.frozen"
             )
         self.policy = policy or load_policy(config.engine, config.trainer, config.seed)
-        check_sight(self.policy, self.scene.shows, config.engine.model)
+        if not self.policy.sees:
+            refuse_pictures(str(config.engine.model), self.scene.shows)
         self.team = Team(config.players if not ranks.rank else {}, seed=config.seed)
         self.team.load_compared(config.loop, self.recipe)
         phases = Phases(self.policy, config.loop, self.recipe, config.warm or NO_WARM_START)

@@ -168,7 +168,7 @@ def two_turns(sight: Sight, answer: list[int] | None = None) -> tuple[Request, R
 
 def test_each_size_is_read_as_the_local_model_reads_it(sight: Sight) -> None:
     async def test(engine: RemoteEngine) -> None:
-        assert engine.sees
+        assert "pictures" in engine.can
         for shown in (*([one] for one in pictures(*SIZES)), pictures(*SIZES[:3], seed=2)):
             request = asked(sight.renderer.prompt([user("look ", *shown, " where?")]), *shown)
             assert sight.gap(request, await engine.complete(request)) < CLOSE

@@ -27,7 +27,17 @@ from ....tapes.common.arguments import check_arguments
 from ....tapes.errors import MissingExtra
 from ....tapes.records import Sampling, Usage
 from ...vision.vision import Vision
-from ..engine import Completion, EngineError, Finish, Listener, PromptTooLong, PublishMode, Request, one_temperature
+from ..engine import (
+    Capability,
+    Completion,
+    EngineError,
+    Finish,
+    Listener,
+    PromptTooLong,
+    PublishMode,
+    Request,
+    one_temperature,
+)
 
 try:
     import numpy as np
@@ -123,6 +133,9 @@ class EmbeddedEngine:
         vision = pictures if isinstance(pictures, Vision) else None
         model = copying.deepcopy(model) if copy else model
         self._decoder = SlotDecoder(model, slots, capacity, vision=vision, autocast=autocast)
+        can: set[Capability] = {"stats", "weights", "score"}
+        can |= {"pictures"} if vision is not None else set()
+        self.can = frozenset(can)
         self._batch = Batch(self._decoder, slots * capacity if park_tokens is None else park_tokens, self.stats)
         self._prefill_tokens = prefill_tokens
         self._waiting: deque[Generation] = deque()
@@ -144,11 +157,6 @@ class EmbeddedEngine:
     def context(self) -> int:
         """Maximum number of tokens of a prompt and its completion together."""
         return self._decoder.capacity
-
-    @property
-    def sees(self) -> bool:
-        """Whether prompts may show pictures."""
-        return self._decoder.vision is not None
 
     @property
     def changing(self) -> bool:
@@ -187,7 +195,7 @@ class EmbeddedEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """As `ScoringEngine.score`: one plain forward of the weights that sample."""
+        """As `CapableEngine.score`: one plain forward of the weights that sample."""
         self._check_loop()
         prompt, shown = array("i", ids), tuple(places)
         request = Request(messages=(), prompt=prompt, places=shown, picture=picture, sampling=Sampling(), seed=0)

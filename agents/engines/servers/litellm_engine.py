@@ -31,7 +31,17 @@ from ....tapes.errors import BadPicture, MissingExtra, NotATape
 from ....tapes.messages import frames_of, image_parts, visual_parts
 from ....tapes.records import Attempt, Message, Usage
 from ....tapes.steps import content_parts
-from ..engine import Completion, EngineError, EngineStopped, Finish, PromptTooLong, Request, error_text, one_temperature
+from ..engine import (
+    Capability,
+    Completion,
+    EngineError,
+    EngineStopped,
+    Finish,
+    PromptTooLong,
+    Request,
+    error_text,
+    one_temperature,
+)
 from ..transport.absence import Absence, Tries, stop_reason
 from ..transport.proxies import ask_directly
 from ..transport.wire import Json, openai_messages, retry_after
@@ -159,14 +169,14 @@ class LiteLLMEngine:
         _Clients.opened += 1
 
     @property
+    def can(self) -> frozenset[Capability]:
+        """Pictures are sent as data URLs. The provider rejects them if the model can't see."""
+        return frozenset({"pictures", "stats", "absence"})
+
+    @property
     def renderer(self) -> None:
         """None: this engine returns texts only."""
         return None
-
-    @property
-    def sees(self) -> bool:
-        """True: pictures are sent as data URLs. The provider rejects them for a model that can't see."""
-        return True
 
     @property
     def context(self) -> None:

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Literal
 from ....tapes.common.text import logger
 from ....tapes.records import Sampling
 from ..engine import (
+    Capability,
     Completion,
     EngineError,
     EngineStopped,
@@ -134,7 +135,10 @@ class RemoteEngine:
         self.version = version
         self.stats = RemoteStats()
         self.capabilities = capabilities
-        self.sees = capabilities.sees
+        can: set[Capability] = {"stats", "copies", "absence", "sleep", "score"}
+        can |= {"pictures"} if capabilities.sees else set()
+        can |= {"weights"} if takes_weights else set()
+        self.can = frozenset(can)
         self.absence = Absence(config.patience)
         self.sleeper = Sleeper(syncs)
         self._servers = tuple(servers)
@@ -219,7 +223,7 @@ class RemoteEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """As `ScoringEngine.score`, by vLLM's log-probs of a prompt."""
+        """As `CapableEngine.score`, by vLLM's log-probs of a prompt."""
         tokens, sampling = array("i", map(int, ids)), Sampling(max_tokens=1)
         request = Request(messages=(), prompt=tokens, places=tuple(places), picture=picture, sampling=sampling, seed=0)
         self._check(request)
@@ -333,7 +337,7 @@ class RemoteEngine:
                 f"a request without prompt ids: {self.name} samples tokens after tokens, render the "
                 "messages with its renderer first"
             )
-        if request.places and not self.sees:
+        if request.places and "pictures" not in self.can:
             raise EngineError(f"{self.name} can't see {request.places[0].media[0]}: use vLLM with --enable-scale-out")
         if self.context is not None and len(request.prompt) >= self.context:
             raise PromptTooLong(

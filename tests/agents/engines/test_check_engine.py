@@ -17,12 +17,13 @@ import pytest
 from tapereel import check_engine
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.engine import (
+    MEMBERS,
+    Capability,
     Completion,
     EngineError,
     IncompleteEngine,
     Request,
-    SleepingEngine,
-    missing_members,
+    require,
 )
 from tapereel.agents.engines.scripted import ScriptedEngine
 from tapereel.agents.setup.engine_config import CustomConfig, make_engine
@@ -40,6 +41,7 @@ class Minimal:
     """An engine of one's own: it samples the same ids for every request, and takes weights."""
 
     name, renderer, context = "minimal", RENDERER, None
+    can: frozenset[Capability] = frozenset({"stats", "weights"})
     changing = False
 
     def __init__(self, length: int = 3) -> None:
@@ -153,6 +155,21 @@ class Hanging(Minimal):
         raise AssertionError
 
 
+class Sleepless(Minimal):
+    can = Minimal.can | {"sleep"}
+
+    async def sleep(self) -> None:
+        """Falls asleep, and can't be woken."""
+
+
+class Misspelt(Minimal):
+    can: Any = frozenset({"stats", "wieghts"})
+
+
+class Text(Minimal):
+    can: Any = "weights"
+
+
 @pytest.mark.parametrize(
     ("engine", "check", "state", "sentence"),
     [
@@ -164,7 +181,10 @@ class Hanging(Minimal):
         (ClosesOnce, "close", "failed", "second.*EngineError: closed"),
         (Failing, "completes", "failed", "complete.*RuntimeError: "),
         (Hanging, "completes", "failed", "complete.* 1 s"),
-        (not_an_engine, "members", "failed", "context, complete, forget, close .*`Engine`"),
+        (not_an_engine, "members", "failed", "can, context, complete, forget, close .*`Engine`"),
+        (Sleepless, "members", "failed", "'sleep'.* wake:"),
+        (Misspelt, "members", "failed", "'wieghts'.*'weights'"),
+        (Text, "members", "failed", "'weights': .*frozenset"),
     ],
 )
 def test_a_broken_engine_is_reported(engine: Any, check: str, state: str, sentence: str) -> None:
@@ -176,12 +196,38 @@ def test_a_broken_engine_is_reported(engine: Any, check: str, state: str, senten
 
 def test_a_scripted_engine_can_not_be_trained() -> None:
     report = check_engine(ScriptedEngine(lambda request: "a"), trainable=True)
-    assert re.search("stats, version, changing, sync_weights .*`TrainableEngine`", str(report))
-    with pytest.raises(IncompleteEngine, match=r"ScriptedEngine.*stats, version, changing, sync_weights"):
+    assert re.search(
+        "'stats': define stats .*'weights': define version, changing, sync_weights ", str(report), re.DOTALL
+    )
+    with pytest.raises(IncompleteEngine, match=r"ScriptedEngine.* stats .* version, changing, sync_weights "):
         check_engines([ScriptedEngine(["a"])], settings_of())
-    assert missing_members(Minimal(), SleepingEngine) == ["sleep", "wake"]
     with pytest.raises(ValueError, match=r"`loop\.sleep`.* minimal "):
         check_engines([Minimal()], settings_of(sleep=True, max_lag=0))
+
+
+@pytest.mark.parametrize("capability", MEMBERS)
+def test_a_capability_is_what_the_engine_declares_and_has(capability: Capability) -> None:
+    class Bare(Minimal):
+        can: frozenset[Capability] = frozenset()
+        changing: Any = None
+        sync_weights: Any = None
+
+        def __init__(self) -> None:
+            """Without the attributes `version` and `stats`."""
+
+    absent = [name for name in MEMBERS[capability] if name != "changing"]
+    with pytest.raises(IncompleteEngine, match=f"'{capability}'") as refused:
+        require(Bare(), [capability], "This test")
+    assert all(name in str(refused.value) for name in absent)
+    engine: Any = Bare()
+    engine.can = frozenset({capability})
+    if absent:
+        with pytest.raises(IncompleteEngine, match=f"'{capability}'") as refused:
+            require(engine, (), "This test")
+        assert all(name in str(refused.value) for name in absent)
+    for name in absent:
+        setattr(engine, name, lambda: None)
+    require(engine, [capability], "This test")
 
 
 def config_of(kind: str, **settings: Any) -> CustomConfig:
@@ -199,7 +245,7 @@ def test_a_configuration_names_an_engine_of_ones_own() -> None:
         config_of(f"{here}Minimal", options={"size": 2}).make()
     with pytest.raises(UsageError, match=r":RENDERER .*engine\.kind"):
         config_of(f"{here}RENDERER").make()
-    with pytest.raises(IncompleteEngine, match=r"not_an_engine.* context, complete, forget, close"):
+    with pytest.raises(IncompleteEngine, match=r"not_an_engine.* can, context, complete, forget, close"):
         config_of(f"{here}not_an_engine").make()
     with pytest.raises(ValueError, match=r"api_key.*key_variable"):
         config_of(f"{here}Minimal", options={"api_key": "x"})
@@ -239,7 +285,7 @@ def test_train_uses_an_engine_of_ones_own_and_refuses_one_without_weights(tmp_pa
         settings["engine"] = {"kind": f"{module}:{name}", "model": str(folder), "options": {"folder": str(folder)}}
         return TrainConfig.model_validate({**settings, "loop": settings_of(updates=1, max_lag=0)})
 
-    with pytest.raises(IncompleteEngine, match="stats, version, changing, sync_weights"):
+    with pytest.raises(IncompleteEngine, match=r" stats .* version, changing, sync_weights "):
         train(config("texts"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     summary = train(config("engine"), tmp_path / "run")

@@ -31,6 +31,7 @@ class Slow(ScriptedEngine):
     def __init__(self, seconds: float, *, away: bool = True) -> None:
         super().__init__(["7"] * 9)
         self.absence = Absence(60.0)
+        self.can |= {"absence"}
         self.seconds, self.away = seconds, away
 
     async def complete(self, request: Request) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tapereel.agents import (
+    Capability,
     ChatAgent,
     Completion,
     Diverged,
@@ -164,6 +165,7 @@ def test_parallel_tool_calls_are_one_action_and_their_results_one_observation():
 
     class Parsed:
         name, renderer, context = "parsed", None, None
+        can: frozenset[Capability] = frozenset()
         asked: list[Request] = []  # noqa: RUF012
 
         async def complete(self, request: Request) -> Completion:

@@ -16,7 +16,7 @@ import torch
 
 from tapereel.agents import ReplayEngine, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, Request
+from tapereel.agents.engines.engine import Capability, Completion, EngineError, PromptTooLong, Request
 from tapereel.agents.episode import fire
 from tapereel.finetune.data.rows import rows
 from tapereel.finetune.trainer.logprobs import score
@@ -36,6 +36,7 @@ class Parts:
     name = "parts"
     renderer = RENDERER
     context = None
+    can: frozenset[Capability] = frozenset()
 
     def __init__(self, *parts: list[int], end: int = 6) -> None:
         self.parts, self.end = list(parts), end

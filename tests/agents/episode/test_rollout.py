@@ -12,6 +12,7 @@ import pytest
 from tapereel.agents import (
     LLM,
     Agent,
+    Capability,
     Completion,
     EngineError,
     Limits,
@@ -251,6 +252,7 @@ class Failing:
     name = "failing"
     renderer = None
     context = None
+    can: frozenset[Capability] = frozenset()
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)

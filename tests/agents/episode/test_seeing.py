@@ -216,7 +216,7 @@ class Blind(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(lambda request: "1")
-        self.sees = False
+        self.can -= {"pictures"}
         self.asked = 0
 
     async def complete(self, request: Request) -> Any:

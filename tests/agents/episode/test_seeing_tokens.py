@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tapereel.agents import LLM, Agent, ScriptedEngine, rollout
-from tapereel.agents.engines.engine import Completion, Request
+from tapereel.agents.engines.engine import Capability, Completion, Request
 from tapereel.agents.episode.limits import Limits
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
@@ -39,7 +39,8 @@ MARKER = SPECIAL.index(Pads.marker)
 class Babbler:
     """Samples random ids, markers of pictures among them, and keeps what it was asked."""
 
-    name, context, sees = "babbler", None, True
+    name, context = "babbler", None
+    can: frozenset[Capability] = frozenset({"pictures"})
 
     def __init__(self, renderer: Renderer = RENDERER) -> None:
         self.renderer = renderer

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from tapereel.agents import Completion, Request
+from tapereel.agents import Capability, Completion, Request
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.gateway import Bounds, Control
@@ -43,6 +43,8 @@ class Told:
         self.gate.set()
         self.begun = asyncio.Event()
         self.requests: list[Request] = []
+
+    can: frozenset[Capability] = frozenset({"weights"})
 
     @property
     def renderer(self) -> Any:

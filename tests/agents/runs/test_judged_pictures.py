@@ -145,7 +145,7 @@ def test_a_blind_judge_is_named_with_the_picture_and_may_judge_a_text():
 
         def __init__(self) -> None:
             super().__init__(lambda request: "Score: 5")
-            self.sees = False
+            self.can -= {"pictures"}
 
     tape = played(Corners, None)
     (record,) = asyncio.run(Rewards([judge_reward(Blind(), "?")]).score(tape))

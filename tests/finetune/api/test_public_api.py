@@ -181,7 +181,7 @@ def test_the_name_of_an_engine_stands_in_the_place_of_the_model(tmp_path: Path) 
     (tmp_path / "mine.py").write_text(
         "from tapereel.agents import Completion\n"
         "class Echo:\n"
-        "    name, renderer, context = 'echo', None, None\n"
+        "    name, renderer, context, can = 'echo', None, None, frozenset()\n"
         "    async def complete(self, request):\n"
         "        return Completion(text='3')\n"
         "    def forget(self, cache_key): ...\n"

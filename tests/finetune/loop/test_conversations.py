@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tapereel.agents import LLM, Agent, Completion, EngineError, Limits, Request, delegate, rollout
+from tapereel.agents import LLM, Agent, Capability, Completion, EngineError, Limits, Request, delegate, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.episode.llm import ModelFailed
 from tapereel.agents.rendering.renderer import Renderer
@@ -51,6 +51,7 @@ class Dice:
 
     name = "dice"
     context = None
+    can: frozenset[Capability] = frozenset()
 
     def __init__(self, renderer: Renderer, size: int) -> None:
         self.renderer = renderer

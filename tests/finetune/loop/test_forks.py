@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tapereel.agents import Completion, Request, rollout
+from tapereel.agents import Capability, Completion, Request, rollout
 from tapereel.finetune.loop.history import Plan
 from tapereel.finetune.loop.loop_config import ForkConfig
 from tapereel.tapes import Tape
@@ -50,6 +50,7 @@ class Oracle:
     """Says the letters in turn after each prompt; each is drawn with probability 1/4, then the answer ends for sure."""
 
     name, renderer, context = "oracle", RENDERER, None
+    can: frozenset[Capability] = frozenset({"stats", "weights"})
 
     def __init__(self) -> None:
         self.asked: Counter[bytes] = Counter()

@@ -96,6 +96,8 @@ def test_while_one_changes_its_weights_the_team_does(which: int) -> None:
         changing = False
 
     engines = [Changes(lambda _: "a"), Changes(lambda _: "a")]
+    for engine in engines:
+        engine.can |= {"weights"}
     team = TeamEngine({"a": engines[0], "b": engines[1], "c": ScriptedEngine(lambda _: "a")})
     assert not team.changing
     engines[which].changing = True

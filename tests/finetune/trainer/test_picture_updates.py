@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
+from tapereel.agents.engines.engine import Capability, Completion, EngineError, Request
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.finetune.data.rows import Row
@@ -185,6 +186,15 @@ def test_a_teacher_that_cant_see_is_refused(tmp_path: Any) -> None:
 
 class Blind:
     """Scores tokens, and knows nothing of pictures."""
+
+    name, renderer, context = "blind", None, None
+    can: frozenset[Capability] = frozenset({"score"})
+
+    async def complete(self, request: Request) -> Completion:
+        raise EngineError("a teacher only scores")
+
+    def forget(self, cache_key: str) -> None:
+        """Nothing is cached."""
 
     async def score(self, ids: list[int]) -> list[float]:
         return [-1.0] * (len(ids) - 1)

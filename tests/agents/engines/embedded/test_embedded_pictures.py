@@ -173,7 +173,7 @@ def test_turns_with_pictures_are_exact_alone_in_ragged_batches_and_on_cached_tur
     loaded: Pretrained, towers: list[int]
 ) -> None:
     sampling = engine(loaded)
-    assert sampling.sees
+    assert "pictures" in sampling.can
 
     async def all_of_them() -> list[Any]:
         return await asyncio.gather(*(converse(sampling, number, talk(number)) for number in range(3)))
@@ -412,7 +412,7 @@ def test_a_request_that_ends_while_its_picture_is_read_leaves_nothing(qwen: Pret
 def test_models_and_engines_that_cannot_see_refuse_by_name(qwen: Pretrained) -> None:
     rendered = Renderer(qwen.tokenizer, qwen.vision).prompt([said("look: ", image(16, 16, 1))])
     blind = EmbeddedEngine(decoder("qwen2", vocab_size=300), None, version="v0", slots=2)
-    assert not blind.sees
+    assert "pictures" not in blind.can
     with pytest.raises(EngineError, match=f"{rendered.places[0].media[0]}.* see"):
         asyncio.run(blind.complete(asking(rendered)))
     with pytest.raises(UnsupportedModel, match="vision_config"):

@@ -113,7 +113,7 @@ def completed(
 def test_a_picture_is_one_marker_and_the_png_in_the_size_that_the_model_reads(renderer: Renderer) -> None:
     server, request = Sighted(renderer), asked(renderer)
     heard = Heard()
-    assert completed(server, renderer, request, replace(request, listener=heard)).sees
+    assert "pictures" in completed(server, renderer, request, replace(request, listener=heard)).can
     assert len(heard.ids) == 5, "the places are in the first chunk of a stream"
     body = server.asked[0]
     assert body["token_ids"].count(renderer.marker) == 2
@@ -195,7 +195,7 @@ class Blind(FaultyServer):
 def test_a_server_that_refuses_pictures_serves_text(renderer: Renderer, caplog: pytest.LogCaptureFixture) -> None:
     text = replace(asked(renderer), prompt=renderer.prompt([{"role": "user", "content": "a"}]).ids, places=())
     with caplog.at_level(logging.WARNING):
-        assert not completed(Blind(), renderer, text).sees
+        assert "pictures" not in completed(Blind(), renderer, text).can
     assert "pictures" in caplog.text
     with pytest.raises(EngineError, match=r"[0-9a-f]{64}\.png.*--enable-scale-out"):
         completed(Blind(), renderer, asked(renderer))
@@ -212,7 +212,7 @@ def test_a_model_whose_positions_vllm_computes_otherwise_is_refused_at_start(tmp
         (tmp_path / "config.json").write_text(json.dumps(config))
         renderer = Renderer(tokenizer, load_pictures(tmp_path, tokenizer))
         if interleaved:
-            assert completed(Sighted(renderer), renderer).sees
+            assert "pictures" in completed(Sighted(renderer), renderer).can
             continue
         with pytest.raises(UnsupportedVision, match=r"rope_parameters.*mrope_interleaved=true"):
             completed(Sighted(renderer), renderer)
