@@ -1,16 +1,14 @@
 """`LLM`: an agent's interface to its model, for one episode.
 
-It takes the speaker from the tape, renders the conversation into the tokens that follow what was sampled before,
-derives the seed, counts tokens, enforces limits and records every call with its attempts. An agent never sees more than
+It takes the speaker from the tape, renders the conversation into the tokens that follow earlier sampled ones, derives
+the seed, counts tokens, enforces limits and records every call with its attempts. An agent never sees more than
 its own conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -39,14 +37,15 @@ from ..engines.engine import (
     error_text,
 )
 from ..rendering.renderer import Rendered
-from ..rendering.tool_calls import read_tool_calls
+from ..rendering.tool_calls import read_tool_calls, tool_schema
 from . import fire
 from .clock import Clock
 from .conversations import AUTHORED, Conversations, PendingCall
 from .limits import LimitReached, Limits, TokenBudget
 from .recorder import Recorder
 from .seeds import derive_seed, seed_stream
-from .timers import Timers
+from .stop_strings import cut_at_stop
+from .timers import CallTimer, Timers
 
 BACKOFF = 0.5
 """Seconds before the first retry; each further wait is twice as long."""
@@ -63,11 +62,11 @@ class Reply:
     call: str
     """Id of the call on the tape."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The function calls in the answer, where tools were offered: read from the text, or parsed by the engine."""
+    """The function calls in the answer, if tools were offered: read from the text, or parsed by the engine."""
     content: str = ""
-    """The text around the calls; the whole text where there are none."""
+    """The text around the calls; the whole text if there are no calls."""
     problem: str = ""
-    """What is wrong with a call that can't be read, as sentences for the model; empty where all could be read. Yield it
+    """Why a call can't be read, as sentences for the model; empty if all could be read. Yield it
     as `ParseError(problem=...)` and ask again."""
     chat_calls: tuple[Message, ...] = ()
     """All calls in the chat format (`CallsRead.chat`)."""
@@ -116,7 +115,7 @@ class LLM(Clock):
         self._delegated: list[tuple[Step, str]] = []
         """(step, path) of steps that a sub-agent is about to yield."""
         self._read: list[tuple[Step, str]] = []
-        """(step, call) where the agent names the call that a step was read from."""
+        """(step, call) if the agent names the call that a step was read from."""
         self._unread: dict[str, list[str]] = {}
         """Path -> its calls that no step was read from yet."""
         self._newest: dict[str, str] = {}
@@ -130,7 +129,7 @@ class LLM(Clock):
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled in this episode, as far as the engine reports them."""
+        """Tokens sampled in this episode, if the engine reports them."""
         return self._budget.used
 
     @sampled.setter
@@ -158,80 +157,19 @@ class LLM(Clock):
         Questions that one agent asks concurrently need one name each, or their order depends on the event loop.
         `sampling` replaces the episode's for this call, and `seed` is mixed into the call's own. `listener` receives
         tokens while they are sampled, for display only: not every engine reports them.
-        Waits where concurrent calls hold the rest of a token limit. Raises LimitReached (let it pass), ModelFailed and
-        RenderFailed.
+        Waits while concurrent calls hold the rest of a token limit. Raises LimitReached (don't catch it), ModelFailed
+        and RenderFailed.
         """
-        path = tape.scope
         if self.engine is None:
-            raise ValueError(f"agent {path!r} asks a model, but the rollout has no engine: pass `engine=` to rollout")
+            raise ValueError(
+                f"agent {tape.scope!r} asks a model, but the rollout has no engine: pass `engine=` to rollout"
+            )
         await self._check_limits()
         asked = messages if messages is not None else tape.messages(system)
-        if self.recorder.shown or (self.engine.renderer is not None and "pictures" in self.engine.can):
-            self._check_sight(asked)
         schemas = tuple(tool_schema(tool) for tool in tools) if tools else None
-        rendered = self._render(path, conversation, asked, schemas)
-        self.asked += 1
-        rendered, sampling = self._fit(sampling or self.sampling, temperature, max_tokens, rendered)
-        call = self.recorder.new_call_id()
-        stream = seed_stream(path, conversation)
-        number = self._numbers[stream] = self._numbers.get(stream, -1) + 1
-        cache_key = f"{self.recorder.tape}/{path}/{conversation}"
-        self._cache_keys.add(cache_key)
-        partial: list[Completion] = []
-        safe_listener = _SafeListener(listener) if listener is not None else None
-        timed = _Timed(self.timers)
-        request = Request(
-            messages=asked,
-            prompt=rendered.ids if rendered is not None else None,
-            places=rendered.places if rendered is not None else (),
-            sampling=sampling,
-            seed=derive_seed(self._seed, stream, number, *(() if seed is None else (seed,))),
-            tools=schemas,
-            path=path,
-            cache_key=cache_key,
-            on_partial=partial.append,
-            on_start=timed.start,
-            picture=self.recorder.picture,
-            listener=safe_listener,
-        )
-        pending = PendingCall(call, path, conversation, request, rendered, self._conversations.tools_record(schemas))
-        held, task = 0, asyncio.current_task()
-        assert task is not None
-        self._asking.add(task)
-        try:
-            held = await self._take_tokens(request)
-            pending.request = _limited(request, held)
-            completion, attempts = await self._complete(pending.request, timed)
-        except asyncio.CancelledError:
-            # Recorded also without an answer: the agent asked, and a replay must know that it gave the question up.
-            self._write(pending, partial[0] if partial else Completion(text=None), (), "cancelled")
-            raise
-        except _Failed as failure:
-            self._write(pending, Completion(text=None), failure.attempts, "error")
-            if isinstance(failure.error, EngineStopped):
-                self.stopped = failure.error
-            if isinstance(failure.error, PromptTooLong):
-                raise self._latch(CauseType.CONTEXT, str(failure.error)) from failure.error
-            raise ModelFailed(error_text(failure.error)) from failure.error
-        else:
-            self._write(pending, completion, attempts, completion.finish)
-            self._unread.setdefault(path, []).append(call)
-            self._newest[path] = call
-            if self._budget.spent:
-                self._latch_tokens()
-        finally:
-            # On every way out, also cancellation: tokens that are never returned would block concurrent calls forever.
-            self._budget.give(held)
-            self._asking.discard(task)
-        if safe_listener is not None and safe_listener.error is not None:
-            raise safe_listener.error
-        text, native = completion.text or "", completion.tool_calls or ()
-        if schemas is None and not native:
-            return Reply(text, completion.finish, call, content=text)
-        # A template may open a thought in the prompt, as DeepSeek's does.
-        thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
-        read = read_tool_calls(text, schemas or (), native=native, thinking=thinking)
-        return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)
+        exchange = _Exchange(self, self.engine, tape.scope, conversation, asked, schemas)
+        exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, listener)
+        return exchange.read(await exchange.sample())
 
     # Attribution: the rollout asks, for each yielded step, which path yielded it and which calls it was read from
 
@@ -305,29 +243,13 @@ class LLM(Clock):
         asking = [task for task in self._asking if task is not asyncio.current_task()]
         for task in asking:
             task.cancel()
-        if asking:  # each records what was sampled
+        if asking:  # each records its sampled tokens
             await asyncio.wait(asking, timeout=GRACE)
         if self.engine is not None:
             for key in self._cache_keys:
                 self.engine.forget(key)
 
     # Inside
-
-    def _check_sight(self, messages: Sequence[Message]) -> None:
-        """RenderFailed where the messages hold a picture or video and the engine can't see, or a part that a text
-        wrote."""
-        assert self.engine is not None
-        blind, renderer, known = "pictures" not in self.engine.can, self.engine.renderer, self.recorder.shown
-        for part in (part for message in messages for part in content_parts(message)):
-            shown = video_in(part) or known.get(str(part.get("media")))
-            if blind and shown is not None:
-                raise RenderFailed(f"the engine {self.engine.name!r} can't see, and the prompt holds {shown}: {BLIND}")
-            if renderer is None or part.get("type") not in ("image", "video"):
-                continue
-            if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
-                raise RenderFailed(
-                    f"the part {part!r:.200} is not that of a picture which a step shows, nor of a video"
-                )
 
     async def _check_limits(self) -> None:
         if self._closed:
@@ -352,21 +274,20 @@ class LLM(Clock):
     def _latch_tokens(self) -> LimitReached:
         return self._latch(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
 
-    async def _take_tokens(self, request: Request) -> int:
-        """Take tokens of the episode's limit for this request. LimitReached where all are spent.
+    def _failed(self, error: EngineError) -> ModelFailed | LimitReached:
+        """The exception that the agent gets for an engine's error: the limit of context, or ModelFailed."""
+        if isinstance(error, EngineStopped):
+            self.stopped = error
+        if isinstance(error, PromptTooLong):
+            return self._latch(CauseType.CONTEXT, str(error))
+        return ModelFailed(error_text(error))
 
-        In a replay the engine says how many the recorded call had: how long a call waited for the tokens of others
-        depended on how long their answers took, which no tape records.
-        """
-        if self._recorded is not None and self._limits.tokens is not None:
-            recorded = await self._recorded.granted(request, self._budget)
-            if recorded is not None:
-                return self._budget.hold(recorded)
-        held = await self._budget.take(request.sampling.max_tokens)
-        if held < 1:
-            self.asked -= 1
-            raise self.latched or self._latch_tokens()
-        return held
+    def _answered(self, path: str, call: str) -> None:
+        """Later steps of `path` come from this call. Calls without an answer are never attributed: no agent saw one."""
+        self._unread.setdefault(path, []).append(call)
+        self._newest[path] = call
+        if self._budget.spent:
+            self._latch_tokens()
 
     def _render(
         self, path: str, conversation: str, messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...] | None
@@ -376,81 +297,212 @@ class LLM(Clock):
         except ValueError as error:
             raise RenderFailed(str(error)) from error
 
-    def _fit(
-        self, base: Sampling, temperature: float | None, max_tokens: int | None, rendered: Rendered | None
-    ) -> tuple[Rendered | None, Sampling]:
-        """The prompt of one call, cut where the limits say so, and its sampling, with at most as many tokens as the
-        context has room for."""
-        wanted = base.max_tokens if max_tokens is None else max_tokens
-        context = min(
-            (c for c in (self._limits.context, self.engine.context if self.engine else None) if c), default=None
+
+class _Exchange:
+    """One call of the model: `prepare` the request, `sample` and record the answer, `read` the reply."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        engine: Engine,
+        path: str,
+        conversation: str,
+        messages: Sequence[Message],
+        schemas: tuple[dict[str, JsonValue], ...] | None,
+    ) -> None:
+        self._llm, self._engine = llm, engine
+        self._path, self._conversation, self._messages, self._schemas = path, conversation, messages, schemas
+        self._timer = CallTimer(llm.timers)
+        self._listener: _SafeListener | None = None
+        self._partial: list[Completion] = []
+        """The tokens sampled before a cancellation."""
+
+    # prepare
+
+    def prepare(
+        self,
+        sampling: Sampling,
+        temperature: float | None,
+        max_tokens: int | None,
+        seed: int | None,
+        listener: Listener | None,
+    ) -> None:
+        """Render the prompt, fit it into the limits, and number the call. Raises RenderFailed and LimitReached."""
+        llm, path, conversation = self._llm, self._path, self._conversation
+        if llm.recorder.shown or (self._engine.renderer is not None and "pictures" in self._engine.can):
+            self._check_sight()
+        rendered = llm._render(path, conversation, self._messages, self._schemas)
+        llm.asked += 1
+        rendered, sampling = self._fit(rendered, sampling, temperature, max_tokens)
+        call = llm.recorder.new_call_id()
+        stream = seed_stream(path, conversation)
+        number = llm._numbers[stream] = llm._numbers.get(stream, -1) + 1
+        cache_key = f"{llm.recorder.tape}/{path}/{conversation}"
+        llm._cache_keys.add(cache_key)
+        self._listener = _SafeListener(listener) if listener is not None else None
+        request = Request(
+            messages=self._messages,
+            prompt=rendered.ids if rendered is not None else None,
+            places=rendered.places if rendered is not None else (),
+            sampling=sampling,
+            seed=derive_seed(llm._seed, stream, number, *(() if seed is None else (seed,))),
+            tools=self._schemas,
+            path=path,
+            cache_key=cache_key,
+            on_partial=self._partial.append,
+            on_start=self._timer.start,
+            picture=llm.recorder.picture,
+            listener=self._listener,
         )
-        most, keep = self._limits.prompt_tokens, self._limits.keep_prompt
+        tools = llm._conversations.tools_record(self._schemas)
+        self._pending = PendingCall(call, path, conversation, request, rendered, tools)
+
+    def _check_sight(self) -> None:
+        """Raise RenderFailed if the messages show a picture or video that the engine can't see or that no step or
+        request brought, such as a part that a model wrote."""
+        engine, known = self._engine, self._llm.recorder.shown
+        for part in (part for message in self._messages for part in content_parts(message)):
+            shown = video_in(part) or known.get(str(part.get("media")))
+            if "pictures" not in engine.can and shown is not None:
+                raise RenderFailed(f"the engine {engine.name!r} can't see, and the prompt holds {shown}: {BLIND}")
+            if engine.renderer is None or part.get("type") not in ("image", "video"):
+                continue
+            if shown is None or part != part_of(shown) or any(one.name not in known for one in pictures_of(shown)):
+                raise RenderFailed(f"no step shows the picture or video of the part {part!r:.200}")
+
+    def _fit(
+        self, rendered: Rendered | None, base: Sampling, temperature: float | None, max_tokens: int | None
+    ) -> tuple[Rendered | None, Sampling]:
+        """(the prompt, cut if the limits ask for that; the sampling, with at most as many tokens as the context has
+        room for)."""
+        limits = self._llm._limits
+        wanted = base.max_tokens if max_tokens is None else max_tokens
+        context = min((size for size in (limits.context, self._engine.context) if size), default=None)
+        most, keep = limits.prompt_tokens, limits.keep_prompt
         if keep is not None and context is not None:
             most = min(most or context, context - wanted)
         if most is not None and rendered is None:
-            raise ModelFailed("limits.prompt_tokens and limits.keep_prompt need an engine of tokens: remove them")
+            raise ModelFailed(
+                f"limits.prompt_tokens and limits.keep_prompt count tokens, and the engine {self._engine.name!r} works "
+                "with text only: remove them"
+            )
         if most is not None and rendered is not None and len(rendered.ids) > most:
             if keep is None or most < 1:
                 sizes = f"the prompt has {len(rendered.ids)} tokens, and limits and context leave {max(most, 0)} for it"
-                raise self._latch(CauseType.CONTEXT, sizes)
+                raise self._llm._latch(CauseType.CONTEXT, sizes)
             rendered = rendered.cut_to(most, keep)
         if context is not None and rendered is not None:
             room = context - len(rendered.ids)
             if room < 1:
-                raise self._latch(
-                    CauseType.CONTEXT, f"the prompt has {len(rendered.ids)} tokens, the context {context}"
-                )
+                sizes = f"the prompt has {len(rendered.ids)} tokens, the context {context}"
+                raise self._llm._latch(CauseType.CONTEXT, sizes)
             wanted = min(wanted, room)
         if temperature is None and wanted == base.max_tokens:
             return rendered, base
         update = {"max_tokens": wanted, "temperature": base.temperature if temperature is None else temperature}
         return rendered, base.model_copy(update=update)
 
-    async def _complete(self, request: Request, timed: _Timed) -> tuple[Completion, tuple[Attempt, ...]]:
-        """The completion and every attempt at it. Raises _Failed when the error won't pass or retries are used up."""
-        assert self.engine is not None
+    # sample and record
+
+    async def sample(self) -> Completion:
+        """Sample the answer within the episode's limit of tokens, and record the call, however it ends.
+
+        Raises ModelFailed and LimitReached, and the first error of the caller's listener."""
+        llm, task = self._llm, asyncio.current_task()
+        assert task is not None
+        held = 0
+        llm._asking.add(task)
+        try:
+            held = await self._take_tokens()
+            self._pending.request = _limited(self._pending.request, held)
+            completion, attempts = await self._complete()
+        except asyncio.CancelledError:
+            # Recorded also without an answer: the agent asked, and a replay must know that it gave the question up.
+            self._record(self._partial[0] if self._partial else Completion(text=None), (), "cancelled")
+            raise
+        except _Failed as failure:
+            self._record(Completion(text=None), failure.attempts, "error")
+            raise llm._failed(failure.error) from failure.error
+        else:
+            self._record(completion, attempts, completion.finish)
+            llm._answered(self._path, self._pending.call)
+        finally:
+            # On every way out, also cancellation: tokens that are never returned would block concurrent calls forever.
+            llm._budget.give(held)
+            llm._asking.discard(task)
+        if self._listener is not None and self._listener.error is not None:
+            raise self._listener.error
+        return completion
+
+    async def _take_tokens(self) -> int:
+        """Take tokens of the episode's limit for this call. Raises LimitReached if all are spent.
+
+        In a replay the engine knows how many the recorded call had: how long a call waited for the tokens of others
+        depended on how long their answers took, which no tape records.
+        """
+        llm, request = self._llm, self._pending.request
+        if llm._recorded is not None and llm._limits.tokens is not None:
+            recorded = await llm._recorded.granted(request, llm._budget)
+            if recorded is not None:
+                return llm._budget.hold(recorded)
+        held = await llm._budget.take(request.sampling.max_tokens)
+        if held < 1:
+            llm.asked -= 1
+            raise llm.latched or llm._latch_tokens()
+        return held
+
+    async def _complete(self) -> tuple[Completion, tuple[Attempt, ...]]:
+        """The completion and every attempt at it. Raises _Failed when no retry helps or no retry is left."""
+        request, timer = self._pending.request, self._timer
         attempts: list[Attempt] = []
-        timed.call()
+        timer.call()
         was = guest.get()
         guest.set(False)  # the engine isn't part of the agent that asks it
         try:
             while True:
                 try:
-                    completion = await fire.complete(self.engine, request)
+                    completion = await fire.complete(self._engine, request)
                 except EngineError as error:
-                    attempts += error.attempts or (timed.attempt(error_text(error)),)
-                    if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._retries:
+                    attempts += error.attempts or (timer.attempt(error_text(error)),)
+                    if isinstance(error, PromptTooLong) or not error.retry or len(attempts) > self._llm._retries:
                         raise _Failed(error, tuple(attempts)) from error
                     if request.listener is not None:
                         request.listener.again()
                     await asyncio.sleep(BACKOFF * 2 ** (len(attempts) - 1))
-                    timed.begin()
+                    timer.begin()
                 else:
-                    attempts += completion.attempts or (timed.attempt(),)
-                    return self._stopped(completion, request.sampling), tuple(attempts)
+                    attempts += completion.attempts or (timer.attempt(),)
+                    return self._stopped(completion), tuple(attempts)
         finally:
             guest.set(was)
-            timed.end()
+            timer.end()
 
-    def _stopped(self, completion: Completion, sampling: Sampling) -> Completion:
+    def _stopped(self, completion: Completion) -> Completion:
         """The completion, cut at the first stop string."""
-        stops: Any = sampling.extra.get("stop")
+        stops: Any = self._pending.request.sampling.extra.get("stop")
         if not stops:
             return completion
-        renderer = self._conversations.renderer
+        renderer = self._engine.renderer
         return cut_at_stop(completion, stops, renderer.decode if renderer is not None else None)
 
-    def _write(
-        self, pending: PendingCall, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish
-    ) -> None:
-        """Count the sampled tokens and record the call, however it ended.
-
-        Only an answered call is attributed to later steps (see `__call__`): an agent never saw the other ones.
-        """
+    def _record(self, completion: Completion, attempts: tuple[Attempt, ...], finish: Finish) -> None:
+        """Count the sampled tokens and record the call."""
         ids = completion.ids
-        self.sampled += len(ids) if ids is not None else completion.usage.completion_tokens or 0
-        self._conversations.write(pending, completion, attempts, finish=finish)
+        self._llm.sampled += len(ids) if ids is not None else completion.usage.completion_tokens or 0
+        self._llm._conversations.write(self._pending, completion, attempts, finish=finish)
+
+    # read
+
+    def read(self, completion: Completion) -> Reply:
+        """The agent's reply: the text, and its function calls if tools were offered or the engine parsed some."""
+        text, native = completion.text or "", completion.tool_calls or ()
+        call, rendered = self._pending.call, self._pending.rendered
+        if self._schemas is None and not native:
+            return Reply(text, completion.finish, call, content=text)
+        # A template may open a thought in the prompt, as DeepSeek's does.
+        thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
+        read = read_tool_calls(text, self._schemas or (), native=native, thinking=thinking)
+        return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)
 
 
 class _Failed(Exception):
@@ -458,46 +510,6 @@ class _Failed(Exception):
         super().__init__(str(error))
         self.error = error
         self.attempts = attempts
-
-
-class _Timed:
-    """One call and its attempts, on the episode's timers. An engine may report its start late, after a cancellation."""
-
-    def __init__(self, timers: Timers) -> None:
-        self._timers = timers
-        self._over = False
-
-    def call(self) -> None:
-        """The call begins, with its first attempt."""
-        self._timers.called()
-        self.begin()
-
-    def begin(self) -> None:
-        """An attempt begins."""
-        self._begun, self._queued = time.perf_counter(), None
-
-    def start(self) -> None:
-        """`Request.on_start`: the model works at the attempt."""
-        if self._queued is None and not self._over:
-            self._queued = time.perf_counter() - self._begun
-            self._timers.worked(1)
-
-    def attempt(self, error: str | None = None) -> Attempt:
-        """The attempt, which has ended: what follows is no work of the model."""
-        found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
-        self._wait()
-        return found
-
-    def end(self) -> None:
-        """The call has ended."""
-        self._wait()
-        self._over = True
-        self._timers.answered()
-
-    def _wait(self) -> None:
-        if self._queued is not None:
-            self._queued = None
-            self._timers.worked(-1)
 
 
 class _SafeListener:
@@ -509,7 +521,7 @@ class _SafeListener:
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self.error: Exception | None = None
-        """What the listener raised."""
+        """The listener's first error."""
 
     def tokens(self, ids: array[int]) -> None:
         self._call(self._listener.tokens, ids)
@@ -532,48 +544,3 @@ def _limited(request: Request, tokens: int) -> Request:
         return request
     update = {"max_tokens": tokens, "temperature": sampling.temperature}
     return replace(request, sampling=sampling.model_copy(update=update))
-
-
-def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """A function schema in the chat format: a dict unchanged; of a step class its kind, docstring and fields."""
-    if isinstance(tool, dict):
-        return tool
-    schema = tool.model_json_schema()
-    schema.pop("title", None)
-    description = schema.pop("description", None) or ""
-    function = {"name": getattr(tool, "kind", tool.__name__), "description": description, "parameters": schema}
-    return {"type": "function", "function": function}
-
-
-def cut_at_stop(
-    completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
-) -> Completion:
-    """The completion up to the first stop string, for engines that only know stop ids. decode: ids -> text; None for an
-    engine of texts.
-
-    Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
-    text ends before the stop string; the ids include it, because the model chose them.
-    """
-    at = _first_stop(completion.text or "", stops)
-    if at is None:
-        return completion
-    text = (completion.text or "")[:at]
-    if completion.ids is None or decode is None:
-        return replace(completion, text=text, finish="stop")
-    ids = completion.ids
-    # The shortest prefix with a stop string. A longer prefix contains every stop string of a shorter one, so bisection
-    # is right.
-    lengths = range(1, len(ids))
-    n = 1 + bisect_left(lengths, True, key=lambda n: _first_stop(decode(ids[:n]), stops) is not None)
-    return replace(
-        completion,
-        text=text,
-        finish="stop",
-        ids=ids[:n],
-        logprobs=completion.logprobs[:n] if completion.logprobs is not None else None,
-        spans=tuple((version, start, min(end, n)) for version, start, end in completion.spans if start < n),
-    )
-
-
-def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)

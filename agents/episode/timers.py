@@ -1,9 +1,9 @@
 """The two timers of an episode: the agent's time and the system's time. One of them runs at any moment.
 
-Agent time is what the policy causes: the agent's own code, its tools, and its model calls while the model computes. An
-episode that reaches this limit is scored, as at the limit of turns. System time is everything else: the engine's queue,
-retries, the environment and Tapereel, but not the wait for servers that don't answer. Reaching this limit is not the
-policy's fault, so the episode is repeated.
+Agent time is the time that the policy causes: the agent's own code, its tools, and its model calls while the model
+computes. An episode that reaches this limit is scored, as at the limit of turns. System time is everything else: the
+engine's queue, retries, the environment and Tapereel, but not the wait for servers that don't answer. Reaching this
+limit is not the policy's fault, so the episode is repeated.
 
 An engine calls `Request.on_start` when the model begins to compute. If it doesn't, the whole call is system time: a
 policy must not be punished for an unmeasured queue.
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...tapes import CauseType
+from ...tapes.records import Attempt
 from ..engines.engine import Engine, absence_of
 from .limits import LimitReached, Limits
 
@@ -35,7 +36,7 @@ class Timers:
         """Whether the agent's timer runs."""
         self._acting = False
         self._calls = self._working = 0
-        """Model calls in flight, and those of them that a model works at."""
+        """Model calls in flight, and the number of them that a model computes."""
         self._since = time.monotonic()
         self._alarm: asyncio.TimerHandle | None = None
         self._running = False
@@ -129,3 +130,43 @@ class Timers:
             message = f"the engine's queue, the environment and Tapereel took {limit:g} s (limits.system_seconds)"
             self.reached = LimitReached(CauseType.SECONDS, message)
         self.on_limit(self.reached)
+
+
+class CallTimer:
+    """One call and its attempts, on the episode's timers. An engine may report its start late, after a cancellation."""
+
+    def __init__(self, timers: Timers) -> None:
+        self._timers = timers
+        self._over = False
+
+    def call(self) -> None:
+        """The call begins, with its first attempt."""
+        self._timers.called()
+        self.begin()
+
+    def begin(self) -> None:
+        """An attempt begins."""
+        self._begun, self._queued = time.perf_counter(), None
+
+    def start(self) -> None:
+        """`Request.on_start`: the model works at the attempt."""
+        if self._queued is None and not self._over:
+            self._queued = time.perf_counter() - self._begun
+            self._timers.worked(1)
+
+    def attempt(self, error: str | None = None) -> Attempt:
+        """The attempt, which has ended: the model no longer computes."""
+        found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
+        self._wait()
+        return found
+
+    def end(self) -> None:
+        """The call has ended."""
+        self._wait()
+        self._over = True
+        self._timers.answered()
+
+    def _wait(self) -> None:
+        if self._queued is not None:
+            self._queued = None
+            self._timers.worked(-1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from ...tapes.common.plain_json import read_plain
 from ...tapes.records import Message
@@ -27,8 +27,8 @@ _SHAPE = 'A call is a JSON object with "name" and "arguments".'
 _HEAD = re.compile(r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
 """The beginning of a call, valid JSON or not, through its name."""
 _LEXED = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-"""What can be JSON: up to a string without an end, or to a `<` or `\\` outside of strings. So it ends at the next mark
-unless that is in a string, and then what is lexed from that mark ends at the mark behind it: reading is linear."""
+"""Matches text that can be JSON: up to a string without an end, or to a `<` or `\\` outside of strings. It ends at the
+next mark, unless that mark is in a string. A match from that mark ends at the mark after it, so reading is linear."""
 _TAGGED_END = re.compile(rf"\s*(?:{_END_TAG}|(?={_TAG})|\Z)")
 _ANY_TAG = re.compile(f"{_TAG}|{_END_TAG}")
 _SPACE = re.compile(r"\s*")
@@ -41,18 +41,18 @@ class CallsRead:
     """A model's answer, read for function calls."""
 
     content: str
-    """The text around the calls, thoughts included; the whole text where there are none."""
+    """The text around the calls, thoughts included; the whole text if there are no calls."""
     calls: tuple[ToolCall, ...] = ()
     """The calls that could be read, in order."""
     problem: str = ""
-    """What is wrong with the other calls, as sentences for the model; empty where all could be read."""
+    """Why the other calls can't be read, as sentences for the model; empty if all could be read."""
     chat: tuple[Message, ...] = ()
-    """All calls with a name in the chat format: arguments are JSON text, and as written where they can't be read. The
-    id is empty where the engine gave none."""
+    """All calls with a name in the chat format. Arguments are JSON text, or the model's own text if it can't be read.
+    The id is empty if the engine gave none."""
 
 
 class _Written(NamedTuple):
-    """A call in a text: its place, and its JSON, valid or not."""
+    """A call in the answer's text: its place, and its JSON, valid or not."""
 
     start: int
     end: int
@@ -68,10 +68,10 @@ def read_tool_calls(
 ) -> CallsRead:
     """The function calls in a model's answer.
 
-    tools: names or schemas of the tools that were offered. A bare JSON object is a call only if it has the name of one;
-    what stands behind a mark such as `<tool_call>` is meant as a call in any case. native: the calls in the chat
-    format, where the engine has parsed them; the text isn't read then. thinking: whether the answer begins inside a
-    thought, which the prompt has opened.
+    tools: names or schemas of the tools that were offered. A bare JSON object is a call only if it names one
+    of them. An object after a mark such as `<tool_call>` is always a call. native: the calls in the chat format, if the
+    engine has parsed them; then the text isn't read. thinking: whether the answer begins inside a thought, which the
+    prompt has opened.
     """
     if native:
         return _read(text, [_native_call(call) for call in native])
@@ -92,9 +92,9 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
     """(n, fresh, thinking): the first n characters of `text`, the unsent end of an answer, belong to its content
     whatever follows.
 
-    `fresh`: nothing but white space stands between the beginning or a thought and the place; `thinking`: the place is
-    in a thought. Both are given for the beginning of `text` and returned for the place n. It must free nothing that
-    `read_tool_calls` may take for a call, or a stream has sent a part of a call as text.
+    `fresh` means that only white space separates the place from the beginning of the answer or the end of a thought.
+    `thinking` means that the place is in a thought. Both are given for the beginning of `text` and returned for place
+    n. This must free nothing that `read_tool_calls` may take for a call: a stream would send a part of a call as text.
     """
     at = 0
     while True:
@@ -112,12 +112,12 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
             at, fresh, thinking = at + mark.end(), True, mark[0] == _THINK
             continue
         held = max(overlap(rest, word) for word in _MARKS) if mark is None else len(rest) - mark.start()
-        n = len(rest[: len(rest) - held].rstrip())  # white space before a call is no content
+        n = len(rest[: len(rest) - held].rstrip())  # white space before a call isn't content
         return at + n, fresh and not n, False
 
 
 def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
-    """The calls outside of thoughts. A mark inside a call, in a text that it writes, is a part of that call."""
+    """The calls outside of thoughts. A mark in a string inside a call is a part of that call."""
     found: list[_Written] = []
     at, fresh = 0, True
     while True:
@@ -146,13 +146,14 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
 
 
 def _tagged(text: str, at: int) -> list[_Written]:
-    """Hermes and Qwen: `<tool_call>JSON</tool_call>`. The end tag may be missing, as where it ends the answer."""
+    """Hermes and Qwen: `<tool_call>JSON</tool_call>`. The end tag may be missing, for example because it ended the
+    answer."""
     begin = _after(_SPACE, text, at)
     end = _json_end(_lexed(text, begin), 0)
     tag = _TAGGED_END.match(text, begin + end) if end is not None else None
     if tag is not None and end is not None:
         return [_Written(at, tag.end(), text[begin : begin + end])]
-    # Broken JSON: it ends at the nearest tag, and with the text where there is none.
+    # Broken JSON: it ends at the nearest tag, or with the text if no tag follows.
     nearest = _ANY_TAG.search(text, at)
     end = nearest.start() if nearest is not None else len(text)
     return [_Written(at, end + len(_END_TAG) * text.startswith(_END_TAG, end), text[begin:end])]
@@ -164,8 +165,8 @@ def _run(text: str, at: int) -> list[_Written]:
 
 
 _FORMATS: Mapping[str, Callable[[str, int], list[_Written]]] = {_TAG: _tagged, "<|python_tag|>": _run}
-"""The mark of a format -> the calls in a text whose mark ends at an index; at least one, which may be broken. Calls
-without any mark (Llama 3) are in `_find`."""
+"""The mark of a format -> a function of the text and the index after the mark, which finds at least one call, broken or
+not. `_find` handles calls without any mark (Llama 3)."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
@@ -187,13 +188,13 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterat
 
 
 def _lexed(text: str, at: int) -> str:
-    """The text from `at` on, as far as it can be JSON. An error of a JSON parser counts the lines before its place, so
-    the parser isn't given the whole text."""
+    """The part of the text from `at` on that can be JSON. A JSON parser counts the lines before an error, so it doesn't
+    get the whole text."""
     return text[at : _after(_LEXED, text, at)] if text.startswith("{", at) else ""
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Where the JSON object that begins at `at` ends; None where there is none."""
+    """The end of the JSON object that begins at `at`; None if no valid one begins there."""
     try:
         return _json.raw_decode(text, at)[1] if text.startswith("{", at) else None
     except (ValueError, RecursionError):
@@ -213,7 +214,7 @@ def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) ->
 
 
 def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
-    """(a call that an engine has parsed in the chat format, or None without a name; what is wrong with it)."""
+    """(a call that an engine has parsed in the chat format, or None without a name; its fault, or "")."""
     try:
         return _chat(*_parts(dict(call)), id=str(call.get("id") or "")), ""
     except ValueError as error:
@@ -221,7 +222,7 @@ def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
 
 
 def _written_call(body: str) -> tuple[Message | None, str]:
-    """(the call in the chat format, or None without a name; what is wrong with it, or nothing)."""
+    """(the call in the chat format, or None without a name; its fault, or "")."""
     try:
         try:
             value = read_plain(body)
@@ -236,9 +237,9 @@ def _written_call(body: str) -> tuple[Message | None, str]:
 
 
 def _parts(call: JsonValue) -> tuple[str, JsonValue]:
-    """(name, arguments) of a call as an object, also in the chat format. ValueError says what is wrong with it.
+    """(name, arguments) of a call as an object, also in the chat format. Raises ValueError with its fault.
 
-    Nothing beside name and arguments is dropped: it may be arguments in a place where no tool would get them.
+    A key other than name and arguments is a fault, because it may be an argument that no tool would get.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
@@ -258,7 +259,7 @@ def _chat(name: str, arguments: JsonValue, id: str = "") -> Message:
 
 
 def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsRead:
-    """entries: each call in the chat format, or None, and what is wrong with it as far as that is known."""
+    """entries: each call in the chat format, or None, and its fault, or "" if none is known yet."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     for k, (call, problem) in enumerate(entries):
@@ -273,7 +274,7 @@ def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsR
 
 
 def _tool_call(call: Message, k: int) -> ToolCall:
-    """A call in the chat format with its arguments as an object. ValueError says what is wrong with it."""
+    """A call in the chat format with its arguments as an object. Raises ValueError with its fault."""
     name, arguments = _parts(call)
     if isinstance(arguments, str):
         try:
@@ -286,7 +287,7 @@ def _tool_call(call: Message, k: int) -> ToolCall:
 
 
 def _around(text: str, calls: Sequence[_Written]) -> str:
-    """The text without these calls: what stands before the first as it is, what follows on lines of its own."""
+    """The text without these calls: the text before the first call unchanged, later pieces on lines of their own."""
     if not calls:
         return text
     gaps = zip(calls, [*calls[1:], None], strict=True)
@@ -295,6 +296,17 @@ def _around(text: str, calls: Sequence[_Written]) -> str:
 
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Where the match of `pattern` at `at` ends; `at` where it doesn't match."""
+    """The end of the match of `pattern` at `at`, or `at` itself if it doesn't match."""
     match = pattern.match(text, at)
     return match.end() if match is not None else at
+
+
+def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """A function schema in the chat format: a dict unchanged; of a step class its kind, docstring and fields."""
+    if isinstance(tool, dict):
+        return tool
+    schema = tool.model_json_schema()
+    schema.pop("title", None)
+    description = schema.pop("description", None) or ""
+    function = {"name": getattr(tool, "kind", tool.__name__), "description": description, "parameters": schema}
+    return {"type": "function", "function": function}

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tapereel.agents.engines.engine import Completion
-from tapereel.agents.episode.llm import cut_at_stop
+from tapereel.agents.episode.stop_strings import cut_at_stop
 from tapereel.agents.gateway.gateway_session import Live
 from tapereel.agents.gateway.openai_protocol import ChatRequest, read_request
 from tapereel.agents.rendering.renderer import Renderer

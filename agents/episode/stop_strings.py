@@ -1,0 +1,43 @@
+"""Stop strings for engines that only know stop ids: the answer is cut after it was sampled."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ..engines.engine import Completion
+
+
+def cut_at_stop(
+    completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
+) -> Completion:
+    """The completion up to the first stop string, for engines that only know stop ids. decode: ids -> text; None for an
+    engine without a renderer.
+
+    Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
+    text ends before the stop string; the ids include it, because the model chose them.
+    """
+    at = _first_stop(completion.text or "", stops)
+    if at is None:
+        return completion
+    text = (completion.text or "")[:at]
+    if completion.ids is None or decode is None:
+        return replace(completion, text=text, finish="stop")
+    ids = completion.ids
+    # The shortest prefix with a stop string. A longer prefix contains every stop string of a shorter one, so bisection
+    # is right.
+    lengths = range(1, len(ids))
+    n = 1 + bisect_left(lengths, True, key=lambda n: _first_stop(decode(ids[:n]), stops) is not None)
+    return replace(
+        completion,
+        text=text,
+        finish="stop",
+        ids=ids[:n],
+        logprobs=completion.logprobs[:n] if completion.logprobs is not None else None,
+        spans=tuple((version, start, min(end, n)) for version, start, end in completion.spans if start < n),
+    )
+
+
+def _first_stop(text: str, stops: Sequence[str]) -> int | None:
+    return min((at for stop in stops if (at := text.find(stop)) >= 0), default=None)
