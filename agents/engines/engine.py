@@ -2,7 +2,7 @@
 
 Every engine has the members of `Engine`. The set `Engine.can` names what an engine can do in addition to sampling, and
 `MEMBERS` lists the members that each of these capabilities needs. Callers ask `"score" in engine.can` before they use
-such a member. `check_engine` tests an engine against this interface.
+one of these members. `check_engine` tests an engine against this interface.
 
 All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
 request always carries messages. If the engine has a renderer, the request carries prompt token ids as well.
@@ -37,7 +37,7 @@ only."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer to one request. An engine that gives texts only has None for ids and log-probs, never empty arrays."""
+    """The answer to one request. An engine without a renderer has None for ids and log-probs, never empty arrays."""
 
     text: str | None
     """The text without the turn-ending token."""
@@ -54,9 +54,9 @@ class Completion:
     tool_calls: tuple[dict[str, Any], ...] | None = None
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
-    """All attempts at the request, the successful one last, of an engine that retries; empty: one attempt."""
+    """All attempts at the request, the successful one last, of an engine that retries. Empty: one attempt."""
     engine: str = ""
-    """Name of the engine that answered, set by `TeamEngine`; empty: the engine that was asked."""
+    """Name of the engine that answered, set by `TeamEngine`. Empty: the engine that was asked."""
 
 
 class Listener(Protocol):
@@ -107,7 +107,7 @@ class Request:
 Capability = Literal["pictures", "stats", "weights", "copies", "sleep", "score", "absence", "recorded"]
 """What an engine can do in addition to sampling."""
 TRAINING: tuple[Capability, ...] = ("stats", "weights")
-"""The capabilities that the training loop needs: those of a `TrainableEngine`."""
+"""The capabilities that the training loop needs. A `TrainableEngine` has them."""
 
 
 class Engine(Protocol):
@@ -136,7 +136,7 @@ class Engine(Protocol):
 
     @property
     def context(self) -> int | None:
-        """Maximum tokens of prompt and completion together; None: no known limit."""
+        """Maximum tokens of prompt and completion together, or None without a known limit."""
         ...
 
     async def complete(self, request: Request) -> Completion:
@@ -211,7 +211,7 @@ class Budget(Protocol):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the whole episode; None: unlimited."""
+        """Tokens of the whole episode, or None for no limit."""
         ...
 
     @property
@@ -333,9 +333,9 @@ class EngineError(TapereelError, RuntimeError):
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
-        """True where the same request may succeed a moment later."""
+        """True if the same request may succeed a moment later."""
         self.attempts: tuple[Attempt, ...] = ()
-        """All attempts of an engine that retries; empty: one attempt."""
+        """All attempts of an engine that retries. Empty: one attempt."""
 
 
 class EngineStopped(EngineError, RunStopped):
@@ -347,7 +347,7 @@ class EngineStopped(EngineError, RunStopped):
         self.reason = reason
 
     def at(self, progress: str, engines: Sequence[str] = ()) -> EngineStopped:
-        """The same error, which also says how far the run came and how to continue it. engines: the settings whose
+        """The same error, with the progress of the run and the way to continue it. engines: the settings whose
         `model` may differ in a resumed run."""
         go_on = "repeat it with `resume=True` for the others"
         if self.reason == "model" and engines:

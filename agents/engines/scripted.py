@@ -41,7 +41,7 @@ class ScriptedEngine:
             text = self._policy(request)
         else:
             assert self._answers is not None
-            # The order is that of the requests. Concurrent episodes need a function, which sees the conversation.
+            # Answers follow the order of requests. Concurrent episodes need a function, which sees the conversation.
             try:
                 text = next(self._answers)
             except StopIteration:

@@ -1,7 +1,7 @@
 """TeamEngine: several models on one tape, an engine for each agent path, behind one `Engine`.
 
-The path of the agent that asks selects the engine: its own, else the one of its nearest ancestor, else the one under
-the empty path. A tape has one tokenizer and one chat template, so all engines that have a renderer must have the same.
+The path of the agent that asks selects the engine: its own, or its nearest ancestor's, or the one under the empty
+path. A tape has one tokenizer and one chat template, so all engines that have a renderer must have the same.
 Answers of an engine without a renderer are recorded in the tokens of the others.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class BadTeam(TapereelError, ValueError):
-    """Engines that can't be used together on one tape; says which and why."""
+    """Engines that can't be used together on one tape. Names them and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class TeamEngine:
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer that all engines with a renderer share; None when all give texts only."""
+        """The renderer that all engines with a renderer share; None if none has one."""
         return next((engine.renderer for engine in self._distinct if engine.renderer is not None), None)
 
     @property
@@ -133,12 +133,12 @@ class TeamEngine:
         return TeamAbsence([one for engine in self._distinct if (one := absence_of(engine)) is not None])
 
     def of(self, path: str) -> Engine:
-        """The engine that answers for the agent at `path`. EngineError where there is none."""
+        """The engine that answers for the agent at `path`. Raises EngineError without one."""
         above = path
         while above not in self.engines:
             if not above:
                 raise EngineError(
-                    f"No engine answers for the agent {path!r}; the team's paths: {_quoted(self.engines)}"
+                    f"No engine answers for the agent {path!r}; the team has the paths {_quoted(self.engines)}"
                 )
             above = above.rpartition("/")[0]
         return self.engines[above]
@@ -173,12 +173,13 @@ class TeamEngine:
 
 
 def lead_of(engine: Engine) -> Engine:
-    """The engine whose weights the loop replaces: a team's lead, else `engine` itself."""
+    """The engine whose weights the loop replaces: a team's lead, or `engine` itself."""
     return engine.lead if isinstance(engine, TeamEngine) else engine
 
 
 def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
-    """BadTeam where renderers, by the names of their engines, differ in tokenizer or chat template; None fits all."""
+    """Raise BadTeam if renderers, by the names of their engines, differ in tokenizer or chat template. None fits
+    all."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)
         for name, renderer in renderers.items()

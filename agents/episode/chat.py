@@ -34,7 +34,7 @@ class ChatAgent(Agent):
     - `actions`: Action classes that are offered to the model as tools. A function call (`Reply.tool_calls`) becomes an
       instance of one of them. `ToolCalls` in `actions` accepts any calls unchanged, and also offers the tools of the
       episode's `ToolOffer`. `plain` is the class for an answer without a call: an Action with one field, `text`.
-      Without `plain` such an answer is a `ParseError`.
+      Without `plain` this answer is a `ParseError`.
 
     Of several calls in one answer, all are made or none: one that can't be read makes the answer a `ParseError`.
     """
@@ -55,10 +55,10 @@ class ChatAgent(Agent):
     ) -> None:
         """
         system: the system prompt. misreads: answers of one turn that may fail to parse before the turn fails.
-        temperature, max_tokens: of this agent's calls; None: the episode's.
+        temperature, max_tokens: for this agent's calls. None: the episode's own.
         """
         if parse is not None and actions:
-            raise UsageError("ChatAgent takes `parse` or `actions`, not both: each says how an answer is parsed")
+            raise UsageError("ChatAgent takes `parse` or `actions`, not both: each defines how an answer is parsed")
         if plain is not None and (not actions or list(plain.model_fields) != ["text"]):
             raise UsageError(f"`plain` goes with `actions`, and {plain.__qualname__} must have one field, `text`")
         if misreads < 0:
@@ -103,7 +103,7 @@ class ChatAgent(Agent):
         return self.plain if self.actions else Answer
 
     def _offered(self, tape: Tape) -> list[type[Action] | dict[str, JsonValue]]:
-        """What the model may call: action classes, this agent's own tools, and the tools of the episode."""
+        """The tools that the model may call: action classes, this agent's own tools, and the tools of the episode."""
         offered: list[type[Action] | dict[str, JsonValue]] = [a for a in self._actions if a is not ToolCalls]
         offered.extend(self.tools)
         if self.parse is None and ToolCalls in self._actions and len(tape) and isinstance(tape[0], ToolOffer):

@@ -30,7 +30,7 @@ AUTHORED = "authored"
 
 @dataclass(slots=True)
 class TextTrack:
-    """The leaf of a conversation with an engine that takes and gives texts."""
+    """The leaf of a conversation with an engine without a renderer."""
 
     call: str
     messages: Sequence[Message]
@@ -38,7 +38,7 @@ class TextTrack:
     reply: Message
 
     def shared(self, messages: Sequence[Message]) -> int:
-        """How many leading messages of `messages` are those of this conversation, its reply included."""
+        """How many leading messages of `messages` belong to this conversation, its reply included."""
         n = shared_prefix(messages, self.messages)
         if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
             return n + 1
@@ -47,14 +47,14 @@ class TextTrack:
 
 @dataclass(slots=True)
 class PendingCall:
-    """A call without its answer: what its record needs besides the completion."""
+    """A call without its answer: everything that its record needs, except the completion."""
 
     call: str
     path: str
     conversation: str
     request: Request
     rendered: Rendered | None
-    """None for an engine of texts."""
+    """None for an engine without a renderer."""
     tools: Tools | None
 
 
@@ -76,7 +76,7 @@ class Conversations:
     def render(
         self, path: str, conversation: str, messages: Sequence[Message], tools: Sequence[dict[str, JsonValue]] | None
     ) -> Rendered | None:
-        """The prompt as token ids; None for an engine of texts. ValueError where the messages can't be rendered."""
+        """The prompt as token ids, or None without a renderer. Raises ValueError if the messages can't be rendered."""
         renderer = self.renderer
         return renderer.prompt(messages, tools, self._tokens[path, conversation]) if renderer is not None else None
 
@@ -100,7 +100,7 @@ class Conversations:
     ) -> None:
         """Record the call, however it ended, and make its answer the leaf of its conversation.
 
-        engine: the name to record; empty: the engine that answered.
+        engine: the name to record. Empty: the name of the engine that answered.
         """
         request = pending.request
         engine = engine or completion.engine or (self._engine.name if self._engine is not None else "")

@@ -7,7 +7,7 @@ of some beginnings that it would never choose. The published algorithm, with the
    second request has its own seed; with the same seed both tokens would be drawn with the same random number.
 2. The log-prob of the first token is at its own temperature, and training scores it at that temperature. Both parts are
    sampled exactly, so the answer is on-policy data like any other.
-3. A first token that ends the answer, or reaches the token limit, is the whole answer: there is no second request.
+3. A first token that ends the answer, or reaches the token limit, is the whole answer, without a second request.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Spans = tuple[tuple[str, int, int], ...]
 
 
 async def complete(engine: Engine, request: Request) -> Completion:
-    """`engine.complete`, with two requests where the first token has its own temperature.
+    """`engine.complete`, with two requests if the first token has its own temperature.
 
-    Skipped for an engine that returns recorded answers: such an answer is returned whole.
+    An engine that returns recorded answers gets one request, because it returns an answer as a whole.
     """
     hot = request.sampling.first_temperature
     if hot is None or "recorded" in engine.can:
         return await engine.complete(request)
     if request.prompt is None:
         raise EngineError(
-            f"sampling.first_temperature={hot:g} needs an engine of tokens, and {engine.name} is an engine of texts: "
+            f"sampling.first_temperature={hot:g} needs an engine of tokens, and {engine.name} has no renderer: "
             "remove sampling.first_temperature"
         )
     plain = request.sampling.model_copy(update={"first_temperature": None})
@@ -120,7 +120,7 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
 
 
 def _spans(first: Spans, rest: Sequence[tuple[str, int, int]], n: int) -> Spans:
-    """The spans of both parts, those of `rest` moved by `n` tokens; adjacent spans of one version are merged."""
+    """The spans of both parts, with `rest` moved by `n` tokens. Adjacent spans of one version are merged."""
     spans = list(first)
     for version, start, end in rest:
         if spans and spans[-1][0] == version and spans[-1][2] == start + n:

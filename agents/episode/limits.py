@@ -27,21 +27,22 @@ class Limits(Value):
     prompt_tokens: int | None = Field(default=None, ge=1)
     """Tokens of the prompt of one call; a longer prompt is a limit of context, unless `keep_prompt` is set."""
     keep_prompt: Literal["start", "end"] | None = None
-    """The part of a long prompt that is asked with: it is cut to `prompt_tokens`, and to what an answer of `max_tokens`
-    leaves of the context. None: no prompt is cut."""
+    """The part that a long prompt keeps: it is cut to `prompt_tokens`, and leaves room for an answer of `max_tokens` in
+    the context. None: no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
-    """Seconds of the agent's own code, of its model calls while the model is at work for them, and of its tools. An
-    episode that reaches it is scored and trained on, as at the limit of turns."""
+    """Seconds of the agent's own code, of its tools, and of its model calls while the model computes. An episode that
+    reaches this limit is scored and trained on, as at the limit of turns."""
     system_seconds: float | None = Field(default=1800.0, gt=0)
-    """Seconds of all the rest of an episode up to its last step: the engine's queue, the environment, Tapereel. The
-    wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this one is never
-    trained on, and is repeated."""
+    """All other seconds of an episode up to its last step: the engine's queue, the environment, Tapereel. The wait for
+    servers that don't answer has its own limit, `engine.patience`. An episode that reaches this limit is never trained
+    on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
     """Wall clock of each `reset`, `step`, `finish` and `close`; a longer call is an error of the environment."""
 
     @classmethod
     def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:
-        """The limits on a tape, with `changes`. What isn't there has no limit. UsageError if the tape has others."""
+        """The limits on a tape, with `changes`. A missing one is unlimited. Raises UsageError for a limit that can't be
+        read."""
         try:
             return cls.model_validate({**dict.fromkeys(cls.model_fields), **(limits or {}), **changes})
         except ValidationError as error:

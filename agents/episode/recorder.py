@@ -1,4 +1,4 @@
-"""The recorder writes every record of an episode to the log in memory and, where there is one, to the journal."""
+"""The recorder writes every record of an episode to the log in memory, and to the journal, if there is one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Recorder:
 
     @property
     def every_turn(self) -> bool:
-        """Whether each action waits until it is durable, also where the environment is pure."""
+        """Whether each action waits until it is durable, even if the environment is pure."""
         return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:
@@ -97,7 +97,7 @@ class Recorder:
 
 
 def keep_pictures(shown: Task | Picture, journal: Journal | None) -> None:
-    """Store the files of a picture or of a task's pictures, where there is a journal. Blocks."""
+    """Store the files of a picture or of a task's pictures, if there is a journal. Blocks."""
     if journal is None:
         return
     for picture in pictures_of(shown):
@@ -108,7 +108,7 @@ def keep_pictures(shown: Task | Picture, journal: Journal | None) -> None:
                 journal.media.get(picture.media)
         except NotATape as error:
             raise BadPicture(
-                f"{picture} was read from another run, and this run has no such file: make it again with Picture.of"
+                f"{picture} was read from another run, and its file isn't in this one: make it again with Picture.of"
             ) from error
         except OSError as error:
             raise StoreFailed(f"the file of {picture} can't be written: {error}. Repair the disk") from error

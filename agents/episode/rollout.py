@@ -97,12 +97,12 @@ async def rollout(
     `env` is an instance for this episode alone, or a factory. A bare value as a task is its private part: `reset` sees
     it, the agent never does. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
     `fork` is a prefix made by `tape.at_turn(k)`: the environment is restored to it, and the episode continues there.
-    Where the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
+    If the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
     reason to continue, which is recorded.
-    With a `journal` every record is written as it happens, and where the environment is not `pure` an action's intent
-    is durable before it is carried out. `recorder` may write other records. Where the engine waits for its servers, the
-    episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError; nothing else comes out of an
-    episode.
+    With a `journal` every record is written as it happens. If the environment isn't `pure`, the intent of an action is
+    durable before the action is carried out. `recorder` may write other records. If the engine waits for its servers,
+    the episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError; nothing else comes out of
+    an episode.
     """
     absence = absence_of(engine)
     if absence is not None:
@@ -133,7 +133,7 @@ async def rollout(
 
 
 def parent_of(fork: Tape, unverified: str | None = None) -> Parent:
-    """How the tape that continues `fork` names it. unverified: why it may not be what the environment does now."""
+    """The reference to `fork` on the tape that continues it. unverified: why the environment may differ now."""
     return Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified)
 
 
@@ -205,7 +205,7 @@ class Episode:
         self.acting = Supervised()
         self.timers = self.llm.timers
         self.timers.on_limit = self._out_of_time
-        self.beside: list[Cause] = []
+        self.faults: list[Cause] = []
 
     async def run(self) -> Tape:
         try:
@@ -223,11 +223,11 @@ class Episode:
             status, cause, cancelled = Status.CANCELLED, None, error
         except StoreFailed:
             raise
-        except Exception as error:  # an error of Tapereel's own; those of others became ends further in
+        except Exception as error:  # an error of Tapereel's own; other code's errors became ends further in
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
             self.timers.stop()
-        if self.llm.stopped is not None and cancelled is None:  # also where the agent went on without an answer
+        if self.llm.stopped is not None and cancelled is None:  # even if the agent continued without an answer
             status, cause = Status.ERROR, _cause(CauseType.MODEL, self.llm.stopped)
         try:
             await self.llm.close()
@@ -239,13 +239,13 @@ class Episode:
         except asyncio.CancelledError as error:  # also while closing: without an `end` the tape would count as crashed
             status, cause, cancelled = Status.CANCELLED, None, error
         for kind, code in ((CauseType.AGENT, self.acting), (CauseType.ENVIRONMENT, self.call.code)):
-            self.beside += [Cause(type=kind, message=message) for message in code.left]
+            self.faults += [Cause(type=kind, message=message) for message in code.left]
         self.recorder.write(self._end(status, cause))
         if cause is not None and status is Status.ERROR:
             self._warn(cause)
-        for fault in self.beside:
-            if fault.error is not None:  # what was left running is in the log already
-                self._warn(fault, beside=True)
+        for fault in self.faults:
+            if fault.error is not None:  # code that was left running is in the log already
+                self._warn(fault, kept=True)
         if cancelled is not None:
             raise cancelled
         await self.recorder.durable()
@@ -253,14 +253,14 @@ class Episode:
             raise self.llm.stopped
         return Tape(self.log)
 
-    def _warn(self, cause: Cause, *, beside: bool = False) -> None:
+    def _warn(self, cause: Cause, *, kept: bool = False) -> None:
         """Log each distinct fault once, not each episode. Scored answers that can't be parsed are training data: no
         warning. Another error of the agent is code to repair, whatever its episode earned."""
         misread = cause.error == TooManyParseErrors.__name__ and Tape(self.log).reward is not None
         if not misread and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning(
                 "an episode %s an error of the %s: %s: %s (%s); the same fault is not reported again",
-                "kept its result, beside" if beside else "ended with",
+                "kept its result despite" if kept else "ended with",
                 cause.type.value,
                 cause.error,
                 cause.message,
@@ -407,11 +407,12 @@ class Episode:
             seconds=time.perf_counter() - self.started,
             at=time.time(),
             agent_seconds=self.timers.agent_seconds,
-            beside=tuple(self.beside),
+            beside=tuple(self.faults),
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """The final rewards: those of the environment's `finish`, then those of sources that read the whole tape.
+        """The final rewards: first the environment's, from `finish`, then the rewards of sources that read the whole
+        tape.
 
         Only an episode that can be trained on is scored.
         """
@@ -436,13 +437,13 @@ class Episode:
         return status, cause
 
     async def _close(self) -> None:
-        """Close the environment. The episode keeps its result; an error while closing is recorded in `End.beside`."""
+        """Close the environment. The episode keeps its result, and an error while closing is recorded in `End`."""
         try:
             await self.call("close")
         except NOT_FAULTS:
             raise
         except BaseException as error:
-            self.beside.append(_cause(CauseType.ENVIRONMENT, error))
+            self.faults.append(_cause(CauseType.ENVIRONMENT, error))
 
     async def _record(self, step: Step, by: str, calls: tuple[tuple[str, int, int], ...]) -> None:
         if by != ENV and not calls:
@@ -482,7 +483,7 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line of the user's code: a library's error is corrected where the user called the library.
+    # The innermost line of the user's code: the user corrects a library's error at the call of the library.
     at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     message = storable(without_secrets(error_message(error)))
@@ -493,7 +494,8 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 def _is_user_code(file: str) -> bool:
     """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own.
 
-    Code typed into an interpreter or a notebook counts as the user's; `<string>` doesn't: dataclasses compile under it.
+    Code typed into an interpreter or a notebook counts as the user's. `<string>` doesn't, because dataclasses compile
+    under it.
     """
     if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
         return False

@@ -66,9 +66,9 @@ class Budget(BaseModel):
     """Sampled tokens of all calls."""
     context: int | None = Field(default=None, ge=2)
     agent_seconds: float | None = Field(default=None, gt=0)
-    """As in `Limits`: of the client, and of its calls while the model is at work for them."""
+    """As in `Limits`: of the client, and of its calls while the model computes."""
     system_seconds: float | None = Field(default=None, gt=0)
-    """As in `Limits`: of all the rest."""
+    """As in `Limits`: all other seconds."""
     idle: float | None = Field(default=None, gt=0)
     """Seconds without a request."""
 
@@ -103,7 +103,7 @@ class EndTape(BaseModel):
     message: str = Field(default="", max_length=2000)
     """The error message, for the status `error`."""
     answer: str | None = None
-    """The agent's final answer; None: the model's last answer."""
+    """The agent's final answer, by default the model's last answer."""
 
 
 @dataclass(slots=True)
@@ -415,7 +415,7 @@ async def serve_gateway(
     resume: bool = False,
 ) -> AsyncIterator[Control]:
     """Serve inside the block, and record into the run directory `out`.
-    token: the admin token of the control routes; None: a new one is made.
+    token: the admin token of the control routes. By default a new one is made.
     port: 0 takes a free port. Leaving the block ends open tapes as cancelled, then seals the store and closes the
     engine. Raises UsageError if `out` holds a run and `resume` is false, or if `token` is too short.
     """

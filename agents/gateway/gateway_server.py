@@ -72,7 +72,7 @@ class Gateway(HttpService):
     no_token = "unknown API key: neither a tape's key nor the admin token"
 
     def __init__(self, host: str = "127.0.0.1", *, token: str | None = None, bounds: Bounds = Bounds()) -> None:
-        """token: the admin token of the routes that a subclass adds; None: a new one is made."""
+        """token: the admin token of the routes that a subclass adds. By default a new one is made."""
         super().__init__(host, token)
         self.bounds = bounds
         self.body_bytes, self.body_seconds = bounds.body, bounds.body_seconds
@@ -131,13 +131,13 @@ class Gateway(HttpService):
                 self._ended.popitem(last=False)
 
     def without_keys(self, *values: object) -> None:
-        """Raise Refused if a text in these JSON values, which are recorded, holds a tape's key or the admin token."""
+        """Raise Refused if a string in these JSON values, which are recorded, holds a tape's key or the admin token."""
         text = to_json(values).decode()
         if to_json(self.token).decode()[1:-1] in text:
-            raise Refused(400, "the admin token stands in the body, and would be recorded; leave it out")
+            raise Refused(400, "the body holds the admin token, which would be recorded; leave it out")
         digests = map(_digest, set(_KEY.findall(text)))
         if any(digest in self._sessions or digest in self._ended for digest in digests):
-            raise Refused(400, "an API key of a tape stands in the body, and would be recorded; leave it out")
+            raise Refused(400, "the body holds an API key of a tape, which would be recorded; leave it out")
 
     def _session(self, request: web.Request) -> Session:
         key = bearer(request.headers.get("Authorization"))
@@ -152,9 +152,9 @@ class Gateway(HttpService):
     # Weights
 
     def pause(self) -> None:
-        """Hold requests for a weight sync, then refuse them with 429, until `resume` was called as often as `pause`.
+        """Hold requests for a weight sync, then refuse them with 429, until each `pause` has its `resume`.
 
-        Calls that are already in flight go on; the engine decides what a weight sync does to them.
+        Calls that are already in flight continue, and the engine decides how a weight sync affects them.
         """
         self._paused += 1
 
@@ -266,7 +266,8 @@ class Gateway(HttpService):
             await self._write(request, response, _events([refused.body]))
         finally:
             # When the client is gone, the partial answer is recorded before this returns. `wait` instead of
-            # `await asking`: `wait` doesn't raise the request's error, which would replace the error under way.
+            # `await asking`: `wait` doesn't raise the request's error, which would replace the error that is being
+            # raised.
             asking.cancel()
             await asyncio.wait([asking])
             if not asking.cancelled():

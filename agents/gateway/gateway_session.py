@@ -5,9 +5,9 @@ follows from its first messages, so that concurrent requests may arrive in any o
 a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request
 ends. HTTP is in `gateway_server`.
 
-What can be sent of a streamed answer is decided here too: the sent text must begin the final answer, because a client
-can't take text back. Incomplete characters and text that may be the beginning of a stop string are held back. If the
-request has tools, text that may be the beginning of a tool call is held back as well.
+The session also decides how much of a streamed answer can be sent: the sent text must begin the final answer, because a
+client can't take text back. Incomplete characters and text that may be the beginning of a stop string are held back. If
+the request has tools, text that may be the beginning of a tool call is held back as well.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Live:
         """Whether the new attempt differs from the sent text, or the answer is complete: nothing more is sent."""
 
     def open(self, id: str, renderer: Renderer | None) -> None:
-        """Called before the first token. renderer: the engine's; None for a text engine, which can't stream tokens."""
+        """Called before the first token. renderer: the engine's. An engine without one can't stream tokens."""
         self.id, self._renderer = id, renderer
 
     def tokens(self, ids: array[int]) -> None:
@@ -150,7 +150,7 @@ class Session:
     """`answer = await session.ask(request)`, any number of times and concurrently, until `close`. Single use."""
 
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
-        """follow: use temperature and top_p of the program's requests. False: use those of the run."""
+        """follow: use temperature and top_p of the program's requests. False: use the run's own."""
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None

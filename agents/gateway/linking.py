@@ -4,7 +4,7 @@ A call continues another call iff its prompt begins with the exact prompt and co
 order of the records doesn't matter: a parent may be recorded late. (A cut-off answer is recorded when its client
 disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
 
-    auxiliary  system messages or tools differ from those of most calls: summaries, titles, helper agents. A call that
+    auxiliary  system messages or tools differ from most calls' own: summaries, titles, helper agents. A call that
                continues a conversation without its tools, or with others, still belongs to the agent that it continues
     discarded  a retry's earlier answer (the same prompt asked again, and the answer never continued); an abandoned
                branch (the program returned to an earlier answer and continued there); an answer whose client
@@ -29,7 +29,7 @@ from ...tapes.places import Place, keys
 from ...tapes.records import Label
 
 Use = Literal["agent", "auxiliary", "discarded"]
-"""What a call is for training: `agent` calls are the agent's own."""
+"""The role of a call in training: `agent` calls are the agent's own."""
 USES: tuple[Use, ...] = ("agent", "auxiliary", "discarded")
 
 
@@ -100,7 +100,7 @@ def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
 def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Node]) -> None:
     """Give each root the identity of the call whose messages and answer it continues, if only their tools differ.
 
-    Without its tools a template writes another prompt, so such a call begins with other tokens than its conversation.
+    Without its tools a template writes another prompt, so this call begins with other tokens than its conversation.
     """
     said = {node: [*tape.call_messages(node.call), node.call.reply] for node in nodes}
     for root in sorted(roots, key=lambda node: node.started):
@@ -166,7 +166,7 @@ def _digest(ids: array[int], places: Sequence[Place], start: int = 0, end: int |
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
     """Find each root's parent by exact tokens: the longest call whose prompt and completion begin the root's prompt.
 
-    Text is no substitute: different ids can decode to the same text, and training needs the ids that were sampled.
+    Text can't replace ids: different ids can decode to the same text, and training needs the ids that were sampled.
     """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, _Node]] = defaultdict(dict)
@@ -244,7 +244,7 @@ def _retries(family: list[_Node]) -> None:
     """Discard the answers of a family that the program didn't use.
 
     If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call
-    stands, and only calls that were answered before it started are discarded: concurrent calls are no retries.
+    is kept, and only calls that were answered before it started are discarded: concurrent calls aren't retries.
     """
     if any(node.children for node in family):
         left = [node for node in family if not node.children]

@@ -1,7 +1,7 @@
 """OpenAI's chat-completions protocol as pure functions: they read a request and write an answer.
 
-Every field of a request is honoured, is refused with its name, or can't change what is sampled. No field that matters
-is dropped silently. HTTP is in `gateway_server`.
+Every field of a request is honoured, is refused with its name, or can't affect sampling. No field that matters is
+dropped silently. HTTP is in `gateway_server`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...tapes.records import Message
 _CHANGE_NOTHING = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
-"""Fields for a hosted service that don't change what is sampled; they are ignored."""
+"""Fields for a hosted service that don't affect sampling; they are ignored."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
@@ -139,8 +139,8 @@ class ChatMessage(BaseModel):
         rest = self.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
         if not self.tool_calls:
             rest.pop("tool_calls", None)
-        texts = [part.text for part in self.content if isinstance(part, _TextPart)]
-        content = "".join(texts) if len(texts) == len(self.content) else [part.model_dump() for part in self.content]
+        pieces = [part.text for part in self.content if isinstance(part, _TextPart)]
+        content = "".join(pieces) if len(pieces) == len(self.content) else [part.model_dump() for part in self.content]
         return {"role": self.role, "content": content, **rest}
 
 
@@ -295,10 +295,10 @@ def delta(more: Mapping[str, object]) -> dict[str, object]:
     return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
 
 
-def token_logprobs(texts: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
+def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
     """OpenAI's entries for tokens and their log-probs (natural logarithm). NaN stands for unknown and becomes null."""
     # `value == value` is false for NaN only; JSON has no NaN.
     return [
         {"token": text, "logprob": value if value == value else None, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, value in zip(texts, logprobs, strict=True)
+        for text, value in zip(tokens, logprobs, strict=True)
     ]

@@ -64,7 +64,7 @@ class Program(Agent):
     When the command ends, its remaining processes are killed: those in its process session and, on Linux, all others
     that have its key in their environment. A process that leaves the session and drops the key survives.
 
-    With `follow=False` the run's temperature and top_p apply, not those of the program's requests.
+    With `follow=False` the run's temperature and top_p apply, and not the ones in the program's requests.
     """
 
     patience = 10.0

@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, with control tokens only where the chat template wrote them.
+"""Converts text to token ids and back. Only the chat template writes control tokens.
 
 A *control token* is an added token that is special, or that the chat template spells out. If content contains the text
 of a control token, a private mark splits that text after its first character. The pieces between marks are encoded
@@ -24,7 +24,7 @@ _LITERAL = _MARK + "0"
 
 
 class RenderError(TapereelError, ValueError):
-    """A conversation can't be turned into tokens. The message says what is wrong and what to do."""
+    """A conversation can't be turned into tokens. The message names the problem and the remedy."""
 
 
 class NoChatTemplate(RenderError, UsageError):
@@ -53,8 +53,8 @@ class Codec:
     """Encodes and decodes with its own copy of a tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
-        """literals: the text that the chat template itself writes. special_text: what to do with content that holds the
-        text of a control token: encode it as plain text, or raise SpecialText.
+        """literals: the text that the chat template itself writes. special_text: `split` encodes the text of a control
+        token in content as plain text, and `refuse` raises SpecialText.
 
         Raises RenderError for a tokenizer without a backend of the `tokenizers` library.
         """
@@ -121,12 +121,12 @@ class Codec:
             return items if items != value else value
         if isinstance(value, list | tuple):
             parts = [self._mark(part, where, only) for part in value]
-            texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-            # A template writes content parts one behind the other: texts side by side must not make a control token.
-            if (only or self._pattern).search("".join(text for text in texts if isinstance(text, str))):
+            words = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+            # A template writes content parts one after another, and adjacent parts must not form a control token.
+            if (only or self._pattern).search("".join(text for text in words if isinstance(text, str))):
                 parts = [
                     {**part, "text": f"{_BREAK}{text}"} if isinstance(part, Mapping) and isinstance(text, str) else part
-                    for part, text in zip(parts, texts, strict=True)
+                    for part, text in zip(parts, words, strict=True)
                 ]
             return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
         return value
@@ -141,12 +141,12 @@ class Codec:
         ids = self._raw(first) if after is None else self._following(first, after)
         for piece in pieces[1:]:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
-        # The last defence: a tokenizer that normalises text first can still build a control token from a split text.
+        # The last defence: a tokenizer that normalises text first can still build a control token from split text.
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
             raise SpecialText(
                 f"the tokenizer reads control tokens into text that holds none: {read} from "
-                f"{text[-200:]!r}; it normalises text before it looks for added tokens: make them "
+                f"{text[-200:]!r}; it normalises text before it looks for added tokens; make them "
                 "AddedToken(normalized=False)"
             )
         return ids
@@ -188,7 +188,7 @@ class Codec:
     def _middle(self, text: str) -> list[int]:
         """Encode `text` as a continuation of other text.
 
-        SentencePiece puts a space before the first word of a text. So a newline is encoded in front and its ids are
+        SentencePiece puts a space before the first word. So a newline is encoded in front of the text and its ids are
         removed; if the tokenizer merges the newline with the text, the text is encoded alone.
         """
         ids = self._raw("\n" + text)

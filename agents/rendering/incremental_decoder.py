@@ -1,6 +1,6 @@
 """Incremental detokenizer: turns token ids into text while they are sampled.
 
-The pieces of text add up to what the renderer decodes from all ids, whatever the sizes of the pieces of ids.
+The pieces of text add up to the text that the renderer decodes from all ids, however the ids are split.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer decodes when the last bytes of a character are still missing."""
+"""The character that a tokenizer decodes while the last bytes of a character are missing."""
 
 
 class IncrementalDecoder:
@@ -23,7 +23,7 @@ class IncrementalDecoder:
         ending: str = "",
     ) -> None:
         """
-        decode: ids -> text. ends: ids that end an answer; they are no text.
+        decode: ids -> text. ends: ids that end an answer and have no text.
         byte_ids: tokens of a single byte. A run of them decodes differently when another one follows.
         ending: text before an id of `ends` that belongs to the end of the answer, not to its text.
         """
@@ -39,8 +39,8 @@ class IncrementalDecoder:
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` add. Text that later ids could still change is held back for the next call.
 
-        Held back are ids of single bytes, the beginning of a character (U+FFFD), ids that end the answer, and what may
-        be the beginning of `ending`. Without this a client would see text that the recorded answer doesn't have.
+        It holds back ids of single bytes, the beginning of a character (U+FFFD), ids that end the answer, and a
+        possible beginning of `ending`. Without this a client would see text that the recorded answer doesn't have.
         """
         self._ids += ids
         n = len(self._ids)

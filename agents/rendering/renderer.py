@@ -1,13 +1,13 @@
 """Token in, token out: the prompt of the next call is the ids of an earlier one plus the ids of what came after.
 
-The template is rendered in full for every prompt, because only that shows whether it rewrote history. Where it did not,
-the ids of the earlier prompt and the *sampled* completion are kept unchanged, and only the text after them is encoded.
-Encoding sampled text again could give other ids than those that were sampled, and train on the wrong tokens. Where the
-template rewrote history, `history` decides:
+The template is rendered in full for every prompt, because only the full text shows whether it rewrote history. If it
+didn't, the ids of the earlier prompt and the *sampled* completion are kept, and only the text after them is encoded.
+Encoding sampled text again could give other ids than the sampled ones, and train on the wrong tokens. If the template
+rewrote history, `history` decides:
 
-- `sampled` keeps what was sampled, as long as nothing but earlier answers was rewritten (thinking dropped, white space
-  trimmed); a change of anything else (tools, system prompt, observations) starts a new row;
-- `template` starts a new row at every rewrite, so that the model always reads what the template says.
+- `sampled` keeps the sampled ids if only earlier answers were rewritten (thinking dropped, white space trimmed). Any
+  other change (tools, system prompt, observations) starts a new row.
+- `template` starts a new row at every rewrite, so the model always reads exactly what the template writes.
 
 `Rendered.split` says why a new row starts. The end of an answer that was cut off (by length or cancellation) is added
 as context; no id is ever added to a completion.
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
-"""Unicode noncharacters. One of them replaces the text of answers where that text must not matter."""
+"""Unicode noncharacters. One of them replaces the text of answers when that text must not matter."""
 
 __all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
 
@@ -60,7 +60,7 @@ class Track:
     ids: array[int]
     """All ids, prompt and completion (int32)."""
     completion: array[int]
-    """The last of `ids`: what was sampled (int32), with the turn-ending id unless the answer was cut off."""
+    """The last of `ids`: the sampled ones (int32), with the turn-ending id unless the answer was cut off."""
     tools: tuple[dict[str, JsonValue], ...] | None
     """The offered tools; None without tools."""
     text: str
@@ -105,7 +105,7 @@ class Rendered:
     """As `Track.places`."""
 
     def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
-        """The prompt without what is beyond its first or last `tokens` tokens; a picture across the cut goes whole."""
+        """The first or last `tokens` tokens of the prompt. A picture that the cut would split is dropped."""
         start, end = (0, tokens) if keep == "start" else (max(len(self.ids) - tokens, 0), len(self.ids))
         start = next((place.end for place in self.places if place.offset < start < place.end), start)
         end = next((place.offset for place in self.places if place.offset < end < place.end), end)
@@ -133,9 +133,9 @@ class Renderer:
         template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """`pictures`: the model's tokens for a picture or video; None: a message with one is a RenderError.
-        `template_kwargs` go to the template (`{"enable_thinking": False}`); `end_tokens` end an answer beside the
-        template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
+        """`pictures`: the model's tokens for a picture or video. With None, a message that has one is a RenderError.
+        `template_kwargs` are passed to the template (`{"enable_thinking": False}`). `end_tokens` end an answer in
+        addition to the template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
             ("special_text", special_text, ("split", "refuse")),
@@ -145,12 +145,12 @@ class Renderer:
         self.history = history
         self.special_text = special_text
         self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
-        """Arguments of the template besides messages and tools."""
+        """Further arguments of the template, after messages and tools."""
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self.pictures = pictures
-        """The model's tokens for a picture; None: of a model that can't see."""
+        """The model's tokens for a picture, or None if the model can't see."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
         """The id that the template writes once for a picture, before it is expanded."""
         self._markers: dict[int, str] = {}
@@ -295,7 +295,8 @@ class Renderer:
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
-        """The ids of a text that is no conversation, with the begin and the end of sequence that the tokenizer has."""
+        """The ids of plain text outside a conversation, with the tokenizer's begin and end of sequence, if it has
+        them."""
         ids = self._codec.encode(self._codec.mark(text, "the text")) if text else []
         around = [self._codec.control.get(str(self._special.get(name))) for name in ("bos_token", "eos_token")]
         return ints([id for id in (around[0] if begin else None, *ids, around[1] if end else None) if id is not None])
@@ -305,13 +306,14 @@ class Renderer:
         return self._codec.decode(ids)
 
     def incremental_decoder(self) -> IncrementalDecoder:
-        """Reads one completion while it is sampled; what it says adds up to what `decode` says."""
+        """Decodes one completion while it is sampled. Its pieces add up to the result of `decode`."""
         return IncrementalDecoder(
             self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
         )
 
     def probe(self) -> list[str]:
-        """Sentences about what this template rewrites in history and what it can't render; for a report at start."""
+        """Sentences about the parts of history that this template rewrites or can't render, for a report at the
+        start."""
         return self._template.findings()
 
     def _mark(
@@ -328,8 +330,8 @@ class Renderer:
         return marked, self._codec.mark(tools, "a tool's definition") if tools else None
 
     def _mark_one(self, message: Message, index: int) -> Message:
-        """Marks control tokens in a message. Only answers may hold some: those of thinking and tool calls. The template
-        gets a video as its frames, where the model has no video tokens."""
+        """Mark control tokens in a message. Answers keep the control tokens of thinking and tool calls. If the model
+        has no video tokens, the template gets a video as its frames."""
         if "video" not in self._markers.values():
             (message,) = frames_of([message])
         role = message.get("role")
@@ -340,7 +342,7 @@ class Renderer:
                 image = part.get("type") == "image" and part.keys() >= {"media", "width", "height"}
                 shown = image or (part.get("type") in self._markers.values() and video_in(part) is not None)
                 if part.get("type") != "text" and (self.pictures is None or not shown):
-                    known = "text only" if self.pictures is None else "texts, and pictures with media, width and height"
+                    known = "text only" if self.pictures is None else "text, and pictures with media, width and height"
                     raise RenderError(
                         f"message {index} ({role}) has a part of type {part.get('type')!r} ({part!r:.200}); this "
                         f"renderer takes {known}"
@@ -351,8 +353,8 @@ class Renderer:
         return self._codec.mark(message, f"message {index} ({role})", only)
 
     def _around_a_picture(self, pictures: PictureTokens) -> set[str]:
-        """The control tokens that the template and the model's processors write for a picture or video. RenderError
-        where the template writes no place for one."""
+        """The control tokens that the template and the model's processors write for a picture or video. Raises
+        RenderError if the template doesn't write exactly one marker for it."""
         around: set[str] = set()
         for part, marker, times in zip(PLACES, (pictures.marker, pictures.video_marker), ((), (0.0, 1.0)), strict=True):
             if marker is None:
@@ -370,8 +372,8 @@ class Renderer:
         return around
 
     def _pictures_of(self, messages: tuple[Message, ...], text: str) -> list[Message]:
-        """The parts that name the pictures and videos of the messages. RenderError where `text`, the template's
-        rendering, doesn't have one place for each. Whatever content spells the marker is split by a mark."""
+        """The parts that name the pictures and videos of the messages. Raises RenderError if `text`, the
+        template's rendering, doesn't have one place for each. A marker in the text of a message is split by a mark."""
         if self.pictures is None:
             return []
         kinds = {self._codec.token(id): kind for id, kind in self._markers.items()}
@@ -387,8 +389,8 @@ class Renderer:
         return [part for _, part in found]
 
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
-        """(ids with each marker replaced by the tokens of its picture or video, their places). The markers are those of
-        the last of `pictures`; the first id is token `at` of the prompt."""
+        """(ids with each marker replaced by the tokens of its picture or video, their places). The markers belong to
+        the last of `pictures`. The first id is token `at` of the prompt."""
         if not pictures:
             return ints(ids), ()
         # Text never encodes to a control token (`Codec.encode`), so the template wrote each of them.
@@ -456,7 +458,7 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """The text after the base's answer, where the template rewrote earlier answers.
+        """The text after the base's answer, if the template rewrote earlier answers.
 
         The answers are replaced by a blank in both renderings, so that their text makes no difference.
         """
@@ -474,7 +476,7 @@ class Renderer:
             head = self._template.render(skeleton[:last], marked_tools, prompt=False)
         if not full.startswith(head):
             return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
-        # Some templates show no text beside a tool call; then the answer starts where the head ends.
+        # Some templates drop the text of an answer with a tool call. Then the answer starts at the end of the head.
         rest = full[max(full.find(blank, len(head)) + 1, len(head)) :]
         ended = self._ended(base)
         closing, stop = self._template.closing, self._codec.token(ended) if ended is not None else ""
@@ -496,7 +498,7 @@ def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) 
 def _longest(
     messages: tuple[Message, ...], tools: tuple[dict[str, JsonValue], ...] | None, tracks: Sequence[Track]
 ) -> tuple[Track | None, int]:
-    """The track to continue: the longest of those whose messages all lead `messages`, else the one that shares most.
+    """The track to continue: the longest one whose messages all lead `messages`, otherwise the one that shares most.
     The same tools, then the later track, break a tie."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):

@@ -33,7 +33,7 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """The text of the template, or JSON of all named templates. Raises NoChatTemplate if there is no usable one."""
+    """The text of the template, or JSON of all named templates. Raises NoChatTemplate without a usable one."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -69,7 +69,7 @@ class Template:
             raise MissingExtra("jinja2", "train", "a chat template") from None
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         self._wraps = False
-        """Whether a text goes to the template as a content part: SmolVLM's template drops any other."""
+        """Whether text is passed to the template as a content part: SmolVLM's template drops plain strings."""
         as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
         self._wraps = "Qx" not in as_text and "Qx" in as_part
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
@@ -82,17 +82,17 @@ class Template:
         earlier answers with `<|end|>`."""
         self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
         """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
-        # Some templates write a text only after a finished conversation (Phi-3: the end of sequence). It is removed
+        # Some templates end a finished conversation with more text (Phi-3: the end of sequence). It is removed
         # before a prefix comparison, because a longer conversation doesn't have it at this place.
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
         self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
-        """Control tokens that frame turns. Inside an answer, such a token can only be plain text."""
+        """Control tokens that frame turns. Inside an answer, these tokens can only be plain text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None, *, prompt: bool = True) -> str:
         """Render a conversation as text. prompt: add the generation prompt, which starts the next answer.
 
-        Raises RenderError if there is no message or the template refuses the messages.
+        Raises RenderError for an empty list, or if the template refuses the messages.
         """
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
@@ -119,7 +119,7 @@ class Template:
             ) from error
 
     def findings(self) -> list[str]:
-        """Describe what this template rewrites in history and what it can't render, one sentence each."""
+        """Describe how this template rewrites history and which messages it can't render, one sentence each."""
         found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
         if "strftime_now" in self._source:
             found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")
@@ -162,7 +162,7 @@ class Template:
         for name in more:
             if name not in self._codec.control:
                 raise RenderError(
-                    f"end_tokens names {name!r}, which is no control token of this tokenizer; it has "
+                    f"end_tokens names {name!r}, which isn't a control token of this tokenizer; it has "
                     f"{', '.join(sorted(self._codec.control)[:40])}"
                 )
         names = [self.end_text, str(eos) if eos is not None else "", self._end_of_call(), *more]
@@ -189,13 +189,13 @@ class Template:
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
         calling = {**a, "tool_calls": [_CALL]}
-        texts = [self._try(turns, prompt=False) for turns in ([q, a, r], [_say("system", "Sx"), q, a, r])]
+        found_in = [self._try(turns, prompt=False) for turns in ([q, a, r], [_say("system", "Sx"), q, a, r])]
         for asked, last_word in ((a, "Ax"), (calling, "pear")):
             behind = (self._try([q, asked, tool], prompt=False) or "").rpartition(last_word)[2]
             # Tokens between the tool call and the end of the answer belong to the answer, so they don't frame a turn.
-            texts.append(behind.partition(self.end_text)[2] if self.end_text else "")
+            found_in.append(behind.partition(self.end_text)[2] if self.end_text else "")
         special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
-        found = {token for text in texts if text for token in self._codec.controls(text)}
+        found = {token for text in found_in if text for token in self._codec.controls(text)}
         found |= {self._codec.token(end) for end in self.end_ids}
         return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
 

@@ -1,9 +1,9 @@
 """Branch: continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
-The environment is restored first and compared with the record; continuations are rolled out only where it reaches the
-recorded state. Each continuation is a tape of its own; its `begin` names the parent's digest and the turn. A caller may
-force continuations of a prefix that can't be verified; each of them records the reason. `branch` takes a tape and
-objects; `branch_run` takes them from a run's configuration, and records the continuations in the same run.
+The environment is restored first and compared with the record. Continuations are rolled out only if it reaches the
+recorded state. Each continuation is a tape of its own, and its `begin` names the parent's digest and the turn. A caller
+may force continuations of a prefix that can't be verified, and each of them records the reason. `branch` takes a tape
+and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ async def branch(
 ) -> list[Tape]:
     """Continue `tape` after its first `turn` turns, `n` times, as one group; returns the continuations' closed tapes.
 
-    Settings that are not passed are the recorded ones, the seeds included. So the first continuation by the same agent
-    and model repeats the recorded episode, and every difference comes from a changed setting. `seed` is the first
-    continuation's; the other seeds are derived from it. Another `env_seed` works only where the environment reaches the
-    same state with it. An attempt whose episode can't be trained on is retried once; both tapes are returned.
-    Raises PrefixUnverified, before anything is rolled out, where the environment doesn't reach the recorded state or
-    acts irreversibly; `unverified` continues anyway. ValueError where the tape has no such turn.
+    Settings that aren't passed have their recorded values, and so do seeds. The first continuation by the same agent
+    and model therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is the
+    first continuation's, and the other seeds are derived from it. Another `env_seed` works only if the environment
+    reaches the same state with it. An attempt whose episode can't be trained on is retried once, and both tapes are
+    returned. Raises PrefixUnverified, before anything is rolled out, if the environment doesn't reach the recorded
+    state or acts irreversibly, unless `unverified` is given. Raises ValueError if the tape lacks the turn.
     """
     if n < 1 or concurrency < 1:
         raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
@@ -119,7 +119,7 @@ async def _continue(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """The prefix of `turn` turns. ValueError where the tape has fewer turns, or the episode ended before."""
+    """The prefix of `turn` turns. Raises ValueError if the tape has fewer turns, or the episode ended before."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(
@@ -130,7 +130,7 @@ def cut(tape: Tape, turn: int) -> Tape:
 
 
 def recorded_limits(tape: Tape) -> Limits:
-    """The limits of the recorded episode; the defaults where the tape doesn't record them."""
+    """The limits of the recorded episode, or the defaults if the tape doesn't record them."""
     recorded = tape.begin.limits
     return Limits() if recorded is None else Limits.recorded(recorded)
 
@@ -143,9 +143,9 @@ async def doubt_of(
     env_seed: int | None = None,
     limits: Limits | None = None,
 ) -> PrefixUnverified | None:
-    """Why the first `turn` turns can't be verified; None where a fresh environment reached the recorded state.
+    """Why the first `turn` turns can't be verified, or None if a fresh environment reached the recorded state.
 
-    Raises PrefixUnverified where the environment can't be restored at all, so that no continuation is possible.
+    Raises PrefixUnverified if the environment can't be restored at all, so that no continuation is possible.
     """
     begin, prefix = tape.begin, cut(tape, turn)
     unknown = next((step for step in prefix if isinstance(step, Unknown)), None)
@@ -211,7 +211,7 @@ class Branched:
 
     @property
     def recorded_reward(self) -> float | None:
-        """What the recorded tape earned from the branch on, which is comparable with a continuation's reward."""
+        """The reward that the recorded tape earned from the branch on, to compare with a continuation's reward."""
         return reward_since(self.recorded, self.tapes[0].inherited)
 
 
@@ -229,11 +229,11 @@ def branch_run(
     """Continue a tape of a run from a turn, with something changed, and record the continuations in the same run.
 
     tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: objects or
-    `module:name`; None: those of the run's configuration. model: a folder; None: the engine of the run's
-    configuration. sets: settings of `BranchConfig`, as `attempts=16` or `("sampling.temperature", 0.5)`.
+    `module:name`. model: a folder. None takes the agent, environment or engine of the run's configuration.
+    sets: settings of `BranchConfig`, as `attempts=16` or `("sampling.temperature", 0.5)`.
 
     Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
-    PrefixUnverified where the environment doesn't return to the recorded state (`unverified` continues nevertheless).
+    PrefixUnverified if the environment doesn't return to the recorded state, unless `unverified` is given.
     """
     settings = recorded_settings(run)
     with Store.open(run) as store:
@@ -298,9 +298,9 @@ async def _branch(
 
 
 def reward_since(tape: Tape, step: int) -> float | None:
-    """The sum of a tape's rewards for the steps from `step` on and for the whole episode; None where there is none.
+    """The sum of a tape's rewards for the steps from `step` on and for the whole episode; None without any reward.
 
-    A fork doesn't repeat the rewards of its inherited steps, so those of its ancestors are counted as well.
+    A fork doesn't repeat the rewards of its inherited steps, so its ancestors' rewards are counted as well.
     """
     rewards = [reward for reward in tape.rewards if reward.step is None or reward.step >= step]
     above = tape.parent
@@ -354,7 +354,7 @@ def _sets_any(sets: Sequence[Setting], *keys: str) -> bool:
 
 
 def _speaking(players: dict[str, Any]) -> dict[str, Any]:
-    """The players' settings without those of their training, which a branch doesn't use."""
+    """The players' settings without the ones for training, which a branch doesn't use."""
     known = PartnerConfig.model_fields
     return {
         name: {key: value for key, value in own.items() if key in known}
@@ -364,7 +364,7 @@ def _speaking(players: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
-    """UsageError where the run's configuration names other weights than those that sampled the tape.
+    """Raise UsageError if the run's configuration names other weights than the ones that sampled the tape.
 
     The configuration names the weights that training began with. A tape of a later update was sampled by a checkpoint,
     and a branch from the first weights would compare two policies without saying so. own: players ("" is the run's

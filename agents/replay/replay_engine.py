@@ -102,18 +102,18 @@ class ReplayEngine:
         return await self.answer(call, request)
 
     def take(self, request: Request) -> tuple[Tape, Call]:
-        """The recorded call for this request; it is not returned again. Diverged where none is left."""
+        """The recorded call for this request; it is not returned again. Raises Diverged if none is left."""
         found = self._find(request)
         if found is None:
             raise Diverged(_unrecorded(self._only, request))
         return found.pop()
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """How many tokens of the episode's limit this request gets in the replay; None where it wasn't recorded.
+        """How many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
 
-        It gets the recorded max_tokens where concurrent calls may have left no more, else what it asks for. An
-        unrecorded request may be one that was refused when all tokens were spent: so this waits, as for an answer,
-        until that is the case again. Without it, the replay of a token limit would depend on the speed of answers.
+        It gets the recorded max_tokens if concurrent calls may have left no more, and its own max_tokens otherwise. An
+        unrecorded request may have been refused because all tokens were spent. So this waits, as for an answer, until
+        they are spent again. Without the wait, the replay of a token limit would depend on the speed of answers.
         """
         found = self._find(request)
         if found is None:
@@ -130,7 +130,7 @@ class ReplayEngine:
         return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
 
     def _find(self, request: Request) -> list[tuple[Tape, Call]] | None:
-        """The list whose last item is the recorded call for this request; None where none is left."""
+        """The list whose last item is the recorded call for this request; None if none is left."""
         found = self._recorded.get((request.path, request.seed))
         if found:
             return found
@@ -153,7 +153,7 @@ class ReplayEngine:
         return all(other.conversation != conversation for other in self._only.calls)
 
     def check(self, tape: Tape, call: Call, request: Request) -> None:
-        """Diverged where the request isn't the recorded one."""
+        """Raise Diverged if the request isn't the recorded one."""
         for found, cause, sentence in _request_differences(tape, call, request):
             raise Diverged(call_divergence(tape, call, found, cause, f"call {call.call} by {call.by!r}: {sentence}"))
 
@@ -285,9 +285,7 @@ def _request_differences(tape: Tape, call: Call, request: Request) -> Iterator[t
             )
         places = tape.call_places(call)
         if places != request.places:
-            sentence = (
-                "the pictures of the prompt stand at other tokens: the image processor differs from the recording"
-            )
+            sentence = "the pictures of the prompt are at other tokens: the image processor differs from the recording"
             yield next(differences(places, request.places, "places")), Likely.RENDERING, sentence
 
 

@@ -57,7 +57,7 @@ async def replay(
     """Run `agent` again on `tape`, or on its turn `turn` alone, and compare.
 
     With the renderer of the recorded model, token ids are compared too. An agent that reads a clock, random numbers or
-    the network diverges where that changes a request or a step.
+    the network diverges if that changes a request or a step.
     """
     unable = _unable(tape, turn)
     if unable is not None:
@@ -101,10 +101,10 @@ def replay_run(
 ) -> Verdicts:
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
-    agent: an object or `module:name`; None: the agent of the run's configuration. An object is replayed in this
+    agent: an object or `module:name`, by default the agent of the run's configuration. An object is replayed in this
     process, since worker processes find agents by name. imports: `module:name` of anything else that
-    defines steps. tokenizer: a folder; None: the run's own. turn: check this turn alone. jobs: processes; None: as
-    many as pay for their start.
+    defines steps. tokenizer: a folder, by default the run's own. turn: check this turn alone. jobs: processes, by
+    default as many as pay for their start.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")
@@ -145,7 +145,7 @@ def _plan(
 
 
 def _unable(tape: Tape, turn: int | None) -> str | None:
-    """Why the tape, or its turn `turn`, can't be replayed; None where it can."""
+    """Why the tape, or its turn `turn`, can't be replayed; None if it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
         return (
@@ -165,7 +165,7 @@ async def _play(script: Script, agent: Agent, renderer: Renderer | None, seconds
         async with asyncio.timeout(seconds):
             await _episode(script, agent, renderer).run()
     except BaseException as error:
-        # `Over`, or an exception group that contains it where the agent uses a TaskGroup.
+        # `Over`, or an exception group that contains it if the agent uses a TaskGroup.
         if not script.over or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError):
             raise
 
@@ -198,7 +198,7 @@ def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode
 
 
 class _Episode(Episode):
-    def _warn(self, cause: Cause, *, beside: bool = False) -> None:
+    def _warn(self, cause: Cause, *, kept: bool = False) -> None:
         """No log line: the fault was logged while recording, or the verdict reports it."""
 
 

@@ -1,6 +1,6 @@
-"""Script: what a tape holds, read as the script of a replay, and how far the replay has come.
+"""Script: a tape, read as the script of a replay, and the progress of the replay.
 
-Compares each request, step and end with the recorded one; at the first difference it says where and for what likely
+Compares each request, step and end with the recorded one. At the first difference it names the place and the likely
 cause.
 """
 
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRINTED = re.compile(r"( ended with exit code -?\d+): .*", re.DOTALL)
 """The errors that a failed program printed: a log, with times and ids of its own in each run."""
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
-"""Exception class as written on older tapes -> its name today, so that the rename is no divergence."""
+"""Exception class as written on older tapes -> its name today, so that the rename isn't a divergence."""
 _FROM_OUTSIDE = {
     (Status.ERROR, CauseType.ENVIRONMENT),
     (Status.ERROR, CauseType.OURS),
@@ -58,7 +58,7 @@ class Script:
         """The current turn."""
         cut = log.cuts[only] if only is not None and only > begun else None
         self.prefix = tape.at_turn(only) if cut is not None and only is not None else tape.parent
-        """The turns before, which are not replayed; None where there are none."""
+        """The turns before, which are not replayed; None without any."""
         steps, records = (cut.steps, cut.records) if cut is not None else (tape.inherited, 0)
         self.answered = [call for at, call in log.call_order if at < records]
         """The tape's own calls in those turns."""
@@ -80,7 +80,7 @@ class Script:
         self.found: Divergence | None = None
         self.checked = {"calls": 0, "prompts": 0, "steps": 0}
         self.notes: dict[str, None] = {}
-        """What is not checked, as keys in order."""
+        """The parts that aren't checked, as keys in order."""
 
     @property
     def cut_off(self) -> bool:
@@ -253,13 +253,15 @@ class Script:
         return Likely.CODE, f"the agent yields another step, {what}"
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
-        """Whether the step may have been parsed from the answers of the recorded step's calls: one of its texts is in
-        an answer, or an answer is in one of its texts."""
+        """Whether the step may have been parsed from the answers of the recorded step's calls: one of its strings is
+        in an answer, or an answer is in one of its strings."""
         answers = [self.tape.call(call) for call, _, _ in entry.calls]
         heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
-        texts = [call.text.casefold() for call in answers if call.text]
+        answered = [call.text.casefold() for call in answers if call.text]
         said = [str(leaf).casefold() for leaf in _leaves(step.model_dump(mode="json"))]
-        return any(leaf and (any(leaf in one for one in heard) or any(one in leaf for one in texts)) for leaf in said)
+        return any(
+            leaf and (any(leaf in one for one in heard) or any(one in leaf for one in answered)) for leaf in said
+        )
 
 
 def _leaves(value: Any) -> Iterator[Any]:

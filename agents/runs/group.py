@@ -2,8 +2,8 @@
 
 `rollout_group`, `run`, `branch`, the training loop, evaluations and demonstrations all schedule episodes with these
 functions. A group is the attempts at one task, sampled in order to be compared. It closes when each attempt has a
-usable episode, when retries failed too, or at its deadline with what it has. So it always closes, and `Closing` says
-how. The group id connects attempts, never the text of a prompt.
+usable episode, when retries failed too, or at its deadline with the episodes that it has. So it always closes, and
+`Closing` names the reason. The group id connects attempts, never the text of a prompt.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def run_attempt(
     retries: int = RETRIES,
     may_retry: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Run episodes until the attempt needs no more, and append to `usable`. False where `may_retry` refused a retry."""
+    """Run episodes until the attempt needs no more, and append to `usable`. False if `may_retry` refused a retry."""
     retry = False
     while needs_episode(usable, retries):
         if retry and not may_retry():
@@ -68,8 +68,8 @@ async def run_all(
     """`await work(item)` for each item, started in order, at most `concurrency` at once (None: all). Results in order.
 
     The first error cancels the rest and is raised alone, after every task has ended. Without that wait the rest would
-    go on to sample and to write tapes after the caller closed the engine or the store. The other errors follow from the
-    first: a store that fails, fails for every episode.
+    continue to sample and to write tapes after the caller closed the engine or the store. The other errors follow from
+    the first, because a failing store fails for every episode.
     """
     todo = list(items)
     results: dict[int, ResultT] = {}
@@ -161,8 +161,8 @@ async def fill(
     sample: called with (attempt, number of its episodes that ended by themselves). The number is part of the seed: a
     retry has another seed, and an episode that a crash or a cancellation cut off is sampled again with its own.
     until: time of the event loop at which the group closes; episodes in flight end as cancelled, on tape too.
-    fresh: asked before a retry; False: the attempt is not retried, because it would be too stale to be compared.
-    concurrency: episodes at once; None: all attempts.
+    fresh: asked before a retry. If it returns False, the attempt isn't retried: it would be too stale to be compared.
+    concurrency: episodes at once, by default all attempts.
     engine: while it waits for servers that don't answer, `until` waits too.
     """
 
@@ -192,8 +192,8 @@ async def fill(
 
 
 async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
-    """Wait until `work` is done, or until the deadline `until` (time of the event loop; None: no deadline). The time in
-    which no server answers moves the deadline on."""
+    """Wait until `work` is done, or until the deadline `until` (time of the event loop), if it isn't None. Time in
+    which no server answers postpones the deadline."""
     loop = asyncio.get_running_loop()
     absence = absence_of(engine)
     before = absence.seconds if absence is not None else 0.0
@@ -228,9 +228,9 @@ async def rollout_group(
     """Sample `n` attempts at one task concurrently. They share the task, the group id and the environment's seed.
 
     An attempt whose episode can't be trained on (an error of the environment, the model or Tapereel, a time limit) is
-    retried once with a new seed. At `deadline` (seconds from now) the group closes with what it has, and episodes in
-    flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `concurrency` bounds the
-    episodes in flight.
+    retried once with a new seed. At `deadline` (seconds from now) the group closes with its episodes so far, and
+    episodes in flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `concurrency`
+    bounds the episodes in flight.
     """
     if n < 1:
         raise ValueError(f"n is {n}: a group needs at least one attempt")

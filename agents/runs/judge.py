@@ -1,10 +1,10 @@
 """Judges: a model grades an episode by a rubric, or chooses the better of two.
 
-1. Another model wrote the transcript that a judge reads. So the transcript stands between marks derived from a hash of
+1. Another model wrote the transcript that a judge reads. So the transcript is put between marks derived from a hash of
    its content, and the prompt declares it data. That makes prompt injection harder, not impossible.
 2. Each pair is asked in both orders. A judge that prefers the same position twice gives no information: that counts as
    a tie, and the share of such pairs is a metric (`order`).
-3. Every question and answer is evidence on the reward record, with its usage as far as the engine reports it. After an
+3. Every question and answer is evidence on the reward record, with the usage that the engine reports. After an
    answer that can't be parsed the judge is asked again with another seed; after `tries` the tape stays unscored.
 
 Judges are not pure (`pure=False`): `rescore` asks them again and verifies nothing.
@@ -92,8 +92,8 @@ class Judge:
         self, system: str, user: str, read: Callable[[str], ReadT], tapes: Sequence[Tape] = ()
     ) -> tuple[ReadT, JsonValue]:
         """(the answer as parsed by `read`, the evidence). `read` raises ValueError for an answer that it can't parse.
-        Unjudged where no answer can be parsed, or the engine can't see a picture; EngineError where the engine fails
-        permanently. tapes: their pictures and videos follow the text, in order, each behind its
+        Raises Unjudged if no answer can be parsed or the engine can't see a picture, and EngineError if the engine
+        fails permanently. tapes: their pictures and videos follow the text, in order, each behind its
         `[picture 80x60 a1bb0e2e75a7]`."""
         seen = [(part, tape) for tape in tapes for part in visual_parts(sample_of(tape).messages)]
         named = [({"type": "text", "text": text_of({"content": [part]})}, part) for part, _ in seen]
@@ -154,7 +154,7 @@ class Judge:
 
 
 def _cost(found: Completion) -> dict[str, JsonValue]:
-    """Usage (tokens, dollars) as far as it is known, and the errors before the answer."""
+    """Known usage (tokens, dollars), and the errors before the answer."""
     usage = found.usage.model_dump(exclude_none=True)
     failed: list[JsonValue] = [attempt.error for attempt in found.attempts if attempt.error is not None]
     return {**({"usage": usage} if usage else {}), **({"failed": failed} if failed else {})}
@@ -173,8 +173,8 @@ def judge_reward(
 ) -> RewardSource[Tape]:
     """A reward source with the judge's grade, scaled from 0 (`low`) to 1 (`high`).
 
-    show: the text of a tape for the judge, which then sees no picture; None: the conversation, its pictures and, where
-    the task has one, the right answer."""
+    show: makes the text of a tape for the judge, which then sees no picture. By default the judge sees the
+    conversation, its pictures and the right answer, if the task has one."""
     if not low < high:
         raise ValueError(f"invalid grade range: low ({low:g}) must be below high ({high:g})")
     asked = judge if isinstance(judge, Judge) else Judge(judge)
@@ -236,9 +236,9 @@ def pairwise_reward(
         return _wins([wins], [by_order], evidence)
 
     async def compared(tapes: Sequence[Tape]) -> list[Scored | None]:
-        texts = [text(tape) for tape in tapes]
+        written = [text(tape) for tape in tapes]
         pairs = _pairs(len(tapes), rivals)
-        results = await run_all(pairs, lambda k: versus(texts[k[0]], texts[k[1]], tapes[k[0]], tapes[k[1]]))
+        results = await run_all(pairs, lambda k: versus(written[k[0]], written[k[1]], tapes[k[0]], tapes[k[1]]))
         scores: list[Scored | None] = []
         for k in range(len(tapes)):
             own = [(i, j, *result) for (i, j), result in zip(pairs, results, strict=True) if k in (i, j)]
@@ -253,7 +253,7 @@ def pairwise_reward(
 
 
 def shown(tape: Tape) -> str:
-    """The conversation as text and, where the task has one, the right answer."""
+    """The conversation as text, and the right answer, if the task has one."""
     reference = reference_of(tape)
     said = _middle_out(as_script(sample_of(tape).messages))
     return said if reference is None else f"{said}\n\n(the right answer, which the assistant didn't see: {reference})"

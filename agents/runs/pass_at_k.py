@@ -45,7 +45,7 @@ class Interval(Value):
 
     value: float
     low: float | None
-    """None, like `high`, with a single task: it says nothing about the variance over tasks."""
+    """None, like `high`, with a single task, which doesn't show the variance over tasks."""
     high: float | None
     tasks: int
     """Number of tasks that the mean is over."""
@@ -55,7 +55,7 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """The text of a difference, with its sign; it says where the interval doesn't span 0."""
+        """The text of a difference, with its sign. It mentions an interval that doesn't span 0."""
         spans = self.low is None or self.high is None or self.low <= 0 <= self.high
         return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
 
@@ -78,7 +78,7 @@ class Scores(Value):
     unscored: int
     """Attempts without a reward."""
     by_label: dict[str, Scores] = Field(default_factory=dict)
-    """label -> scores of its tasks; empty where tasks have no labels."""
+    """label -> scores of its tasks; empty if tasks have no labels."""
 
 
 class Comparison(Value):
@@ -198,7 +198,7 @@ def standard_error(rewards: Rewards) -> float | None:
 def compare(
     first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
 ) -> Comparison:
-    """First minus second, paired by task, with bootstrap intervals. NothingInCommon where no task is in both."""
+    """First minus second, paired by task, with bootstrap intervals. Raises NothingInCommon if no task is in both."""
     one, two = _known(first), _known(second)
     if not one.keys() & two.keys():
         raise NothingInCommon(

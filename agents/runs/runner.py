@@ -94,8 +94,8 @@ class RunSummary(Value):
     """Episodes that this process recorded."""
     ends: tuple[Ended, ...]
     faults: tuple[Fault, ...]
-    """Errors of this process, also those beside a result, most frequent first; at most 10. Errors of one class raised
-    at one line count as one fault, which has the message of the first."""
+    """At most 10 errors of this process, the most frequent first, including errors that left a result. Errors of one
+    class raised at one line count as one fault, which has the message of the first."""
     reward: float | None
     """Mean over tasks of the mean reward of their scored attempts, as in `scores`; None without a scored attempt."""
     error: float | None
@@ -113,7 +113,7 @@ class RunSummary(Value):
     seconds: float
     """Of this process."""
     advice: tuple[str, ...] = ()
-    """What to look at, a sentence each."""
+    """Advice about the run, one sentence each."""
 
 
 def run(
@@ -126,11 +126,11 @@ def run(
     resume: bool = False,
     progress: Progress = silent,
 ) -> RunSummary:
-    """Roll the agent out over the tasks into the run directory `out`. UsageError if `out` holds a run and `resume` is
-    false.
+    """Roll the agent out over the tasks into the run directory `out`.
 
-    `agent`, `env` and `tasks` are objects, where the configuration names none (`Setup.resolve`). Raises UsageError
-    before anything is written where the configuration names what isn't there. Works inside a running event loop too.
+    `agent`, `env` and `tasks` are objects that the configuration doesn't name (`Setup.resolve`). Raises RunExists if
+    `out` holds a run and `resume` is false, and UsageError, before anything is written, if the configuration names
+    something that doesn't exist. Works inside a running event loop too.
     """
     started = time.perf_counter()
     # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
@@ -219,7 +219,7 @@ class _Attempts:
         await run_all(todo, attempt, concurrency=self.config.concurrency)
 
     async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
-        """The attempt's further episodes: one, and retries where it can't be trained on."""
+        """The attempt's further episodes: one, and retries if it can't be trained on."""
         config, group = self.config, self.group(task)
         usable = self.usable.setdefault((group, attempt), [])
         tapes: list[Tape] = []
@@ -278,7 +278,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
-    """task hash -> the reward of each attempt's last usable episode; None where that is unscored or missing."""
+    """task hash -> the reward of each attempt's last usable episode; None if that is unscored or missing."""
     return {
         task: [s.reward if s.trainable else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()
@@ -304,7 +304,7 @@ def scores_of(
 
 
 class RunScores(Value):
-    """What the recorded episodes of a run say of its policy."""
+    """The scores of a run's policy, from its recorded episodes."""
 
     run: str
     split: str | None
@@ -326,11 +326,11 @@ def score_run(
     against: str | Path | None = None,
     against_split: str | None = None,
 ) -> RunScores:
-    """The scores of a run's recorded episodes, and how they differ from those of `against`.
+    """The scores of a run's recorded episodes, and their difference from the run `against`.
 
-    k: pass@k for these; empty: powers of two as far as there are attempts. success: the least reward of a success. by:
-    also by label, the value under this key in each task's public part. against_split: None takes `split`. UsageError
-    where a split has no closed tape.
+    k: pass@k for these, by default powers of two up to the number of attempts. success: the least reward of a success.
+    by: also by label, the value under this key in each task's public part. against_split: None takes `split`. Raises
+    UsageError if a split has no closed tape.
     """
     with ExitStack() as stores:
         store = stores.enter_context(Store.open(run))
@@ -358,7 +358,7 @@ def _recorded_rewards(store: Store, name: str, split: str | None) -> Rewards:
     if not rewards:
         splits = ", ".join(sorted({s.split for s in store.summaries()})) or "none"
         of = "" if split is None else f" of split {split!r}"
-        raise UsageError(f"{name} has no closed tape{of}; its splits: {splits}")
+        raise UsageError(f"{name} has no closed tape{of}; its splits are {splits}")
     return rewards
 
 

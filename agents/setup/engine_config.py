@@ -39,15 +39,15 @@ class RendererConfig(Config):
 
     history: Literal["sampled", "template"] = "sampled"
     """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
-    prompt anew."""
+    prompt again from its messages."""
     special_text: Literal["split", "refuse"] = "split"
     """Control-token text in content. `split`: it becomes ordinary tokens. `refuse`: it ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})
     """Arguments of the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
-    """Tokens that end an answer, in addition to those of the template."""
+    """Tokens that end an answer, in addition to the template's own."""
     video: VideoTokens = "frames"
-    """What the model reads of a video. `frames`: each frame as a picture behind its time as text. `native`: the video
+    """How the model reads a video. `frames`: each frame is a picture after its time as text. `native`: the video
     tokens of Qwen2.5-VL and Qwen3-VL, in an embedded engine, with the extra `video`."""
 
     def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
@@ -76,12 +76,12 @@ class ComputeConfig(Config):
     """Where and how a model is computed in this process."""
 
     device: str = "auto"
-    """The device: `cpu`, `cuda`, `cuda:1` ...; `auto`: a GPU if torch finds one."""
+    """The device: `cpu`, `cuda`, `cuda:1` and so on. `auto` is a GPU if torch finds one."""
     dtype: Dtype = "float32"
     """The dtype of the model's weights. In training, `bfloat16` is for a model that is trained by its adapters."""
     threads: int = Field(default=1, ge=1)
-    """Torch threads of the process; the largest number that a policy or an embedded engine asks for holds. One thread
-    keeps its speed while other work runs on the machine."""
+    """Torch threads of the process. If several policies or embedded engines set it, the largest number applies. One
+    thread keeps its speed while other work runs on the machine."""
 
 
 class OptionsConfig(Config):
@@ -98,8 +98,7 @@ class OptionsConfig(Config):
         if refused:
             raise ValueError(
                 f"options {', '.join(refused)} would be recorded with the run; the engine reads them from an "
-                "environment variable: key_variable where there is one, the library's own, such as HF_TOKEN, or one of "
-                "yours"
+                "environment variable: the one in key_variable, the library's own, such as HF_TOKEN, or one of yours"
             )
         return self
 
@@ -135,7 +134,7 @@ class ScriptedConfig(RenderedConfig):
     @model_validator(mode="after")
     def _one_source(self) -> ScriptedConfig:
         if bool(self.answers) == (self.policy is not None):
-            raise ValueError("a scripted engine has `answers` or a `policy`, one of them")
+            raise ValueError("a scripted engine needs either `answers` or `policy`")
         return self
 
 
@@ -159,7 +158,7 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
     def _fits_the_servers(self) -> ServerConfig:
         if self.kind == "sglang" and (self.publish != "reload" or not self.urls):
             raise ValueError(
-                f"publish: {self.publish} is for vLLM; SGLang servers reload a folder: publish=reload"
+                f"publish: {self.publish} is for vLLM, and SGLang servers reload a folder: set publish=reload"
                 if self.publish != "reload"
                 else "urls is empty: name the addresses of the SGLang servers, since a run starts vLLM only"
             )
@@ -175,16 +174,15 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
             )
         if not self.urls and (self.publish == "nccl" or self.key_variable is not None):
             raise ValueError(
-                "publish: nccl is between a trainer and servers that have GPUs of their own; a server that the run "
-                "starts takes the GPUs that the trainer is on, and NCCL refuses two ranks on one: "
-                "publish=transfer or reload"
+                "publish: nccl needs servers with GPUs of their own. A server that the run starts shares the trainer's "
+                "GPUs, and NCCL refuses two ranks on one GPU: set publish=transfer or publish=reload"
                 if self.publish == "nccl"
                 else "key_variable is for the servers in urls, and urls is empty: name the servers, or leave "
                 "key_variable out"
             )
         if self.nccl is not None and self.publish != "nccl":
             raise ValueError(
-                f"nccl says where weights are broadcast from, but publish is {self.publish!r}: set "
+                f"nccl sets the address from which weights are broadcast, but publish is {self.publish!r}: set "
                 "publish=nccl, or leave nccl out"
             )
         if self.nccl is not None and self.nccl.port is not None and self.nccl.port + len(self.urls) - 1 > 65535:
@@ -253,7 +251,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
 
 
 def engine_kind(settings: object) -> str | None:
-    """The tag in the union of engine settings: `custom` for `module:name`, else `kind`."""
+    """The tag in the union of engine settings: `custom` for `module:name`, otherwise `kind`."""
     kind = settings.get("kind") if isinstance(settings, dict) else getattr(settings, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 
@@ -271,10 +269,10 @@ EngineConfig = Annotated[
 
 
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
-    """Find the models and tokenizers of these engines, and download what is on the hub alone.
+    """Find the models and tokenizers of these engines, and download the ones that only the hub has.
 
-    Called before torch is imported, so that a wrong name is answered at once. UsageError says what is wrong;
-    MissingExtra for native video without torchvision."""
+    Called before torch is imported, so that a wrong name fails at once. Raises UsageError for a name without a model,
+    and MissingExtra for native video without torchvision."""
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
         if name is not None and not isinstance(engine, LiteLLMConfig):

@@ -22,8 +22,9 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class Shape(NamedTuple):
-    """A decoder with gated feed-forward layers. `body`: weights besides embeddings and output layer; `parameters`: all,
-    tied ones once; `queries`, `keys`: heads x head size; `feed`: feed-forward width; `drops`: has dropout."""
+    """A decoder with gated feed-forward layers. `body` counts the weights without embeddings and output layer, and
+    `parameters` counts all weights, tied ones once. `queries` and `keys` are heads x head size, `feed` is the
+    feed-forward width, and `drops` is true with dropout."""
 
     body: int
     parameters: int
@@ -43,7 +44,7 @@ class Shape(NamedTuple):
 
 def shape_of(model: str | None) -> Shape | None:
     """The shape of a model on this machine, from `config.json` and the headers of its weights; with adapters, of the
-    model below them. None where there is no such model, or its files don't say it."""
+    model below them. None if the model isn't here, or its files don't show the shape."""
     folder = None if model is None else local_folder(model)
     try:
         if folder is not None and (folder / ADAPTERS).is_file():
@@ -72,11 +73,11 @@ def shape_of(model: str | None) -> Shape | None:
         seen = (sees.get("depth", sees.get("num_hidden_layers", 0)), sees.get("embed_dim", sees.get("hidden_size", 0)))
         return Shape(body, body + tables, layers, width, heads, queries, keys, feed, vocabulary, drops, tower, seen)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError):
-        return None  # the load of the model says what is wrong with it
+        return None  # loading the model will raise a better error
 
 
 class Default(NamedTuple):
-    """A setting, its value in each profile, and where the values for pretrained models come from."""
+    """A setting, its value in each profile, and the source of the values for pretrained models."""
 
     key: str
     """As in the configuration of `train`."""
@@ -87,9 +88,9 @@ class Default(NamedTuple):
     far: float
     """A user's value gives a warning when it is this many times higher or lower; 0: never."""
     adapted: Any
-    """The value with adapters on a pretrained model; None: the same."""
+    """The value with adapters on a pretrained model, or None if it is the same."""
     body: str | None = None
-    """The critic's `body` that it is for; None: not the critic's."""
+    """The critic's `body` that the row is for, or None if it isn't a setting of the critic."""
 
 
 PROFILES: tuple[Default, ...] = (
@@ -117,9 +118,9 @@ PROFILES: tuple[Default, ...] = (
 def fitted(config: ConfigT) -> ConfigT:
     """The configuration with the profile's value for each setting that it leaves unset.
 
-    Logs the profile and its reason, and a warning for each number that is far from the profile. A hosted model has no
-    profile, nor has a model that isn't on this machine. A trained player without an optimiser has the loop's as it was
-    set; the profile of the player's own model fills it."""
+    Logs the profile and its reason, and a warning for each number that is far from the profile. Hosted models and
+    models that aren't on this machine have no profile. A trained player without an optimiser gets the loop's optimiser
+    as the user set it, filled by the profile of the player's own model."""
     whole: Any = config
     made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)
     for name, player in _trained(config).items():
@@ -149,7 +150,8 @@ def _trained(config: Any) -> dict[str, Any]:
 
 
 def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = "") -> ConfigT:
-    """The configuration with `rows` of the profile of `policy`'s model. above: where it is, for messages."""
+    """The configuration with `rows` of the profile of `policy`'s model. above: the place of the settings, for
+    messages."""
     engine, trainer = policy.engine, getattr(policy, "trainer", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
     lora = getattr(trainer, "lora", None) is not None
@@ -174,13 +176,14 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
         elif factor and present and name != "tiny" and not value / factor * 0.999 <= present <= value * factor * 1.001:
             log.warning(f"{above}{key}={present:g} is far from {value:g}, the value of profile `{name}` ({source})")
     if filled:
-        why = f"below {TINY // 10**6} M besides embeddings: made from scratch" if name == "tiny" else "pretrained"
+        why = f"below {TINY // 10**6} M without embeddings: made from scratch" if name == "tiny" else "pretrained"
         log.warning(f"profile `{name}`, since {model} has {size} ({why}); it sets {', '.join(filled)}")
     return config
 
 
 def _put(group: Any, path: list[str], value: Any, unset: bool = False) -> tuple[Any, Any]:
-    """(the group, with `value` where it sets none; what is set there). unset: the group is a default as a whole."""
+    """(the group, with `value` if the setting was unset; the value that was set). unset: the whole group is a
+    default."""
     name, *below = path
     if group is None or name not in type(group).model_fields:
         return group, None

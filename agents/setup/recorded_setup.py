@@ -33,7 +33,7 @@ PARSERS: Mapping[str, Callable[[str], Action]] = {qualified(parse): parse for pa
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
-    """The folder of the run's tokenizer: its newest checkpoint, else the model that the run started with."""
+    """The folder of the run's tokenizer: in its newest checkpoint, or in the model that the run started with."""
     saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
     if saved:
         return str(saved[-1].parent)
@@ -59,9 +59,8 @@ def recorded_rendering(run: str | Path) -> RendererConfig:
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
-    """The agent that `name` is or names, else the agent of the run's configuration, else the demo's agent on the tape.
-
-    Raises UsageError if there is no such agent.
+    """The agent that `name` is or names. Without a name, the agent of the run's configuration, or the demo's agent on
+    the tape. Raises UsageError if none of them exists.
     """
     if isinstance(name, Agent):
         return name

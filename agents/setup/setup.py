@@ -60,18 +60,19 @@ class LoadedSetup:
     pool: Pool | None = field(default=None, kw_only=True)
     tasks: Taskset
     pixels: str | None = field(default=None, kw_only=True)
-    """The environment's class, where it says that it shows pictures (`Environment.pixels`)."""
+    """The environment's class, if it declares that it shows pictures (`Environment.pixels`)."""
 
     @property
     def shows(self) -> str | None:
-        """What is known to show pictures before an episode begins; None: nothing."""
+        """Names an environment or task that shows pictures, as known before an episode begins. None if none is known
+        to."""
         return shown_by(self.tasks) if self.pixels is None else f"the environment {self.pixels} shows pictures"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End the processes of `env_processes`, where there are some."""
+        """End the processes of `env_processes`, if there are any."""
         if self.pool is not None:
             self.pool.close()
 
@@ -84,8 +85,9 @@ class DatasetConfig(Config):
     config: str | None = None
     """The subset of a dataset. None: the only one, or the one called `default` or `main`."""
     columns: dict[str, str] = Field(default={})
-    """New name -> column, as `{prompt: question, answer: answer}`. The column that is named `prompt`, a text or chat
-    messages, is the public part of the task; the others are the private one. Empty: the whole row is private."""
+    """New name -> column, as `{prompt: question, answer: answer}`. The new column `prompt`, a string or chat
+    messages, is the public part of the task. The other columns are its private part. Empty: the whole row is
+    private."""
 
 
 class TasksConfig(Config):
@@ -98,7 +100,7 @@ class TasksConfig(Config):
     dataset: DatasetConfig = DatasetConfig()
     """How rows of files and datasets become tasks."""
     task_row: str | None = None
-    """`module:name` of a function from one row of a file or list to a task; None: the row is its private part."""
+    """`module:name` of a function from one row of a file or list to a task. None: the row is its private part."""
 
 
 class SeedConfig(Config):
@@ -136,9 +138,9 @@ class Setup(TasksConfig, SeedConfig):
     ) -> tuple[Self, LoadedSetup]:
         """Load the objects. Returns (the configuration to record, the objects).
 
-        An argument takes the place of a setting that is None. It is an object or a name. The recorded configuration
-        names an object `module:qualname` if an import returns this object, else `<object of module.Class>`. Raises
-        UsageError if the setting and the argument differ.
+        An argument, an object or a name, replaces a setting that is None. The recorded configuration names an object
+        `module:qualname` if an import returns this object, and `<object of module.Class>` otherwise. Raises UsageError
+        if the setting and the argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env, pixels = _loaded_env(*self._source("env", env))
@@ -201,7 +203,7 @@ def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
 
 
 def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, str | None]:
-    """(the factory, the class of its environment where that says that it shows pictures)."""
+    """(the factory, the class of its environment if it declares that it shows pictures)."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -217,9 +219,9 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
-    """The value that the factory makes, closed again where it is an environment.
+    """The value that the factory makes. An environment is closed again.
 
-    Both run in a thread that is left behind after `LOAD_SECONDS`: code of the user's that hangs must not hang the load.
+    Both run in a thread that is abandoned after `LOAD_SECONDS`, so user code that hangs can't hang the load.
     """
     doing = f"{name}()"
 
@@ -243,7 +245,7 @@ async def _trial(factory: Callable[[], Any], name: str) -> object:
 
 
 def _pool(make: EnvironmentFactory, processes: int) -> Pool:
-    """A pool without limits of its own: those of the episodes hold."""
+    """A pool without limits of its own: the limits of the episodes apply."""
     try:
         from ...envs.remote.pool import Pool
 
@@ -301,7 +303,7 @@ def _tasks(
 
 
 def shown_by(tasks: Iterable[Task]) -> str | None:
-    """The first picture that is known before an episode, in words; None: no task holds one."""
+    """A sentence about the first picture in a task, or None if no task holds one."""
     return next((f"the task {t.id or t.hash[:12]!r} shows {p}" for t in tasks for p in t.shown), None)
 
 
@@ -323,12 +325,12 @@ def _named(source: Any, key: str) -> Any:
 
 
 def _name_of(thing: Any) -> str:
-    """`module:qualname` if an import returns this same object, else `<object of module.Class>`."""
+    """`module:qualname` if an import returns this same object, otherwise `<object of module.Class>`."""
     own = thing.function if isinstance(thing, FunctionAgent) else thing
     module, path = getattr(own, "__module__", None), getattr(own, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str):
         return f"{UNNAMED}of {type(thing).__module__}.{type(thing).__qualname__}>"
-    # What an import of the name finds; None where it finds nothing, as below a function's `<locals>`.
+    # The object that an import of the name finds, or None, for example below a function's `<locals>`.
     found = reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
     # `__main__` is a different module in every process, so a later process can't import this object by that name.
     if module != "__main__" and found is thing:

@@ -48,14 +48,14 @@ class PartnerConfig(ModelConfig):
     template of the run's engine, or returns only text."""
 
     agents: tuple[str, ...] = Field(min_length=1)
-    """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""
+    """Paths of its agents, such as `pair/seeker`. They include the agents below, except another partner's."""
 
 
 def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfig]:
     every = [path for player in players.values() for path in player.agents]
     twice = sorted({path for path in every if every.count(path) > 1})
     if twice:
-        raise ValueError(f"{twice[0]!r} stands there twice: an agent has one model")
+        raise ValueError(f"{twice[0]!r} is there twice: an agent has one model")
     return players
 
 
@@ -153,7 +153,7 @@ async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
 async def make_team(
     config: AnyEngineConfig, players: Mapping[str, PartnerConfig], *, shows: str | None = None
 ) -> tuple[Engine, dict[str, Publish]]:
-    """Create the engine of `config` and those of the players. shows: as `LoadedSetup.shows`.
+    """Create the engines of `config` and of the players. shows: as `LoadedSetup.shows`.
 
     Returns (the team, the identity of the weights by the player's name, with REST for `config`); engines without
     weights have no entry. Raises BadTeam if the engines can't record on one tape, UsageError if one can't see what is

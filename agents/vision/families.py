@@ -47,8 +47,8 @@ class Family(ABC):
         folder: Path,
         video: VideoTokens = "frames",
     ) -> None:
-        """config: the model's; folder: the one with the processors. Raises UnsupportedVision; MissingExtra for native
-        video without torchvision."""
+        """config: the model's. folder: the one with the processors. Raises UnsupportedVision, and MissingExtra for
+        native video without torchvision."""
         import PIL
         from transformers import AutoImageProcessor, __version__
 
@@ -114,7 +114,7 @@ class Family(ABC):
     @property
     def _native(self) -> NativeVideo:
         if self.video is None:
-            raise ValueError("the tokens are those of a video, and this model was loaded to read videos as frames")
+            raise ValueError("the tokens belong to a video, and this model was loaded to read videos as frames")
         return self.video
 
     @abstractmethod
@@ -182,7 +182,7 @@ class QwenVision(Family):
         if self._config.model_type == "qwen3_vl" and not rope.get("mrope_interleaved"):
             raise UnsupportedVision(
                 f"rope_parameters of this qwen3_vl are {rope}: without mrope_interleaved=true in config.json vLLM "
-                "computes other positions than transformers, which always interleaves: add it, and start vLLM anew"
+                "computes other positions than transformers, which always interleaves: add it, and restart vLLM"
             )
         height, width = (side * self.processor.patch_size for side in place.grid[1:])
         decoded(png).resize((width, height), self.processor.resample).save(found := io.BytesIO(), "PNG")
@@ -260,7 +260,7 @@ class TiledVision(Family):
         if not self.processor.do_image_splitting:
             return 0, 0
         # Takes the shape alone: no pixel is touched. `get_number_of_image_patches` of transformers 5.23 rounds
-        # otherwise than the processor itself where the longest edge is no multiple of a tile.
+        # otherwise than the processor itself if the longest edge isn't a multiple of a tile.
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         tall, wide = get_resize_output_image_size(blank, self.processor.size["longest_edge"])
         tile, ratio = self.processor.max_image_size["longest_edge"], wide / tall
@@ -305,7 +305,7 @@ def family_of(
     """
     kind = config.model_type
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}
-    if config.get_text_config() is not config:  # a nested configuration of text: something else is beside it
+    if config.get_text_config() is not config:  # a nested configuration of text: the model reads something else too
         parts |= set(config.sub_configs)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedVision(
@@ -314,7 +314,7 @@ def family_of(
         )
     if parts and kind not in FAMILIES:
         raise UnsupportedVision(
-            f"the model in {folder} is of the type {kind!r} and has parts beside the text: {', '.join(sorted(parts))}. "
+            f"the model in {folder} is of the type {kind!r} and has further parts: {', '.join(sorted(parts))}. "
             f"Models with such parts are loaded of these families: {', '.join(sorted(FAMILIES))}. Name a model of one "
             "of them, or of text alone"
         )
@@ -370,7 +370,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
     tolerance = (1e-3 if whole.dtype == torch.float32 else 0.1) * float(expected.max() - expected.min()) + 1e-6
     if not off <= tolerance:  # NaN must fail too
         raise UnsupportedVision(
-            f"{type(whole).__name__}: logits behind pictures differ from those of the model's own forward by {off:.3g} "
+            f"{type(whole).__name__}: logits after pictures differ from the model's own forward by {off:.3g} "
             f"(tolerance {tolerance:.3g}); {cause}"
         )
 

@@ -77,7 +77,7 @@ def save_tiny_vision(
         settings = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     else:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-        # transformers does it in any case; vLLM only where the configuration says so, as that of real checkpoints does.
+        # transformers always interleaves. vLLM does it only if the configuration says so, as in real checkpoints.
         text["rope_parameters"] |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
         vision |= {"depth": 2, "num_heads": 2, "embed_dim": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "window_size": 32}

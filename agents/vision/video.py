@@ -52,7 +52,7 @@ class NativeVideo(ABC):
         return [type(self.processor).__name__, settings, str(torchvision.__version__)]
 
     def expand(self, width: int, height: int, times: Sequence[float]) -> Expansion:
-        """As `PictureTokens.expand`. ValueError where the family can't place such frames."""
+        """As `PictureTokens.expand`. Raises ValueError if the family can't place the frames."""
         import torch
 
         # The processor itself, on frames without pixels: each family bounds the size of frames by a rule of its own.
@@ -128,7 +128,7 @@ class SpacedVideo(NativeVideo):
 
 
 class TimedVideo(NativeVideo):
-    """Qwen3-VL: each pair of frames stands as a picture behind its time as text.
+    """Qwen3-VL: each pair of frames is written as a picture after its time as text.
 
     As in transformers 5.10 and later, and in vLLM, all of that stands between the start and end that the template
     writes. Earlier processors left these two out.
@@ -161,8 +161,8 @@ class TimedVideo(NativeVideo):
         """The tokens before each pair of frames: its time in the mean as text, and the start of a picture."""
         size = self.processor.temporal_patch_size
         padded = [*times, *[times[-1]] * (-len(times) % size)]
-        texts = [f"<{(padded[i] + padded[i + size - 1]) / 2:.1f} seconds>" for i in range(0, len(padded), size)]
-        encoded = cast("list[list[int]]", self._tokenizer(texts, add_special_tokens=False)["input_ids"])
+        written = [f"<{(padded[i] + padded[i + size - 1]) / 2:.1f} seconds>" for i in range(0, len(padded), size)]
+        encoded = cast("list[list[int]]", self._tokenizer(written, add_special_tokens=False)["input_ids"])
         return [[*ids, self._config.vision_start_token_id] for ids in encoded]
 
 
@@ -181,7 +181,7 @@ def check_native(kind: str, folder: Path) -> None:
 
 
 def need_torchvision() -> None:
-    """MissingExtra without torchvision; UnsupportedVision where it doesn't fit this torch."""
+    """Raises MissingExtra without torchvision, and UnsupportedVision if it doesn't fit this torch."""
     try:
         import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:

@@ -3,7 +3,7 @@
 The renderer asks how many tokens a picture takes (`PictureTokens`; no pixels). Engine and trainer ask
 for positions and for the features of pixels (`Vision`), put the features at the picture's places by index, and forward
 the language model's body with embeddings. The model's own public forward finds pictures by token id and is never used:
-a model can sample such an id itself.
+a model can sample this id itself.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class PictureTokens(Protocol):
 
     @property
     def hash(self) -> str:
-        """SHA-256 (hex) of all that decides about the pixels: the processor's class, backend and settings, and the
-        versions of transformers and Pillow; with native video, those of the video processor and of torchvision too."""
+        """SHA-256 (hex) of everything that determines the pixels: the processor's class, backend and settings, and the
+        versions of transformers and Pillow. With native video, also of the video processor and torchvision."""
         ...
 
     def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
@@ -73,7 +73,7 @@ class PictureTokens(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the processors' settings beside the tokenizer's."""
+        """Write the processors' settings next to the tokenizer's."""
         ...
 
     def fitted(self, place: Place, png: bytes) -> bytes:
@@ -143,9 +143,9 @@ def body_inputs(
 ) -> dict[str, Tensor | list[Tensor]]:
     """Keyword arguments of the language model's body for (B, L) token ids.
 
-    where: (B, L) int64 index into `features` (N, levels, D), -1 where the token takes none. positions: (axes, B, L) of
-    `Vision.positions`; None: the body's own. packed: (B, L) index of each token in its own row, where rows are packed
-    into one; transformers finds the rows' boundaries by it.
+    where: (B, L) int64 index into `features` (N, levels, D), -1 if the token takes none. positions: (axes, B, L) of
+    `Vision.positions`, or None for the body's own. packed: (B, L) index of each token in its own row, if rows are
+    packed into one. transformers finds the rows' boundaries by it.
     """
     import torch
 

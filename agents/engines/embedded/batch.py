@@ -32,7 +32,7 @@ SPARE = 64
 one more forward costs about as much as 64 tokens."""
 
 Family = list["Generation"]
-"""Generations that one row of a prefill serves: the tokens of the first one begin with those of each other one."""
+"""Generations that one row of a prefill serves: the tokens of the first one begin with the tokens of each other one."""
 
 
 @dataclass(slots=True)

@@ -98,7 +98,7 @@ class EmbeddedEngine:
     wait in order of arrival. The prompt and the completion of a request have at most `capacity` tokens together. KV
     memory is slots x capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between
     two turns. `prefill_tokens` bounds the tokens prefilled between two decoding steps. A completion ends with an id of
-    `end_ids` (default: those of the renderer and of the model) or of the request. The model's body computes under
+    `end_ids` (default: the end ids of the renderer and of the model) or of the request. The model's body computes under
     `autocast` in that dtype, so that the engine samples what a trainer with `loop.optimiser.autocast` trains.
     """
 
@@ -400,7 +400,7 @@ class EmbeddedEngine:
         driver = self._driver
         if driver is not None and driver.get_loop() is not asyncio.get_running_loop():
             if not driver.get_loop().is_closed():
-                raise EngineError("the engine is at work in another event loop; share it within one loop only")
+                raise EngineError("the engine runs in another event loop; share it within one loop only")
             # The closed loop ended the callers and the driver. Drop their state, otherwise their slots stay occupied.
             self._driver = None
             self._batch.evict()

@@ -134,7 +134,7 @@ class EngineServer(HttpService):
         asked = self._request(body, partial.append)
         name = f"generate-tokens-{body.get('request_id')}"
         if name in self._under_way:
-            raise BadRequest(f"request_id {body.get('request_id')!r} is under way already")
+            raise BadRequest(f"request_id {body.get('request_id')!r} is in flight already")
         stream = _Stream(request, name) if body.get("stream") else None
         # A separate task: /abort_requests and /pause cancel the completion and not the handler, which then answers with
         # the partial completion.
@@ -200,7 +200,8 @@ class EngineServer(HttpService):
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
         """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0.
 
-        They come from one plain forward under the current weights, which may be newer than those of the tokens."""
+        They come from one plain forward under the current weights, which may be newer than the weights that sampled the
+        tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
         import torch
@@ -263,7 +264,7 @@ class EngineServer(HttpService):
     async def _name_weights(self, request: web.Request) -> Any:
         version = request[BODY].get("new_version")
         if not isinstance(version, str) or not version:
-            raise BadRequest(f"new_version must be a text, not {version!r}")
+            raise BadRequest(f"new_version must be a string, not {version!r}")
         if self._weights is None:
             self.engine.relabel(version)
         else:

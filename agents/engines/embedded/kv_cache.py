@@ -94,12 +94,12 @@ class _SlotCache(Cache):
 
 
 class Seen(NamedTuple):
-    """What a vision model reads beside token ids."""
+    """The inputs of a vision model in addition to token ids."""
 
     rotary: NDArray[np.int64] | None = None
-    """(axes, rows, columns) rotary positions; None: positions are indices."""
+    """(axes, rows, columns) rotary positions, or None if positions are indices."""
     where: NDArray[np.int64] | None = None
-    """(rows, columns) index into `features` (N, levels, D), -1 for a token without one; None: no token has one."""
+    """(rows, columns) index into `features` (N, levels, D), -1 for a token without one. None if no token has one."""
     features: Tensor | None = None
 
 
@@ -171,7 +171,7 @@ class SlotDecoder:
         at: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> Tensor:
         """Feed slots `first, first + 1, ...`. Returns float32 logits (n, vocabulary) after the tokens `at` (rows,
-        columns) of `ids`; None: after each row's last token.
+        columns) of `ids`, by default after each row's last token.
 
         `ids` (rows, columns) holds the `new` tokens of each row, right-aligned. `have` is the number of tokens per slot
         that already have KV. Afterwards the slot of row i has KV for `have[i] + new[i]` tokens. The caller stores this

@@ -1,6 +1,6 @@
 """Loads a model and its tokenizer from a directory in Hugging Face format, and selects the device.
 
-A name that is no directory is one of the hub (`tapes/common/hub.py`). The loader runs no code from a model's files.
+A name that isn't a directory is one of the hub (`tapes/common/hub.py`). The loader runs no code from a model's files.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _adapted(model: Any, folder: str | Path) -> Any:
 
 
 def device_of(name: str) -> torch.device:
-    """The device with that name, such as `cpu`, `cuda` or `cuda:1`. `auto` selects the GPU if torch finds one, else the
-    CPU. Raises UsageError if torch can't use the device."""
+    """The device with that name, such as `cpu`, `cuda` or `cuda:1`. `auto` selects the GPU if torch finds one, and
+    the CPU otherwise. Raises UsageError if torch can't use the device."""
     import torch
 
     if name == "auto":
@@ -189,11 +189,11 @@ def placed(model: ModelT, device: torch.device) -> ModelT:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer in `folder`, which may also be a name of the hub.
 
-    Raises UsageError if there is no such folder or model, and BadModel if its tokenizer can't be used."""
+    Raises UsageError if the folder or model doesn't exist, and BadModel if its tokenizer can't be used."""
     folder = model_folder(folder)
     odd = next((path for path in sorted(folder.iterdir()) if not (path.is_file() or path.is_dir())), None)
     if odd is not None:
-        raise BadModel(f"{odd} is no file that can be read: a pipe, a device, a socket, or a link to nothing")
+        raise BadModel(f"{odd} isn't a file that can be read: a pipe, a device, a socket, or a link to nothing")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -62,7 +62,7 @@ def draw(
     cdf = kept.cumsum(-1)
     # Scale by the last value of the CDF: it is below 1 after filtering, and differs from 1 by rounding otherwise.
     target = torch.from_numpy(uniform).to(logits.device)[:, None] * cdf[:, -1:]
-    # right=True skips tokens of probability 0, whose CDF equals that of the token before.
+    # right=True skips tokens of probability 0, whose CDF equals the previous token's.
     ids = torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[-1] - 1)
     if greedy.any():
         first = torch.from_numpy(greedy).to(logits.device)[:, None]

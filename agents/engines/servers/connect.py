@@ -102,9 +102,9 @@ async def _connected(
     if len(labels) > 1:
         if not weights or adapted:
             raise NotTrainable(
-                f"the servers have different weights, {sorted(map(str, labels))}: start them anew with the same ones"
+                f"the servers have different weights, {sorted(map(str, labels))}: restart them with the same ones"
             )
-        # The next weight sync writes the same weights to all servers, so a difference now is no error.
+        # The next weight sync writes the same weights to all servers, so a difference now isn't an error.
         labels = {DIFFERENT}
     version = labels.pop() or "default"
     if not adapted:
@@ -116,7 +116,7 @@ async def _connected(
         )
     # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
     if version.startswith(UNKNOWN):
-        raise NotTrainable(f"the weights under the adapters would be {version!r}: start {list(servers)} anew")
+        raise NotTrainable(f"the weights under the adapters would be {version!r}: restart {list(servers)}")
     return AdapterEngine(
         servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
     )

@@ -24,7 +24,7 @@ class RemoteStats:
 
     requests: int = 0
     tokens: int = 0
-    """Tokens sampled and returned, those of cancelled requests included."""
+    """Tokens sampled and returned, including tokens of cancelled requests."""
     refused: int = 0
     """Answers with status 429 or 503 whose request was repeated."""
     failed: int = 0

@@ -1,13 +1,13 @@
 """Hosted models of any provider that litellm supports: messages in, text and function calls out.
 
-Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars as far as they are
+Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars if they are
 known, or raises `EngineError`. No request outlives its timeout. While the provider answers no request, all wait
 (`transport/absence.py`). Every attempt is recorded with its error: rate limit, timeout, invalid answer. A `Retry-After`
 of the provider delays all requests of the engine. No error message contains the API key.
 
-The texts are no RL data, because providers don't return the sampled ids and their log-probs. They can be replayed,
-audited, scored and used for imitation learning. This engine owns all retries, and litellm's own retries are off:
-otherwise a recorded attempt could stand for several requests. Reasoning text before the answer is not kept.
+The answers can't be trained on by RL, because providers don't return the sampled ids and their log-probs. They can be
+replayed, audited, scored and used for imitation learning. This engine owns all retries, and litellm's own retries are
+off: otherwise a recorded attempt could stand for several requests. Reasoning text before the answer is not kept.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class LiteLLMEngine:
 
     @property
     def renderer(self) -> None:
-        """None: this engine returns texts only."""
+        """None: this engine returns text only."""
         return None
 
     @property
@@ -399,10 +399,10 @@ def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Messa
             shown = []
         parts = content_parts(message)
         if message.get("role") == "tool" and visual_parts([message]):
-            texts = [part for part in parts if part.get("type") == "text"]
+            written = [part for part in parts if part.get("type") == "text"]
             shown.append({"type": "text", "text": f"Pictures of the result of {message.get('name', 'the tool')}:"})
-            shown += _with_urls([part for part in parts if part not in texts], urls)
-            sent.append({**message, "content": "\n".join(str(part["text"]) for part in texts)})
+            shown += _with_urls([part for part in parts if part not in written], urls)
+            sent.append({**message, "content": "\n".join(str(part["text"]) for part in written)})
         else:
             sent.append({**message, "content": _with_urls(parts, urls)} if parts else message)
     return [*sent, {"role": "user", "content": shown}] if shown else sent
@@ -498,8 +498,9 @@ def _connection_lost(error: BaseException | None) -> bool:
 
 
 def is_hosted(model: str) -> bool:
-    """Whether a model's name is one of litellm's: `provider/name`, or a name without a provider. A folder's name isn't,
-    nor is `org/name` where litellm is missing or knows no such provider: that is a model of the Hugging Face hub."""
+    """Whether a model's name is one of litellm's: `provider/name`, or a name without a provider. A folder's name isn't.
+    `org/name` isn't either if litellm is missing or doesn't know the provider: it is a model of the Hugging Face
+    hub."""
     provider, slash, _ = model.partition("/")
     if Path(model).is_dir():
         return False

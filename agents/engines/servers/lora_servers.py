@@ -107,7 +107,7 @@ class AdapterEngine(RemoteEngine):
         self._adapters = adapters or AdapterConfig()
         self._base_label = version
         self._current: str | None = None
-        """Name of the adapter for new requests; None before the first publish: the base weights sample."""
+        """Name of the adapter for new requests. None before the first publish, when the base weights sample."""
         self._uses: Counter[str] = Counter()
         """Number of requests in flight, by adapter. An adapter with a count above 0 must not be unloaded."""
         self._loaded: dict[str, Path] = {}

@@ -194,7 +194,7 @@ class RemoteEngine:
         return {server.url: partial(self.complete, server=server) for server in self._servers}
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
-        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples; None: the
+        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples, by default the
         conversation's.
 
         A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
@@ -389,7 +389,7 @@ class RemoteEngine:
                 with self.absence.request() as tries:
                     while not await server.healthy(HEALTH_SECONDS):
                         problem = f"{server} does not answer, and new weights are to be sent there"
-                        error = ServerFailed(f"{problem}: start it anew and resume the run", retry=True)
+                        error = ServerFailed(f"{problem}: restart it and resume the run", retry=True)
                         await self._wait(server, error, tries)
 
     @asynccontextmanager
@@ -425,7 +425,7 @@ class RemoteEngine:
         async with self._publishing, self._stopping():
             if await weight_version(server) == self.version:
                 return  # another request has restored it, or a weight sync has reached it
-            log.warning("%s has other weights than the run, and gets those of %s again", server, self.version)
+            log.warning("%s has other weights than the run, and gets the weights of %s again", server, self.version)
             syncs = [self._syncs[self._servers.index(server)]]
             self._moment += 1
             self._restored[server.url] = self._moment
@@ -474,14 +474,14 @@ class RemoteEngine:
             if foreign:
                 raise ForeignWeights(
                     f"{flight.server} sampled with weights {sorted(foreign)}, which were not "
-                    f"published here since {flight.version!r}; was it started anew, or does someone "
+                    f"published here since {flight.version!r}; was it restarted, or does someone "
                     "else publish to it?",
                     retry=True,
                 )
             return found
         if flight.moment % 2 or self._mixed > flight.moment:
             raise EngineError(
-                "the weights changed under way and the server doesn't say which token came from which: "
+                "the weights changed during the request and the server doesn't say which token came from which: "
                 "let it serve /inference/v1/generate (vLLM 0.32 and later, --enable-scale-out), or "
                 "publish with mode drain",
                 retry=True,
@@ -518,7 +518,7 @@ class RemoteEngine:
         )
 
     def _home(self, key: str) -> Server:
-        """Return the conversation's server, or choose one. An empty key is no conversation and is not remembered."""
+        """Return the conversation's server, or choose one. An empty key isn't a conversation and isn't remembered."""
         home = self._homes.get(key)
         if home is None:
             home = self._wellness.best(self._servers)

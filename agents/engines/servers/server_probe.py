@@ -92,7 +92,7 @@ async def kind_of(server: Server) -> str:
             if error.status not in (404, 405):
                 raise
     raise NotTrainable(
-        f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server of texts, "
+        f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server that returns text only, "
         "which can be imitated and not reinforced, take engine.kind=litellm"
     )
 
@@ -111,7 +111,7 @@ def _question(renderer: Renderer, temperature: float, content: object = "1") -> 
 
 
 async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str) -> bool:
-    """Whether the server reads a picture. Raises EngineError where it reads one as other tokens than ours."""
+    """Whether the server reads a picture. Raises EngineError if it reads one as other tokens than ours."""
     picture = await Picture.read(np.arange(48 * 80 * 3).astype(np.uint8).reshape(48, 80, 3))
     request = replace(_question(renderer, 1.0, [image_of(picture)]), picture=lambda _: picture.data or b"")
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())

@@ -22,7 +22,7 @@ def _notes() -> Path:
 
 
 def remember(session: int) -> None:
-    """Note the segments that the processes of that session map now; OSError where the note can't be written."""
+    """Note the segments that the processes of that session map now; Raises OSError if the note can't be written."""
     noted, used = {}, _mapped(session)
     for path in SHARED_MEMORY.iterdir() if used else ():
         with contextlib.suppress(FileNotFoundError):  # deleted at this moment

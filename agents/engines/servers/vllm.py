@@ -61,8 +61,8 @@ def scoring_shown(body: Json) -> Json:
 
 @reader
 def scored(answer: object, ids: Sequence[int]) -> array[float]:
-    """The log-probs of `ids[1:]` in the answer to `scoring` or `scoring_shown`. BadAnswer where they are missing, or of
-    other ids."""
+    """The log-probs of `ids[1:]` in the answer to `scoring` or `scoring_shown`. Raises BadAnswer if they are missing,
+    or of other ids."""
     whole = cast(_Said, answer).get("prompt_logprobs")
     found = whole if whole is not None else field(answer, "choices", 0, "prompt_logprobs")
     return array("f", [checked_logprob(field(found, k, str(ids[k]), "logprob"), k) for k in range(1, len(ids))])
@@ -122,7 +122,7 @@ class Generate(_VLLM):
     abort_id = "generate-tokens-{}"
 
     def __init__(self, renderer: Renderer | None = None) -> None:
-        """`renderer`: the one of requests with pictures; None: there are none."""
+        """`renderer` renders requests with pictures. None: no request has any."""
         self._pictures = None if renderer is None else renderer.pictures
         self._marker = None if renderer is None else renderer.marker
 
@@ -147,7 +147,7 @@ class Generate(_VLLM):
             if place.times:
                 raise EngineError(
                     f"the prompt shows the video {place.media[0]} by the model's video tokens, and vLLM's positions "
-                    "behind such a video are not those of transformers: set engine.renderer.video=frames"
+                    "behind such a video differ from transformers': set engine.renderer.video=frames"
                 )
             between = prompt[end : place.offset].tolist()
             if self._marker in between:
@@ -203,7 +203,7 @@ class Chat(_VLLM):
     abort_id = "chatcmpl-{}"
 
     def __init__(self, template_kwargs: Mapping[str, object] | None = None) -> None:
-        """`template_kwargs` are those of the local renderer: both sides must render with the same arguments."""
+        """`template_kwargs` come from the local renderer: both sides must render with the same arguments."""
         self._template_kwargs = dict(template_kwargs or {})
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:

@@ -64,7 +64,7 @@ class Absence:
         while self.since is not None:
             self._moved.clear()
             await self._moved.wait()
-            # Where the wait ended the run, its error cancels the caller before a new episode begins.
+            # If the wait ended the run, its error cancels the caller before a new episode begins.
             await asyncio.sleep(0.1)
 
     @contextmanager
@@ -94,7 +94,7 @@ class Absence:
         return now - self.since
 
     def notice(self, error: EngineError, now: float, gone: float) -> None:
-        """Tell the user, now and then, for what the run waits."""
+        """Tell the user, now and then, why the run waits."""
         if now < self._next_notice:
             return
         self._next_notice, self._noticed = now + REMINDER, True
@@ -122,10 +122,10 @@ class Tries:
         return since is None or (self._first is not None and since > self._first)
 
     async def failed(self, error: EngineError, *, after: float | None = None) -> None:
-        """The server gave no answer: wait before the next try, for `after` seconds where the server asked for it.
+        """The server gave no answer: wait before the next try, for `after` seconds if the server asked for that.
 
-        Raises EngineStopped where no request of the engine was answered for `patience` seconds, and `error` where only
-        this one was not."""
+        Raises EngineStopped if no request of the engine was answered for `patience` seconds, and `error` if only this
+        one was not."""
         absence, now = self._absence, time.monotonic()
         if self._first is None:
             self._first, absence._trying = now, absence._trying + 1
@@ -156,5 +156,6 @@ class Tries:
             return
         self._first, self._absence._trying = None, self._absence._trying - 1
         if not self._absence._trying:
-            # Nothing is asked any more: seconds from now on are no absence, or a later failure would stop the run.
+            # No request waits any more. Seconds from now on don't count as an absence, or a later failure would stop
+            # the run.
             self._absence.end()

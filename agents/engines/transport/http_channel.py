@@ -1,7 +1,7 @@
 """One server over HTTP with JSON: finite timeouts, bounded answers, and errors that say whether a retry can help.
 
 `Server` sends each request once. It never retries: `ServerFailed.retry` tells the caller whether a retry can help.
-`RemoteEngine` repeats requests to a busy server; the agent's model interface (`LLM`) retries what the engine raises.
+`RemoteEngine` repeats requests to a busy server. The agent's model interface (`LLM`) retries after the engine's errors.
 
 The API key is read from the environment at each request. No error message contains it.
 """
@@ -33,7 +33,7 @@ NO_ROUTE = (403, 404, 405)
 HINTS = {
     401: f"; is the API key right? {HOW_FOUND}",
     403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
-    404: "; the server has no such route or model",
+    404: "; the server lacks this route or model",
 }
 """HTTP status -> its likely cause, for the message of the error."""
 CONNECTIONS = 512
@@ -52,7 +52,7 @@ class ServerFailed(EngineError):
         self.after = after
         """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
         self.slow = False
-        """True for a timeout: the server may be away, or at work on this request."""
+        """True for a timeout: the server may be away, or still computing this answer."""
 
     @property
     def busy(self) -> bool:
@@ -125,7 +125,7 @@ class Server:
         return True
 
     def ended(self) -> str | None:
-        """Why the server will never answer again; None where it may."""
+        """Why the server will never answer again; None if it may."""
         return None
 
     async def close(self) -> None:
@@ -155,7 +155,7 @@ class Server:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             beginning = _short(content, self._key(where))
-            raise ServerFailed(f"{where}: the answer is no JSON ({error}): {beginning}", retry=True) from error
+            raise ServerFailed(f"{where}: the answer isn't JSON ({error}): {beginning}", retry=True) from error
 
     def _key(self, where: str) -> str | None:
         if self._key_variable is None:
@@ -193,7 +193,7 @@ class Server:
                 status = answer.status
                 if status >= 300:
                     content = _short(await _read(answer.content, where), key)
-                    # A server that was started anew after the key was read has another key.
+                    # A server that was restarted after the key was read has another key.
                     retry = status in AGAIN or (status == 401 and self._key(where) != key)
                     after = retry_after(answer.headers.get("Retry-After"))
                     message = f"{where}: {status}{HINTS.get(status, '')}: {content}"

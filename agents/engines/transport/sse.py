@@ -75,7 +75,7 @@ class ChunkStream:
         self._prompt: Any = None
         self._places: Any = None
         self._lists: dict[str, list[Any]] = {}
-        """`ids`: token ids so far; `content`: log-prob entries so far. A key is missing until its first value."""
+        """`ids` has the token ids so far, `content` the log-prob entries. A key is missing until its first value."""
         self._choice: dict[str, Any] = {}
         self._usage: Any = None
 
@@ -84,7 +84,7 @@ class ChunkStream:
         """Add one event and return the token ids in it. Raises StreamFailed for an error event, and BadAnswer for any
         other event that isn't a chunk."""
         if self.done:
-            raise BadAnswer(f"the stream goes on after its end: {data[:200]!r}")
+            raise BadAnswer(f"the stream continues after its end: {data[:200]!r}")
         if data == DONE:
             self.done = True
             return []

@@ -22,7 +22,7 @@ from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
 """Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob; no sampled token of
-a real model has such a log-prob."""
+a real model has this log-prob."""
 ABOVE_ZERO = 1e-3
 """Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
 
@@ -67,7 +67,7 @@ class Sampled:
     """Sampled ids (int32), the turn-ending id included."""
     logprobs: array[float]
     """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs`, which the probe
-    measures, says whether it is from before or after temperature."""
+    measures, tells whether it is from before or after temperature."""
     spans: tuple[tuple[str, int, int], ...] | None
     """(version, start, end) over `ids`, half-open, contiguous, covering all of it; None when the answer names no
     versions."""
@@ -134,18 +134,18 @@ def sampled(
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
-            "return what was asked for, and text alone is no RL data; `tapereel serve model` starts vLLM with "
+            "return ids, and text alone can't be trained on by RL; `tapereel serve model` starts vLLM with "
             "the flags that it needs"
         )
     if named is not None and named != ids:
         # A shift by one position would train each token with its neighbour's log-prob.
-        raise BadAnswer(f"the log-probs of the answer are those of the ids {named!r}, sampled were {ids!r}")
+        raise BadAnswer(f"the log-probs of the answer belong to the ids {named!r}, but {ids!r} were sampled")
     if len(ids) != len(logprobs):
         raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
     if prompt_needed and not isinstance(prompt, list):
         raise BadAnswer(
-            f"the answer has prompt ids {_kind(prompt)}: without them it is unknown what the server read, and text "
-            "alone is no RL data"
+            f"the answer has prompt ids {_kind(prompt)}: without them the prompt that the server read is "
+            "unknown, and text alone can't be trained on by RL"
         )
     if not isinstance(finish, str) or finish not in _FINISH:
         raise BadAnswer(f"the answer finished as {finish!r}, not as one of {', '.join(_FINISH)}")
@@ -246,12 +246,12 @@ def field(value: object, *path: str | int) -> object:
             found = found[step]
         except (TypeError, KeyError, IndexError) as error:
             where = ".".join(map(str, path[: k + 1]))
-            raise BadAnswer(f"the answer has no {where}; it is {found!r:.200}") from error
+            raise BadAnswer(f"the answer lacks {where}: {found!r:.200}") from error
     return found
 
 
 def openai_messages(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages in OpenAI's format, where the arguments of a tool call are JSON text."""
+    """Return the messages in OpenAI's format, with the arguments of tool calls as JSON text."""
     return [
         {**message, "tool_calls": [_call_as_text(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")

@@ -73,7 +73,7 @@ def weights_in(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of all files. Only one tensor is loaded at a time, which bounds the worker's memory."""
     for path in files:
         with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118  # the file is no mapping
+            for name in file.keys():  # noqa: SIM118  # the file isn't a mapping
                 yield name, file.get_tensor(name)
 
 

@@ -180,7 +180,7 @@ async def sync_servers(
             raise PublishFailed(
                 f"publishing {version!r} failed at `{name}` on {_where(sync)}: {type(error).__name__}: "
                 f"{error}{cleanup}. Nothing is sampled any more, since the weights are unknown; see "
-                "that the server is well, start it anew if it isn't, and connect to all of them again "
+                "that the server is well, restart it if it isn't, and connect to all of them again "
                 "(a training run: `resume=True`)"
             ) from error
 
@@ -258,7 +258,7 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
 
 
 async def weight_version(server: Server) -> str | None:
-    """Return the server's name for its weights; None when no route returns such a name."""
+    """Return the server's name for its weights, or None if no route returns one."""
     for route in ("/weight_info", "/model_info"):
         try:
             found = await server.get(route, seconds=30.0)
