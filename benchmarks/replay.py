@@ -92,7 +92,7 @@ def measure(run: Path, jobs: int) -> dict[str, Any]:
     }
     print(json.dumps(found, indent=1), file=sys.stderr, flush=True)
     started = time.perf_counter()
-    words = [sys.executable, "-m", "tapereel.cli", "replay", str(run), "--jobs", str(jobs), "--json"]
+    words = [sys.executable, "-m", "tapereel.cli", "replay", "agent", str(run), "--jobs", str(jobs), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     found["verb"] = {
         "jobs": jobs,

@@ -79,7 +79,7 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
     ]
 
 
-_FLAGS = {"tape": "a tape", "imports": "--import", "masks": "--mask", "updates": "--update", "agents": "--agent"}
+_FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agents": "--agent"}
 """Name of an argument in `args` -> how the user spells it, where the two differ."""
 
 

@@ -58,7 +58,7 @@ def blindly(seen: Digit, rng: random.Random) -> Said:
 
 
 def close(tape: Tape) -> float:
-    """For `tapereel replay --rewards`: 1 for the digit that was wanted, less the further off it is, 0 for no digit."""
+    """For `tapereel replay rewards`: 1 for the digit that was wanted, less the further off it is, 0 for no digit."""
     said = tape.actions[-1]
     if not isinstance(said, Said) or not said.text.isdigit():
         return 0.0

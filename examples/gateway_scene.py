@@ -2,7 +2,7 @@
 
     tapereel run --agent examples/gateway_scene.py:speller --env examples/gateway_scene.py:Spelling \\
         --tasks examples/gateway_scene.py:words --set engine.answers='["a", "b"]' --out runs/speller
-    tapereel replay runs/speller
+    tapereel replay agent runs/speller
 
 Neither program is changed or imported: each is started with OPENAI_BASE_URL and OPENAI_API_KEY set, for one episode.
 """

@@ -354,7 +354,7 @@ class Control(Gateway):
             return self._open[tape]
         if tape in self._done:
             raise Refused(
-                409, f"tape {tape} has ended; score it later with `tapereel replay --rewards`", code="tape_ended"
+                409, f"tape {tape} has ended; score it later with `tapereel replay rewards`", code="tape_ended"
             )
         raise Refused(404, f"there is no open tape {tape}")
 

@@ -10,33 +10,33 @@ from typing import TypedDict
 
 from ...tapes.audit.verdict import Divergence, Verdicts
 from ...tapes.audit.verdict_files import keep_verdicts
-from ..console import Section, answer, say
+from ..console import Section, answer, given, say
 
 SHOWN = 20
 """Verdicts that are printed for people one by one; `--json` has all."""
 
-KEPT = {
-    "agent": "agent",
-    "env": "env",
-    "rewards": "reward",
-    "model": "model",
-    "layer": "layer",
-    "masks": "mask",
-    "tolerance": "tolerance",
-}
-"""Argument that says what the tapes were compared with -> its name in the file of the verdicts."""
+KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
+"""Arguments that the file of the verdicts names if they were given."""
 
-SPELLED = {"replay": "replay", "reexec": "replay --env", "rescore": "replay --rewards", "requery": "replay --model"}
-"""Name of a check in verdicts -> how a user spells it."""
+SPELLED = {"replay": "replay agent", "reexec": "replay env", "rescore": "replay rewards", "requery": "replay model"}
+"""Name of a check in verdicts -> its command."""
 
 
 def add_tape_arguments(parser: argparse.ArgumentParser) -> None:
-    """The run and its tapes."""
+    """Declare the run, its tapes, and whether their verdicts are kept."""
     parser.add_argument("run", help="a run directory")
     parser.add_argument(
         "tape", nargs="*", default=[], help="ids of tapes, or their first characters (default: all closed tapes)"
     )
     parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, `demo`, ...)")
+    parser.add_argument(
+        "--no-keep", action="store_true", help="don't write the verdicts into the run for `tapereel view` to show"
+    )
+
+
+def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the number of processes."""
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes (default: by the number of tapes)")
 
 
 class Chosen(TypedDict):
@@ -51,13 +51,6 @@ def tape_arguments(args: argparse.Namespace) -> Chosen:
     return {"tapes": args.tape, "split": args.split}
 
 
-def add_keep_argument(parser: argparse.ArgumentParser) -> None:
-    """Whether the verdicts are kept."""
-    parser.add_argument(
-        "--no-keep", action="store_true", help="don't write the verdicts into the run, where `tapereel view` reads them"
-    )
-
-
 def print_verdicts(
     args: argparse.Namespace, verdicts: Verdicts, *more: str, data: Mapping[str, object] | None = None
 ) -> int:
@@ -68,8 +61,8 @@ def print_verdicts(
 
 
 def _keep(args: argparse.Namespace, verdicts: Verdicts) -> str | None:
-    """The file with the verdicts; None, and a line of progress, where the run can't be written to."""
-    compared = {key: str(value) for name, key in KEPT.items() if (value := getattr(args, name, None))}
+    """The file with the verdicts; None, and a line of progress, if the run can't be written to."""
+    compared = {name: str(getattr(args, name)) for name in KEPT if name in args and given(args, [name])}
     try:
         path = keep_verdicts(Path(args.run), verdicts, compared)
     except OSError as error:

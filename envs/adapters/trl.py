@@ -166,7 +166,7 @@ class TRLEnvironment(ToolEnvironment):
 
 
 def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -> RewardSource[Tape]:
-    """The function as a reward source that scores finished tapes, as `tapereel replay --rewards` does."""
+    """The function as a reward source that scores finished tapes, as `tapereel replay rewards` does."""
 
     async def score(tape: Tape) -> Scored | None:
         return await _score(function, tape, None)

@@ -228,7 +228,7 @@ class Anomalies:
 
         The trainer compares with its present weights, so a mismatch on tokens that these weights sampled has no
         explanation. Older tokens may differ by as much as the updates since then moved the policy, and that has no
-        bound. They count only if `replay --model`, which uses the weights that sampled them, found their tape diverged.
+        bound. They count only if `replay model`, which uses the weights that sampled them, found their tape diverged.
         A record without `moved` doesn't tell the two apart.
         """
         for use, moved, tapes in self._uses:

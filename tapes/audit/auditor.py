@@ -186,7 +186,7 @@ class AuditFold:
 
         repeats: from how many equal actions in a row a tape is reported. inherited: gives, for the id of a fork, how
         many steps it has from its parent; a run with forks needs it. diverged: ids of the tapes that
-        `replay --model` found to differ from the weights that sampled them.
+        `replay model` found to differ from the weights that sampled them.
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}
@@ -377,7 +377,7 @@ def audit_run(
 
 
 def _diverged(run: Path) -> frozenset[str]:
-    """The tapes whose newest kept verdict of `replay --model`, by the run's own weights, is `diverged`."""
+    """The tapes whose newest kept verdict of `replay model`, by the run's own weights, is `diverged`."""
     checks = Checks(run)
     found: set[str] = set()
     for tape in checks.refresh():

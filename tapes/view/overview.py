@@ -289,7 +289,7 @@ def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
     }
     if trained:
         found[command("reproduce", run)] = "the updates, computed again from the tapes, give the same weights"
-        found[command("replay", run, "--model")] = "the recorded probabilities come from the weights that sampled"
+        found[command("replay model", run)] = "the recorded probabilities come from the weights that sampled"
     return found
 
 

@@ -38,7 +38,7 @@ def test_verify_lists_the_updates(doubled: Path, capsys: pytest.CaptureFixture[s
 def test_its_tapes_can_be_read(doubled: Path, tmp_path: Path) -> None:
     assert main(["view", str(doubled), "--out", str(tmp_path / "page.html")]) == 0
     assert main(["eval", str(doubled)]) == 0
-    assert main(["replay", str(doubled)]) == 0
+    assert main(["replay", "agent", str(doubled)]) == 0
 
 
 def test_it_takes_no_further_update(

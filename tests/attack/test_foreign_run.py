@@ -115,15 +115,15 @@ READING: list[tuple[list[str], int | None]] = [
 ]
 MINE = ["--agent", "{mine}:player"]
 OVERRIDDEN: list[tuple[list[str], int | None]] = [
-    (["replay", "{rolled}", *MINE, "--import", "{mine}:Digits"], HOLDS),
-    (["replay", "{trained}", *MINE], HOLDS),
-    (["replay", "{rolled}", *MINE, "--jobs", "2"], HOLDS),
-    (["replay", "{rolled}", "{tape}", *MINE, "--turn", "0"], HOLDS),
-    (["replay", "{rolled}", "--env", "{mine}:Digits"], ANY),
-    (["replay", "{rolled}", "--rewards", "{mine}:score"], HOLDS),
-    (["replay", "{rolled}", "--rewards", "{mine}:score", "--against", "{mine}:score"], HOLDS),
-    (["replay", "{trained}", "--model"], ANY),
-    (["replay", "{trained}", "--model", "{folder}/model"], ANY),
+    (["replay", "agent", "{rolled}", *MINE, "--import", "{mine}:Digits"], HOLDS),
+    (["replay", "agent", "{trained}", *MINE], HOLDS),
+    (["replay", "agent", "{rolled}", *MINE, "--jobs", "2"], HOLDS),
+    (["replay", "agent", "{rolled}", "{tape}", *MINE, "--turn", "0"], HOLDS),
+    (["replay", "env", "{rolled}", "--env", "{mine}:Digits"], ANY),
+    (["replay", "rewards", "{rolled}", "--reward", "{mine}:score"], HOLDS),
+    (["replay", "rewards", "{rolled}", "--reward", "{mine}:score", "--against", "{mine}:score"], HOLDS),
+    (["replay", "model", "{trained}"], ANY),
+    (["replay", "model", "{trained}", "--model", "{folder}/model"], ANY),
 ]
 
 
@@ -144,8 +144,8 @@ def test_an_explicit_name_replaces_the_configurations(foreign: Foreign) -> None:
 
 
 TRUSTING: list[list[str]] = [
-    ["replay", "{rolled}", "--env"],
-    ["replay", "{rolled}"],
+    ["replay", "env", "{rolled}"],
+    ["replay", "agent", "{rolled}"],
     ["branch", "{rolled}", "{tape}", "--at", "0"],
     ["branch", "{rolled}", "{tape}", "--at", "0", *MINE, "--env", "{mine}:Digits", "--set", 'engine.answers=["1"]'],
     ["run", "--config", "{rolled}/config.yaml", "--out", "{rolled}", "--resume"],
@@ -182,7 +182,7 @@ def test_a_replay_without_the_steps_says_how_to_name_them(foreign: Foreign) -> N
         "from tapereel.agents import agent\n"
         "@agent\nasync def player(tape, llm):\n    yield (await llm(tape, max_tokens=1)).text\n"
     )
-    found = foreign.ask(["replay", "{rolled}", "--agent", "{folder}/other.py:player", "--json"])
+    found = foreign.ask(["replay", "agent", "{rolled}", "--agent", "{folder}/other.py:player", "--json"])
     assert (found[0]["code"], found[0]["executed"]) == (2, False), found
     assert "--import" in found[0]["said"]
 

@@ -144,12 +144,12 @@ def test_what_is_no_file_is_named_and_nothing_hangs(
             ("export", str(tmp_path / f"{kind}.jsonl")),
             ("explain",),
             ("diff", str(run)),
-            ("replay",),
-            ("replay", "--model"),
+            ("replay agent",),
+            ("replay model",),
             ("reproduce",),
         ):
             signal.alarm(LIMIT)
-            code = main([verb, str(run), *words])  # any error but one with a sentence comes out here
+            code = main([*verb.split(), str(run), *words])  # any error but one with a sentence comes out here
             said = capsys.readouterr()
             assert code in (0, 1, 2, 64)
             if verb == "verify" and (kind, name) not in HARMLESS and path.name not in UNCOVERED:

@@ -338,8 +338,8 @@ def test_no_damaged_model_is_served_sampled_or_compared(
     names = [word for kind, name in kinds.items() for word in (kind, f"{EXAMPLE}:{name}")]
     for words in (
         ["serve", "model", str(folder)],
-        ["replay", str(run), "--model", str(folder)],
-        ["replay", str(run), "--model"],
+        ["replay", "model", str(run), "--model", str(folder)],
+        ["replay", "model", str(run)],
         ["run", *names, "--out", str(tmp_path / "new"), "--model", str(folder)],
     ):
         assert main(words) in (1, 64), words

@@ -60,8 +60,8 @@ def test_runs_and_checks(folder: Path) -> None:
         lambda: tr.check_env(load_env(ENV), load_tasks(TASKS)[:2], cast("Any", load_named(f"{EXAMPLE}:blindly"))),
         lambda: tr.check_engine(ScriptedEngine(["7"])),
         lambda: write(run.tapes(), folder / "out.jsonl", "sft"),
-        lambda: main(["replay", str(path), "--env", ENV]),
-        lambda: main(["replay", str(path), "--rewards", SCORE]),
+        lambda: main(["replay", "env", str(path), "--env", ENV]),
+        lambda: main(["replay", "rewards", str(path), "--reward", SCORE]),
         lambda: main(["check", "env", ENV, "--tasks", TASKS, "--actions", f"{EXAMPLE}:blindly"]),
     ]
     for call in calls:

@@ -49,7 +49,7 @@ def test_processes_that_check_tapes(tmp_path: Path) -> None:
     names = ("--agent", f"{HERE}:Asks", "--env", f"{HERE}:Talks", "--tasks", f"{HERE}:TASKS")
     engine = ("--set", "engine.kind=scripted", "--set", 'engine.answers=["a"]')
     said("run", *names, *engine, "--out", str(tmp_path / "run"))
-    text = said("replay", str(tmp_path / "run"), "--env", "--jobs", "2")
+    text = said("replay", "env", str(tmp_path / "run"), "--jobs", "2")
     assert_harmless(text)
     assert "it says" in text
 

@@ -58,7 +58,7 @@ def refusal_of(capsys: pytest.CaptureFixture[str], *words: str, code: int = 64) 
     found = main([*words])
     out, err = capsys.readouterr()
     assert (found, out) == (code, ""), err
-    assert err.startswith(f"tapereel {words[0]}: ") or "\ntapereel " in err
+    assert err.startswith(f"tapereel {words[0]}") or "\ntapereel " in err
     return err
 
 

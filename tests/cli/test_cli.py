@@ -74,9 +74,9 @@ def test_a_target_that_there_is_not_is_refused_with_those_that_there_are(capsys:
     assert all(target in err for target in ("model", "env", "gateway"))
 
 
-@pytest.mark.parametrize("name", ["explain", "replay"])
+@pytest.mark.parametrize("name", ["explain", "replay agent"])
 def test_what_may_be_left_out_is_not_called_required(name: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main([name]) == Exit.USAGE
+    assert cli.main(name.split()) == Exit.USAGE
     assert capsys.readouterr().err.endswith("the following arguments are required: run\n")
 
 

@@ -98,7 +98,7 @@ for out, model in {named!r}.items():
         assert f"model: {model}" in (tmp_path / out / "config.yaml").read_text()
     assert base_of(tmp_path / "a") == base_of(tmp_path / "c") != base_of(tmp_path / "b")
     # The run's own tokenizer is found again by the recorded name.
-    shown = tapereel(home, tmp_path, "replay", "a", "--model")
+    shown = tapereel(home, tmp_path, "replay", "model", "a")
     assert shown.returncode == 0, shown.stderr
 
 

@@ -40,22 +40,22 @@ def one_sentence(text: str) -> bool:
 @pytest.mark.parametrize(
     "words",
     [
-        ("replay",),
-        ("replay", "--model"),
-        ("replay", "--env"),
+        ("replay agent",),
+        ("replay model",),
+        ("replay env",),
         ("audit",),
-        ("replay", "--rewards", f"{EXAMPLE}:close", "--layer", "x"),
+        ("replay rewards", "--reward", f"{EXAMPLE}:close", "--layer", "x"),
     ],
     ids=" ".join,
 )
 def test_a_split_that_no_tape_is_of(words: tuple[str, ...], run: str, capsys: pytest.CaptureFixture[str]):
-    told = refusal_of(capsys, words[0], run, "--split", "nope", *words[1:])
+    told = refusal_of(capsys, *words[0].split(), run, "--split", "nope", *words[1:])
     assert re.search(r"'nope'.*\beval$", told.strip())
 
 
 def test_requery_says_why_there_is_nothing_to_ask(run: str, capsys: pytest.CaptureFixture[str]):
-    assert " 2 " in answer_of(capsys, "replay", run, "--model", code=2)["reason"]
-    assert main(["replay", run, "--model"]) == 2
+    assert " 2 " in answer_of(capsys, "replay", "model", run, code=2)["reason"]
+    assert main(["replay", "model", run]) == 2
     assert "sampled" in capsys.readouterr().out
 
 
@@ -65,12 +65,12 @@ def test_a_torn_tail_is_told_with_every_verdict(run: str, tmp_path: Path, capsys
     path = tmp_path / "run" / "tapes" / f"{segment}.jsonl"
     *lines, seal = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + seal[:15])
-    for verb, *more in (("replay",), ("audit",), ("replay", "--model"), ("replay", "--env")):
-        main([verb, run, *more])
-        assert re.match(rf"15 .*{segment}", capsys.readouterr().out), (verb, more)
+    for verb in ("replay agent", "audit", "replay model", "replay env"):
+        main([*verb.split(), run])
+        assert re.match(rf"15 .*{segment}", capsys.readouterr().out), verb
     (told,) = answer_of(capsys, "audit", run)["torn"]
     assert told.endswith(f"tapereel verify {run}")
-    assert answer_of(capsys, "replay", run)["torn"] == [told]
+    assert answer_of(capsys, "replay", "agent", run)["torn"] == [told]
     assert main(["audit", run, "--markdown"]) == 0
     assert re.search(rf"\b15\b.*{segment}", capsys.readouterr().out)
 

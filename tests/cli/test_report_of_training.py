@@ -37,7 +37,7 @@ def test_a_run_s_page_tells_what_became_of_it_and_how_to_check_it(trained: Path)
         "group_size: 8",
     ):
         assert said in told, said
-    for verb in ("verify", "audit", "reproduce", "replay", "show", "view", "explain"):
+    for verb in ("verify", "audit", "reproduce", "replay model", "show", "view", "explain"):
         assert f"tapereel {verb} {trained}" in told
     assert {"Mean reward of each update's episodes", "Loss", "Mismatch"} <= {
         plot["title"] for plot in overview["plots"]

@@ -157,7 +157,7 @@ def test_every_version_that_resume_applies_again_has_a_checkpoint(model: str, tm
     found = answer_of(capsys, *words, "--resume")
     assert found["updates"] == 6
     assert [one.update for one in checkpoints(out / "checkpoints")] == [1, 2, 3, 4, 5, 6]
-    verdicts = answer_of(capsys, "replay", str(out), "--model")["verdicts"]
+    verdicts = answer_of(capsys, "replay", "model", str(out))["verdicts"]
     assert {verdict["outcome"] for verdict in verdicts} == {"verified"}
 
 

@@ -140,7 +140,7 @@ def trained(folder: Path, start: Path, device: str, **loop: Any) -> dict[str, An
         "updates": again.updates,
         "devices": sorted(devices),
         "reproduce": tapereel(["reproduce", str(run)]),
-        "requery": tapereel(["replay", str(run), "--model"]),
+        "requery": tapereel(["replay", "model", str(run)]),
     }
 
 

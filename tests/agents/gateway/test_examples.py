@@ -60,6 +60,6 @@ def test_a_program_is_recorded_and_replayed(
         tapes = list(store.tapes())
     assert sum(len(tape.calls) for tape in tapes) == calls
     assert max(tape.reward or 0.0 for tape in tapes) == 1.0
-    assert main(["replay", str(run)]) == 0
+    assert main(["replay", "agent", str(run)]) == 0
     other = "adder" if agent == "speller" else "speller"
-    assert main(["replay", str(run), "--agent", f"{SCENE}:{other}"]) == 2  # another agent's tapes
+    assert main(["replay", "agent", str(run), "--agent", f"{SCENE}:{other}"]) == 2  # another agent's tapes

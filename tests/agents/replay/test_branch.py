@@ -294,7 +294,7 @@ def test_the_verb_goes_on_records_it_in_the_run_and_draws_the_tree(recorded: Pat
     assert forks == [1, 2, 2, 2, 12]
     shown = answer_of(capsys, "show", run)["tapes"]
     assert sorted(tape["parent"] for tape in shown if tape["parent"]) == sorted(parent.tape for parent in parents)
-    assert answer_of(capsys, "replay", run, first)["counts"]["verified"] == 1
+    assert answer_of(capsys, "replay", "agent", run, first)["counts"]["verified"] == 1
     assert answer_of(capsys, "verify", run)
 
 

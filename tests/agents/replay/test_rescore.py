@@ -209,7 +209,7 @@ def layers(run: str) -> int:
 
 
 def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFixture[str]):
-    words = ("replay", run, "--rewards", f"{run}.py:both", "--layer", "one")
+    words = ("replay", "rewards", run, "--reward", f"{run}.py:both", "--layer", "one")
     assert main([*words]) == 0
     out = capsys.readouterr().out
     assert f"layer 'one': {2 * TAPES} " in out
@@ -217,23 +217,26 @@ def test_what_is_added_is_not_called_verified(run: str, capsys: pytest.CaptureFi
     assert "0 verified" in out
     again = answer_of(capsys, *words)
     assert (again["added"], again["counts"]["verified"], layers(run)) == (0, TAPES, 2 * TAPES)
-    assert answer_of(capsys, "replay", run, "--rewards", f"{run}.py:nothing", "--layer", "two", code=2)["added"] == 0
+    assert (
+        answer_of(capsys, "replay", "rewards", run, "--reward", f"{run}.py:nothing", "--layer", "two", code=2)["added"]
+        == 0
+    )
     without = answer_of(capsys, *words[:-2], code=2)["verdicts"][0]["not_checked"]
     assert sum("layer 'one'" in note for note in without) == 2, without
 
 
 def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, capsys: pytest.CaptureFixture[str]):
-    words = ("--layer", "one", "--rewards")
-    assert main(["replay", run, *words, f"{run}.py:boom"]) == 2
+    words = (run, "--layer", "one", "--reward")
+    assert main(["replay", "rewards", *words, f"{run}.py:boom"]) == 2
     out = capsys.readouterr().out
     assert f" {TAPES} of {TAPES} " in out
     assert "ValueError: no key" in out
     assert f"{run}.py:7 " in out
     assert layers(run) == 0
-    assert main(["replay", run, *words, f"{run}.py:sometimes"]) == 2
+    assert main(["replay", "rewards", *words, f"{run}.py:sometimes"]) == 2
     assert f" 2 of {TAPES} " in capsys.readouterr().out
     assert layers(run) == TAPES - 2
-    found = answer_of(capsys, "replay", run, *words, f"{run}.py:sometimes", code=2)
+    found = answer_of(capsys, "replay", "rewards", *words, f"{run}.py:sometimes", code=2)
     assert (found["added"], found["counts"]["verified"], found["counts"]["unverifiable"]) == (0, TAPES - 2, 2)
     (kind,) = found["failures"]
     assert (kind["tapes"], kind["source"]) == (2, "sometimes")
@@ -244,17 +247,17 @@ def test_failures_are_not_recorded_and_their_layers_name_stays_free(run: str, ca
 def test_a_failing_reward_is_named_without_a_layer_too(
     run: str, name: str, told: str, capsys: pytest.CaptureFixture[str]
 ):
-    assert main(["replay", run, "--rewards", f"{run}.py:{name}"]) == 2
+    assert main(["replay", "rewards", run, "--reward", f"{run}.py:{name}"]) == 2
     out = capsys.readouterr().out
     assert told in out
     assert f"{run}.py:" in out
-    found = answer_of(capsys, "replay", run, "--rewards", f"{run}.py:{name}", code=2)
+    found = answer_of(capsys, "replay", "rewards", run, "--reward", f"{run}.py:{name}", code=2)
     assert [kind["tapes"] for kind in found["failures"]] == [TAPES]
     assert all(told in verdict["reason"] for verdict in found["verdicts"])
 
 
 def test_two_rewards_of_which_one_fails_are_not_compared_in_silence(run: str, capsys: pytest.CaptureFixture[str]):
-    words = ("replay", run, "--rewards", f"{run}.py:both", "--against")
+    words = ("replay", "rewards", run, "--reward", f"{run}.py:both", "--against")
     found = answer_of(capsys, *words, f"{run}.py:boom", code=2)
     assert (found["unscored"], found["failed"], found["failures"][0]["tapes"]) == (TAPES, TAPES, TAPES)
     assert main([*words, f"{run}.py:sometimes"]) == 2

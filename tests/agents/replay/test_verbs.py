@@ -1,4 +1,4 @@
-"""`replay` with and without `--env`, `--rewards` and `--model` on whole runs: verdicts, exit codes, one JSON object."""
+"""The four commands of `replay` on whole runs: verdicts, exit codes, one JSON object."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids(run: Path, **where: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", ["0", "1"])
 def test_a_thousand_tapes_of_the_demo_replay_under_any_hash_seed(thousand: Path, seed: str):
-    command = [sys.executable, "-m", "tapereel.cli", "replay", str(thousand), "--jobs", "1", "--json"]
+    command = [sys.executable, "-m", "tapereel.cli", "replay", "agent", str(thousand), "--jobs", "1", "--json"]
     environment = {**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -42,12 +42,12 @@ def test_a_thousand_tapes_of_the_demo_replay_under_any_hash_seed(thousand: Path,
 
 def test_the_same_tapes_in_two_processes_and_one_turn_of_one(thousand: Path, capsys: pytest.CaptureFixture[str]):
     some = ids(thousand)[:8]
-    found = answer_of(capsys, "replay", str(thousand), *some, "--jobs", "2", "--agent", DEMO)
+    found = answer_of(capsys, "replay", "agent", str(thousand), *some, "--jobs", "2", "--agent", DEMO)
     assert [v["tape"] for v in found["verdicts"]] == some
     assert found["exit_code"] == 0
-    found = answer_of(capsys, "replay", str(thousand), some[0], "--turn", "0")
+    found = answer_of(capsys, "replay", "agent", str(thousand), some[0], "--turn", "0")
     assert (found["turn"], found["verdicts"][0]["checked"]["calls"]) == (0, 1)
-    found = answer_of(capsys, "replay", str(thousand), some[0], "--turn", "50", code=2)
+    found = answer_of(capsys, "replay", "agent", str(thousand), some[0], "--turn", "50", code=2)
     assert found["verdicts"][0]["outcome"] == "unverifiable"
 
 
@@ -65,13 +65,13 @@ def test_a_run_whose_agent_changed_ends_with_1_and_says_where(
     )
     monkeypatch.chdir(tmp_path)
     some = ids(thousand)[:60]
-    found = answer_of(capsys, "replay", str(thousand), *some, "--agent", "edited_agent.py:make", code=1)
+    found = answer_of(capsys, "replay", "agent", str(thousand), *some, "--agent", "edited_agent.py:make", code=1)
     calculated = [v for v in found["verdicts"] if v["outcome"] == "diverged"]
     assert 0 < len(calculated) < 60
     assert {v["divergence"]["cause"] for v in calculated} == {"parser"}
     assert {v["divergence"]["field"] for v in calculated} == {"calculator_call.expression"}
     assert {v["divergence"]["turn"] for v in calculated} == {0}
-    assert main(["replay", str(thousand), *some, "--agent", "edited_agent.py:make"]) == 1
+    assert main(["replay", "agent", str(thousand), *some, "--agent", "edited_agent.py:make"]) == 1
     out = capsys.readouterr().out
     assert "parser" in out
     assert "calculator_call.expression" in out
@@ -83,9 +83,9 @@ def test_an_agent_that_nobody_names_and_one_of_another_name(
 ):
     shutil.copytree(trained, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
-    assert "`--agent " in refusal_of(capsys, "replay", str(tmp_path / "run"))
+    assert "`--agent " in refusal_of(capsys, "replay", "agent", str(tmp_path / "run"))
     name = ids(thousand)[0]
-    words = ("replay", str(thousand), name, "--agent", f"{ROOT}/examples/digits.py:player")
+    words = ("replay", "agent", str(thousand), name, "--agent", f"{ROOT}/examples/digits.py:player")
     found = answer_of(capsys, *words, code=2)
     assert "'solver'" in found["verdicts"][0]["reason"]
 
@@ -94,16 +94,16 @@ def test_a_training_run_replays_and_is_executed_again_by_its_own_configuration(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ):
     closed = len(ids(trained, closed=True))
-    found = answer_of(capsys, "replay", str(trained))
+    found = answer_of(capsys, "replay", "agent", str(trained))
     assert found["counts"]["verified"] == closed > 30
     assert all(v["checked"]["prompts"] for v in found["verdicts"])
-    found = answer_of(capsys, "replay", str(trained), "--env", "--times", "2")
+    found = answer_of(capsys, "replay", "env", str(trained), "--times", "2")
     assert found["counts"]["verified"] == closed
     assert found["proposed"] == {}
 
 
 def test_the_demos_environment_is_found_and_executed_again(thousand: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer_of(capsys, "replay", str(thousand), *ids(thousand)[:50], "--env")
+    found = answer_of(capsys, "replay", "env", str(thousand), *ids(thousand)[:50])
     assert found["counts"]["verified"] == 50
     assert all(v["checked"]["rewards"] == 2 for v in found["verdicts"])
 
@@ -154,9 +154,9 @@ def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_recorded_rewards_are_recomputed_and_an_edited_reward_is_found(
     thousand: Path, rewards: str, capsys: pytest.CaptureFixture[str]
 ):
-    found = answer_of(capsys, "replay", str(thousand), "--rewards", f"{rewards}:exact")
+    found = answer_of(capsys, "replay", "rewards", str(thousand), "--reward", f"{rewards}:exact")
     assert found["counts"] == {"verified": THOUSAND, "diverged": 0, "unverifiable": 0}
-    found = answer_of(capsys, "replay", str(thousand), "--rewards", f"{rewards}:off", code=1)
+    found = answer_of(capsys, "replay", "rewards", str(thousand), "--reward", f"{rewards}:off", code=1)
     wrong = [v for v in found["verdicts"] if v["outcome"] == "diverged"]
     assert 0 < len(wrong) < THOUSAND
     assert {
@@ -164,12 +164,12 @@ def test_recorded_rewards_are_recomputed_and_an_edited_reward_is_found(
         for v in wrong
     } == {("reward", "reward.exact", 0.0, 0.5)}
     some = ids(thousand)[:5]
-    found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:broken", code=1)
+    found = answer_of(capsys, "replay", "rewards", str(thousand), *some, "--reward", f"{rewards}:broken", code=1)
     assert "no such file" in found["verdicts"][0]["divergence"]["sentence"]
     assert rewards in found["verdicts"][0]["divergence"]["where"]
-    found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:impure", code=2)
+    found = answer_of(capsys, "replay", "rewards", str(thousand), *some, "--reward", f"{rewards}:impure", code=2)
     assert "pure=False" in found["verdicts"][0]["reason"]
-    found = answer_of(capsys, "replay", str(thousand), *some, "--rewards", f"{rewards}:brief", code=2)
+    found = answer_of(capsys, "replay", "rewards", str(thousand), *some, "--reward", f"{rewards}:brief", code=2)
     assert " exact, reasoning_gym" in found["verdicts"][0]["reason"]
 
 
@@ -179,7 +179,7 @@ def test_a_new_reward_is_a_layer_that_verifies_afterwards(
     run = tmp_path / "copy"
     shutil.copytree(thousand, run)
     some = ids(run)[:20]
-    words = ("replay", str(run), *some, "--rewards", f"{rewards}:several", "--layer", "v2")
+    words = ("replay", "rewards", str(run), *some, "--reward", f"{rewards}:several", "--layer", "v2")
     assert answer_of(capsys, *words)["added"] == 60
     assert answer_of(capsys, *words)["added"] == 0
     with Store.open(run) as store:
@@ -195,7 +195,7 @@ def test_a_new_reward_is_a_layer_that_verifies_afterwards(
 
 
 def test_two_rewards_are_set_against_each_other(thousand: Path, rewards: str, capsys: pytest.CaptureFixture[str]):
-    words = ("replay", str(thousand), "--rewards", f"{rewards}:exact", "--against", f"{rewards}:lenient")
+    words = ("replay", "rewards", str(thousand), "--reward", f"{rewards}:exact", "--against", f"{rewards}:lenient")
     found = answer_of(capsys, *words)
     assert found["tapes"] == THOUSAND == found["equal"] + found["lower"]
     assert found["higher"] == found["unscored"] == found["turned"] == 0
@@ -203,17 +203,17 @@ def test_two_rewards_are_set_against_each_other(thousand: Path, rewards: str, ca
     assert all(o["theirs"] - o["ours"] == 0.5 for o in found["furthest"])
     assert main([*words]) == 0
     assert "pairs" in capsys.readouterr().out
-    told = refusal_of(capsys, "replay", str(thousand), "--against", "x:y")
-    assert "--against" in told
-    assert "--rewards" in told
-    assert "dict" in refusal_of(capsys, "replay", str(thousand), "--rewards", "tapereel.cli:VERBS")
+    assert "--reward" in refusal_of(capsys, "replay", "rewards", str(thousand), "--against", "x:y")
+    for alone in (("--layer", "v2"), ("--tolerance", "1"), ("--jobs", "2"), ("--no-keep",)):
+        assert alone[0] in refusal_of(capsys, *words, *alone)
+    assert "dict" in refusal_of(capsys, "replay", "rewards", str(thousand), "--reward", "tapereel.cli:VERBS")
 
 
 # requery
 
 
 def test_tokens_come_from_the_weights_of_their_version(trained: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer_of(capsys, "replay", str(trained), "--model")
+    found = answer_of(capsys, "replay", "model", str(trained))
     assert found["counts"]["diverged"] == 0
     assert found["counts"]["unverifiable"] == 0, found["verdicts"][-1]
     assert found["counts"]["verified"] > 30
@@ -226,8 +226,8 @@ def test_a_swapped_checkpoint_is_flagged(trained: Path, capsys: pytest.CaptureFi
     after = ("--split", "eval-after-sampled")
     splits = {split for split in ("eval-after-sampled", "eval-after") if ids(trained, split=split)}
     after = ("--split", splits.pop())
-    assert answer_of(capsys, "replay", str(trained), *after, "--model", str(last))["exit_code"] == 0
-    found = answer_of(capsys, "replay", str(trained), *after, "--model", str(first), code=1)
+    assert answer_of(capsys, "replay", "model", str(trained), *after, "--model", str(last))["exit_code"] == 0
+    found = answer_of(capsys, "replay", "model", str(trained), *after, "--model", str(first), code=1)
     assert found["counts"]["verified"] == 0, "every tape of the last policy is told from the first one's"
     divergence = found["verdicts"][0]["divergence"]
     assert (divergence["cause"], divergence["field"]) == ("weights", "logprobs[0]")
@@ -240,11 +240,11 @@ def test_weights_that_are_gone_make_a_tape_unverifiable(
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     shutil.rmtree(run / "checkpoints")
-    found = answer_of(capsys, "replay", str(run), "--model", code=2)
+    found = answer_of(capsys, "replay", "model", str(run), code=2)
     assert found["counts"]["unverifiable"] > 0
     assert any("checkpoint" in v["reason"] for v in found["verdicts"] if v["reason"])
 
 
 def test_a_tape_that_nobody_sampled_has_nothing_to_put_to_a_model(thousand: Path, capsys: pytest.CaptureFixture[str]):
-    found = answer_of(capsys, "replay", str(thousand), ids(thousand)[0], "--model", code=2)
+    found = answer_of(capsys, "replay", "model", str(thousand), ids(thousand)[0], code=2)
     assert "log-prob" in found["verdicts"][0]["reason"]

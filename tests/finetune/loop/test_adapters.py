@@ -103,7 +103,7 @@ def test_adapters_are_trained_and_sampled_in_one_process(tmp_path: Path, capsys:
     }
     assert reproduce(run).outcome == "verified"
     # Of the first update's, only the seed of the fresh adapters is known.
-    assert main(["replay", str(run), "--model", "--json"]) == 2
+    assert main(["replay", "model", str(run), "--json"]) == 2
     told = json.loads(capsys.readouterr().out)
     outcomes = Counter(verdict["outcome"] for verdict in told["verdicts"])
     assert outcomes["diverged"] == 0
@@ -156,9 +156,7 @@ def test_the_model_below_adapters_may_be_in_bfloat16(tmp_path: Path) -> None:
         (False, torch.bfloat16),
     }
     assert reproduce(run).outcome == "verified"
-    assert main(["replay", str(run), "--model", "--tolerance", "0.1"]) == 2, (
-        "only the fresh adapters are known to nobody"
-    )
+    assert main(["replay", "model", str(run), "--tolerance", "0.1"]) == 2, "only the fresh adapters are known to nobody"
 
 
 def test_the_device_of_a_trained_model_is_the_trainer_s() -> None:

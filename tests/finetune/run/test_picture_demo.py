@@ -34,15 +34,15 @@ def test_rows_with_pictures_are_trained_on_and_the_books_close(run: Path):
     assert any(line["phase"] == "rl" for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()))
 
 
-@pytest.mark.parametrize("words", [["verify"], ["replay"], ["replay", "--env"], ["reproduce"]])
+@pytest.mark.parametrize("words", [["verify"], ["replay", "agent"], ["replay", "env"], ["reproduce"]])
 def test_what_is_recorded_holds(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
-    code = main([words[0], str(run), *words[1:], "--json"])
+    code = main([*words, str(run), "--json"])
     assert code == 0, capsys.readouterr().out[-2000:]
 
 
 def test_a_process_that_knows_no_lamp_finds_the_pictures_by_their_places(run: Path):
     """The step's class isn't imported there, so no field of the step is known to be a picture."""
-    command = [sys.executable, "-m", "tapereel.cli", "replay", str(run), "--model", "--json"]
+    command = [sys.executable, "-m", "tapereel.cli", "replay", "model", str(run), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     verdicts = json.loads(done.stdout)["verdicts"]
     with Store.open(run) as store:

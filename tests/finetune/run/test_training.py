@@ -104,7 +104,7 @@ def test_held_out_episodes_are_sampled_with_the_weights_of_their_moment(trained:
     for when, n in (("before", 0), ("update-000001", 1), ("update-000002", 2), ("after", 3)):
         found = versions(trained, split=f"eval-{when}-sampled")
         assert (found[GUIDE], found[SEEKER]) == ({f"{guide}:{n}"}, {f"{seeker}:{n}"})
-    said = answer_of(capsys, "replay", str(trained), "--model")
+    said = answer_of(capsys, "replay", "model", str(trained))
     assert {one["outcome"] for one in said["verdicts"]} == {"verified"}
     with Store.open(trained) as store:
         assert sum(one["checked"]["tokens"] for one in said["verdicts"]) == store.books().sampled
@@ -160,7 +160,7 @@ def test_every_verb_reads_such_a_run(trained: Path, tmp_path: Path, capsys):
     with Store.open(trained) as store:
         by = {call.call: call.by for call in store.tape(tape).calls}
     assert {by[call]: fate for call, fate in fates.items()}[JUDGE] == {"context"}
-    assert answer_of(capsys, "replay", run, tape)["verdicts"][0]["outcome"] == "verified"
+    assert answer_of(capsys, "replay", "agent", run, tape)["verdicts"][0]["outcome"] == "verified"
     for words, lineage in (((), lineages(trained)[0]), (("--policy", "seeker"), seeker)):
         (found,) = answer_of(capsys, "explain", run, "--recipe", "own", "--recipe", "dr_grpo", *words)["experiments"]
         assert (found["lineage"], found["version"]) == (lineage, f"{lineage}:2")
@@ -448,7 +448,7 @@ def test_an_episode_of_several_models_is_recorded_and_taken_up_again(models: Pat
     with Store.open(run) as store:
         tape = next(iter(store.tapes()))
         assert [call.text for call in tape.calls if call.by == JUDGE] == ["c"]
-    said = answer_of(capsys, "replay", run, "--model")
+    said = answer_of(capsys, "replay", "model", run)
     assert {one["outcome"] for one in said["verdicts"]} == {"verified"}
     again = answer_of(capsys, "branch", run, tape.id, "--at", "0")
     assert again["tapes"][0]["status"] == "finished"

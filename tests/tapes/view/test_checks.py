@@ -81,8 +81,8 @@ def test_a_check_is_a_new_file_and_the_store_stays_as_it_was(tmp_path: Path, cap
     assert main(["run", *SCENE, "--out", str(run), *settings(f"engine.policy={NEXT}", "count=2")]) == 0
     capsys.readouterr()
     before = files(run)
-    kept = [answer_of(capsys, "replay", str(run))["kept"] for _ in range(2)]
-    assert answer_of(capsys, "replay", str(run), "--no-keep")["kept"] is None
+    kept = [answer_of(capsys, "replay", "agent", str(run))["kept"] for _ in range(2)]
+    assert answer_of(capsys, "replay", "agent", str(run), "--no-keep")["kept"] is None
     assert {name: data for name, data in files(run).items() if not name.startswith(FOLDER)} == before
     assert sorted(files(run).keys() - before.keys()) == sorted(str(Path(path).relative_to(run)) for path in kept)
     assert len(set(kept)) == 2, "none is written again"
@@ -101,7 +101,7 @@ def test_where_nothing_can_be_written_it_is_said_and_nothing_else_changes(
     assert main(["run", *SCENE, "--out", str(run), *settings(f"engine.policy={NEXT}", "count=2")]) == 0
     (run / FOLDER).write_text("in the way of a folder, as a disk that can't be written to")
     capsys.readouterr()
-    assert main(["replay", str(run), "--json"]) == 0
+    assert main(["replay", "agent", str(run), "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["kept"] is None
     assert json.loads(out)["counts"]["verified"] == 2

@@ -337,7 +337,7 @@ def test_an_address_with_a_secret_is_refused_in_every_group_of_settings() -> Non
 def test_a_reward_models_address_with_a_secret_is_refused_on_the_command_line_too(
     capsys: pytest.CaptureFixture[str], scene: dict[str, str]
 ) -> None:
-    assert main(["replay", scene["run"], "--rewards", ADDRESS, "--layer", "again"]) == 64
+    assert main(["replay", "rewards", scene["run"], "--reward", ADDRESS, "--layer", "again"]) == 64
     out, err = capsys.readouterr()
     assert "http_reward(url, key_variable=...)" in err
     assert PASSWORD not in out + err

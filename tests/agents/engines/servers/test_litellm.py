@@ -457,7 +457,7 @@ def test_run_records_replays_and_audits_a_hosted_model_and_its_tapes_are_imitate
         "completion": 12 * 5,
     }
     assert "SOME_PROVIDERS_KEY" in (Path(run) / CONFIG).read_text()
-    code, replayed, err = answers(capsys, "replay", run)
+    code, replayed, err = answers(capsys, "replay", "agent", run)
     assert (code, {one["outcome"] for one in replayed["verdicts"]}) == (0, {"verified"}), err
     code, audit, err = answers(capsys, "audit", run)
     assert code == 0, err

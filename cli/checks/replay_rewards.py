@@ -1,4 +1,4 @@
-"""`tapereel replay --rewards`: reward code runs again over tapes; its verdicts, its layer or its table is printed."""
+"""`tapereel replay rewards`: score the recorded episodes again, add the scores, or compare two rewards."""
 
 from __future__ import annotations
 
@@ -8,33 +8,67 @@ from typing import TYPE_CHECKING
 
 from ...envs.checks.rescore import FailureKind, add_reward_layer, compare_rewards, failure_kinds, rescore_run
 from ...tapes.errors import UsageError
-from ..console import Exit, Section, answer
+from ..console import Exit, Section, answer, given
 from ..progress_bars import live_progress
-from .verdict_output import print_verdicts, tape_arguments
+from .verdict_output import add_jobs_argument, add_tape_arguments, print_verdicts, tape_arguments
 
 if TYPE_CHECKING:
     from ...envs.checks.rescore import Disagreement
     from ...tapes.audit.verdict import Verdicts
 
+EXAMPLE = """
+tapereel replay rewards runs/digits --reward examples/digits.py:close --layer close
+tapereel replay rewards runs/digits --reward rewards.py:exact --against rewards.py:lenient
+"""
+
 SHOWN = 5
 """Kinds of failure that are printed for people; `--json` has all."""
 
 
-def run_rewards(args: argparse.Namespace) -> int:
-    """Score again, and print the verdicts, what was added, or the table of two rewards."""
-    if args.against is not None and args.layer is not None:
-        raise UsageError("--against compares two rewards and --layer records one: give only one of the two")
-    tolerance = args.tolerance or 0.0
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    add_tape_arguments(parser)
+    parser.add_argument(
+        "--reward",
+        required=True,
+        metavar="NAME",
+        help="module:name of a Rewards, a RewardSource, or a function from a tape to its score",
+    )
+    parser.add_argument("--against", metavar="NAME", help="another reward: print where the two disagree")
+    parser.add_argument(
+        "--layer", metavar="LAYER", help="compare with this later scoring, and add it to tapes that lack it"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="largest difference that counts as equal (default %(default)g)",
+    )
+    add_jobs_argument(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Score again, and print the verdicts, the number of added scores, or the table of two rewards."""
     if args.against is not None:
+        for flag in given(args, ("layer", "tolerance", "jobs", "no_keep")):
+            raise UsageError(f"{flag} doesn't go with --against, which only reads: remove one of the two")
         return _compare(args)
     with live_progress() as progress:
         if args.layer is None:
             verdicts = rescore_run(
-                args.run, args.rewards, tolerance=tolerance, jobs=args.jobs, progress=progress, **tape_arguments(args)
+                args.run,
+                args.reward,
+                tolerance=args.tolerance,
+                jobs=args.jobs,
+                progress=progress,
+                **tape_arguments(args),
             )
             return _print(args, verdicts, len(verdicts.verdicts))
+        for flag in given(args, ("jobs",)):
+            raise UsageError(f"{flag} doesn't go with --layer, which is written by one process: remove {flag}")
         added = add_reward_layer(
-            args.run, args.rewards, args.layer, tolerance=tolerance, progress=progress, **tape_arguments(args)
+            args.run, args.reward, args.layer, tolerance=args.tolerance, progress=progress, **tape_arguments(args)
         )
     line = f"layer {args.layer!r}: {added.records:,} records added to {added.tapes:,} tapes"
     return _print(args, added.verdicts, added.scored, line, added=added.records)
@@ -60,12 +94,12 @@ def _failure_lines(kinds: Sequence[FailureKind], failed: int, scored: int) -> It
 
 
 def _compare(args: argparse.Namespace) -> int:
-    found, kinds = compare_rewards(args.run, args.rewards, args.against, **tape_arguments(args))
+    found, kinds = compare_rewards(args.run, args.reward, args.against, **tape_arguments(args))
     answer(
         args,
         {
             "run": str(args.run),
-            "reward": args.rewards,
+            "reward": args.reward,
             "against": args.against,
             **found.model_dump(),
             "failures": kinds,
