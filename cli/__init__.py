@@ -1,7 +1,7 @@
 """The command line: one thin module per verb.
 
 A verb reads its arguments, calls one library function that a Python user can call too, and prints the answer.
-`command.main` finds the verb. No library module imports this package, and no verb imports another verb.
+`command.main` runs the verb. No library module imports this package, and no verb imports another verb.
 """
 
 from .command import VERBS, load, main, verb_parser

@@ -1,8 +1,7 @@
-"""The `tapereel` command: finds a verb, passes it its arguments, and turns errors into sentences and exit codes.
+"""The `tapereel` command: runs a verb with its arguments, and turns errors into sentences and exit codes.
 
-A verb's module is imported only when that verb runs, so that `tapereel show` never imports torch. A verb is either a
-command itself, or a table of commands (`TARGETS`), as in `tapereel serve model`. `cli/console.py` says what each
-command must define.
+A verb's module is imported only when the verb runs, so `tapereel show` never imports torch. A verb is either a command
+or a table of commands (`TARGETS`) such as `tapereel serve model`. `cli/console.py` defines the interface of a command.
 """
 
 from __future__ import annotations
@@ -37,25 +36,25 @@ from ..tapes.errors import (
 from .console import Exit, Verb, say
 
 VERBS: dict[str, tuple[str, str]] = {
-    "run": ("cli.rollout.run", "roll an agent out over tasks and record every episode"),
-    "branch": ("cli.rollout.branch", "continue a recorded episode from a turn with something changed"),
+    "run": ("cli.rollout.run", "run an agent on tasks and record every episode"),
+    "branch": ("cli.rollout.branch", "continue a recorded episode from one of its turns, with a change"),
     "serve": ("cli.rollout.serve", "serve a model, an environment or a recording gateway"),
-    "demo": ("cli.training.demo", "create a tiny model, train it and show that it learns; minutes on a CPU"),
-    "train": ("cli.training.train", "train a model on an agent's own rollouts in the async loop"),
+    "demo": ("cli.training.demo", "create a tiny model and train it, in minutes on a CPU"),
+    "train": ("cli.training.train", "train a model on an agent's own episodes, asynchronously"),
     "eval": ("cli.training.eval", "report reward and pass@k of recorded episodes, or compare two runs"),
-    "replay": ("cli.checks.replay", "run the agent, environment, rewards or model again and compare with tapes"),
-    "verify": ("cli.checks.verify", "check that a run's bytes are as they were written"),
-    "reproduce": ("cli.checks.reproduce", "recompute a checkpoint from base weights and tapes, and compare"),
+    "replay": ("cli.checks.replay", "run the agent, environment, rewards or model again and compare with the tapes"),
+    "verify": ("cli.checks.verify", "check that the files of a run are unchanged"),
+    "reproduce": ("cli.checks.reproduce", "recompute a checkpoint from the base weights and the tapes, and compare"),
     "audit": ("cli.checks.audit", "account for every sampled token and every episode of a run"),
-    "check": ("cli.checks.check", "check an environment or an engine before you use them"),
+    "check": ("cli.checks.check", "check an environment or an engine before you use it"),
     "show": ("cli.look.show", "print a tape, or list the tapes of a run"),
-    "view": ("cli.look.view", "show a run in the browser, or write that view as a file"),
+    "view": ("cli.look.view", "open a run in the browser, or write it as one HTML file"),
     "explain": ("cli.look.explain", "show how training used each token of a tape, or how other recipes would"),
-    "diff": ("cli.look.diff", "show where two tapes differ, or how two runs solved the same tasks"),
-    "export": ("cli.exchange.export", "write tapes as a dataset, or as rows of conversations"),
-    "import": ("cli.exchange.import_", "read rows of conversations as tapes"),
+    "diff": ("cli.look.diff", "compare two tapes step by step, or two runs task by task"),
+    "export": ("cli.exchange.export", "write tapes as a dataset or as conversations"),
+    "import": ("cli.exchange.import_", "read conversations as tapes"),
 }
-"""verb -> (module inside tapereel, what it does)."""
+"""verb -> (module inside tapereel, its purpose)."""
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "roll out": ("run", "branch", "serve"),
@@ -66,11 +65,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
 }
 """The verbs in the order of `tapereel --help`."""
 
+_DOCS = Path(__file__).parents[1] / "docs"
 _EPILOG = f"""\
-exit codes: 0 it worked or holds, 1 it failed or diverged, 2 it can't be verified, 64 wrong usage; the model's server:
-69 is away, 75 the budget is spent, 77 rejects the API key, 78 has no such model
-`tapereel VERB --help` shows a verb's arguments and an example
-documentation: {Path(__file__).parents[1] / "docs" / "index.md"}; programs to copy: `examples` beside its folder"""
+`tapereel VERB --help` shows a verb's arguments and examples
+documentation: {_DOCS / "index.md"}
+exit codes: {_DOCS / "cli.md"}"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,7 +86,7 @@ def load(name: str) -> ModuleType:
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Every command (a verb, or a verb with a target as in `serve model`) -> (module inside tapereel, what it does)."""
+    """Every command, such as `show` or `serve model` -> (module inside tapereel, its purpose)."""
     found: dict[str, tuple[str, str]] = {}
     for name, entry in VERBS.items():
         targets: Mapping[str, tuple[str, str]] | None = getattr(load(name), "TARGETS", None)
@@ -114,7 +113,7 @@ def verb_parser(name: str) -> argparse.ArgumentParser:
 def _configure(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     cast(Verb, command).configure(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.add_argument("--traceback", action="store_true", help="print the traceback of an error")
     parser.set_defaults(command=command, parser=parser)
 
 
@@ -138,7 +137,7 @@ def _top_parser() -> argparse.ArgumentParser:
         parts += ["", f"{group}:", *(f"  {name:<{width}}  {VERBS[name][1]}" for name in names)]
     parser = _Parser(
         prog="tapereel",
-        description="Record agents on tapes; replay, audit and train on the same tapes.\n" + "\n".join(parts),
+        description="Record agents on tapes, then replay, audit and train on them.\n" + "\n".join(parts),
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -154,12 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         guard_terminal()
         _keep_stdout()
         _outlive_alarms()
-        # Thousands of live tapes make full collections dominate; what is imported so far is never garbage.
+        # With thousands of live tapes, full collections would take most of the time. Modules are never garbage.
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
     try:
         code = _dispatch(words)
-    except SystemExit as stop:  # argparse has printed the reason; other code may give it here
+    except SystemExit as stop:  # argparse has printed the reason; user code may pass it here
         if isinstance(stop.code, str):
             say(stop.code)
         code = Exit.BROKEN if isinstance(stop.code, str) else int(stop.code or 0)
@@ -169,30 +168,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _keep_stdout() -> None:
-    """Keep descriptor 1 for the answer: what code of others and its child processes write there goes to stderr."""
+    """Reserve descriptor 1 for the answer: output of user code and its child processes goes to stderr."""
     try:
         kept = os.dup(1)
         os.dup2(2, 1)
-    except OSError:  # one of them is closed: there is nothing to keep
+    except OSError:  # stdout or stderr is closed
         return
     out = sys.stdout
     sys.stdout = os.fdopen(kept, "w", encoding=out.encoding, errors=out.errors)
 
 
 def _outlive_alarms() -> None:
-    """An alarm that an environment sets (`signal.alarm`) without a handler is reported and doesn't end the process."""
+    """Report an alarm that user code sets (`signal.alarm`) without a handler. By default it would end the process."""
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-        signal.signal(signal.SIGALRM, lambda *_: say("SIGALRM arrived from code without a handler for it; ignored"))
+        signal.signal(
+            signal.SIGALRM, lambda *_: say("ignored SIGALRM: the code that set the alarm has no handler for it")
+        )
 
 
 def _leave_threads(code: int) -> None:
-    """End the process with `code` although threads that code of others started don't end, and name them."""
+    """End the process with `code` even if threads of user code don't end, and name these threads."""
     left = [thread for thread in threading.enumerate() if not thread.daemon and thread is not threading.main_thread()]
 
     def end() -> None:
         time.sleep(GRACE)
         names = ", ".join(thread.name for thread in left if thread.is_alive())
-        say(f"threads are left behind and don't end: {names}; the process ends without them")
+        say(f"these threads don't end: {names}; the process exits without them")
         sys.stdout.flush()
         os._exit(code)
 
@@ -262,7 +263,7 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
-    """A message of the library with its arguments, as `` `resume=True` ``, and its settings, as `` `loop.groups=8` ``,
+    """A message of the library in which arguments (`` `resume=True` ``) and settings (`` `loop.groups=8` ``) are
     spelled as the command's options."""
     flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 

@@ -1,7 +1,7 @@
-"""The contract of every command: one answer on stdout, progress on stderr, four exit codes.
+"""The interface of a command: one answer on stdout, progress on stderr, and an exit code.
 
-A command is a module with `EXAMPLE: str`, `configure(parser)` and `run(args) -> int`. While `run` works, stdout is
-redirected to stderr, so that whatever a library prints is progress. Only `answer` writes to the real stdout, once.
+A command is a module with `EXAMPLE: str`, `configure(parser)` and `run(args) -> int`. During `run`, stdout is
+redirected to stderr, so output of libraries counts as progress. Only `answer` writes to the real stdout, once.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ class Exit(IntEnum):
     """Exit codes, for scripts."""
 
     HOLDS = 0
-    """The command worked, or what it checks holds."""
+    """The command succeeded, or its check passed."""
     BROKEN = 1
-    """The command failed, or what it checks doesn't hold: bytes differ, a replay diverged."""
+    """The command failed, or its check failed: bytes differ, a replay diverged."""
     UNVERIFIABLE = 2
-    """The check can't be made with the data at hand; the answer says what is missing."""
+    """The check needs data that the run doesn't have. The answer names the missing data."""
     USAGE = 64
     """Wrong usage: an argument, a setting, or a file, folder or code that it names is invalid."""
     AWAY = 69
-    """The model's server did not answer within `engine.patience`. What was done is on disk, and can be resumed."""
+    """The model's server did not answer within `engine.patience`. The run can be resumed."""
     BUDGET = 75
-    """The budget or the provider's quota is spent. What was done is on disk, and can be resumed."""
+    """The budget or the provider's quota is spent. The run can be resumed."""
     KEY = 77
     """The model's server or provider rejects the API key."""
     MODEL = 78
-    """The model's server or provider has no such model, or other weights than the run's."""
+    """The model's server or provider doesn't have the model, or has other weights than the run."""
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of an argument that is an integer from `least` on."""
+    """The argparse type of an integer of at least `least`."""
 
     def integer(text: str) -> int:
         value = int(text)
         if value < least:
-            raise argparse.ArgumentTypeError(f"it is {value}, and must be {least:,} or more")
+            raise argparse.ArgumentTypeError(f"{value} is too small: give {least:,} or more")
         return value
 
     return integer
 
 
 def positive(text: str) -> float:
-    """The type of an argument that is a number above 0."""
+    """The argparse type of a number above 0."""
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"it is {value:g}, and must be above 0")
+        raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
     return value
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """The flags of those arguments, by their names in `args`, that have another value than their default."""
+    """The flags of the arguments whose value isn't the default. `names` are attributes of `args`."""
     return [
         _FLAGS.get(name, f"--{name.replace('_', '-')}")
         for name in names
@@ -80,35 +80,37 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 _FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agents": "--agent"}
-"""Name of an argument in `args` -> how the user spells it, where the two differ."""
+"""Attribute of `args` -> its spelling on the command line, if the two differ."""
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
-    """UsageError where no file can be written at `path`, the value of `flag`. Call it before the work, so that hours of
+    """UsageError if no file can be written at `path`, the value of `flag`. Call it before the work, so that hours of
     work don't end in an answer that can't be written."""
     if path is not None and not Path(path).parent.is_dir():
-        raise UsageError(f"{flag} {path}: there is no folder {Path(path).parent}")
+        raise UsageError(
+            f"{flag} {path}: the folder {Path(path).parent} doesn't exist; create it, or name another file"
+        )
     if path is not None and Path(path).is_dir():
         raise UsageError(f"{flag} {path} is a folder; name a file in it")
 
 
 class Verb(Protocol):
-    """The shape of a module that implements a command."""
+    """The interface of a module that implements a command."""
 
     EXAMPLE: str
-    """One or more command lines that work, for `--help`."""
+    """One or more valid command lines, shown by `--help`."""
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Declare the command's own arguments."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the command and return an `Exit`. `args.json` says that a program reads the answer."""
+        """Run the command and return an `Exit`. `args.json` asks for an answer in JSON."""
         ...
 
 
 def say(text: str) -> None:
-    """Print one line of progress to stderr. Control characters are escaped: text from a tape can't control the
+    """Print one line of progress to stderr. Control characters are escaped, so text from a tape can't control the
     terminal."""
     tell(text)
 
@@ -116,8 +118,8 @@ def say(text: str) -> None:
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: Section | RenderableType) -> None:
     """Print the command's answer: `data` as one JSON object under `--json`, otherwise `shown`, for people.
 
-    Sentences and sections are escaped here: text from a tape can't control the terminal. What rich renders is printed
-    as it is."""
+    Strings and sections are escaped here, so text from a tape can't control the terminal. Renderables of rich are
+    printed unchanged."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
         out.write(_escape_unprintable(json.dumps(_json_value(data), ensure_ascii=False, allow_nan=False)) + "\n")
@@ -125,14 +127,14 @@ def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *sh
         console = console_for(out)
         own = console.width
         for item in chain.from_iterable(map(_rendered, shown)):
-            # A sentence stays on one line, for grep; a table keeps to the width.
+            # A sentence stays on one line, for grep. A table fits the width.
             console.width = max(own, _least_width(item, console))
             console.print(item, soft_wrap=isinstance(item, str))
     out.flush()
 
 
 def console_for(out: TextIO) -> Console:
-    """A rich console on `out` that reads no markup: text that a model wrote must not style the terminal."""
+    """A rich console on `out` that ignores markup, since text that a model wrote must not style the terminal."""
     from rich.console import Console
 
     # A file or a pipe has no width to fit; 140 keeps tables readable.
@@ -141,23 +143,23 @@ def console_for(out: TextIO) -> Console:
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 NARROWEST = 12
-"""Least characters of a column whose lines may break, if a cell is that long."""
+"""Smallest width in characters of a column that wraps, if one of its cells is that long."""
 WIDEST = 10_000
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with its title, and the sentences below it."""
+    """A table with a title, and sentences below it."""
 
     headings: tuple[str, ...]
-    """`#` marks the heading of a column of numbers."""
+    """A leading `#` marks a column of numbers."""
     rows: Sequence[Sequence[str | Text]]
     title: str = ""
     empty: str = ""
-    """Printed in place of a table without rows; with none, the headings are printed."""
+    """Printed instead of a table without rows. If it is empty, the headings are printed."""
     notes: tuple[str, ...] = ()
     fold: Collection[str] = ()
-    """The columns that break their lines."""
+    """The columns that wrap."""
 
 
 def styled(text: str, style: str = "") -> Text:
@@ -212,7 +214,7 @@ def escaped(text: str) -> str:
 
 
 def _least_width(item: RenderableType, console: Console) -> int:
-    """The least width of a table. A narrower terminal breaks the table's lines, so that no number is cut short."""
+    """The smallest width at which a table shows every number whole. A narrower terminal wraps the table's lines."""
     from rich.cells import cell_len
     from rich.table import Table
 
@@ -229,8 +231,8 @@ def _least_width(item: RenderableType, console: Console) -> int:
 
 
 def _escape_unprintable(text: str) -> str:
-    """JSON with every unprintable character escaped. Such characters stand only in strings, where the escape means the
-    same."""
+    """JSON with every unprintable character escaped. These characters occur only inside strings, so the value is
+    the same."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
@@ -239,7 +241,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """NaN as null and infinities as text, since JSON has neither."""
+    """NaN as null and infinities as strings, since JSON has neither."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -16,7 +16,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def live_progress() -> Iterator[Progress]:
-    """A progress callback: a bar per phase on a terminal, elsewhere a line every few seconds and at a phase's end."""
+    """A progress callback. On a terminal it draws a bar per phase. Elsewhere it prints a line every few seconds and at
+    the end of each phase."""
     if sys.stderr.isatty():
         with _bars() as report:
             yield report

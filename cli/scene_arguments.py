@@ -12,69 +12,68 @@ from ..tapes.errors import UsageError
 from ..tapes.store.lease import end_lease
 
 SCRIPTED = ("engine.answers", "engine.policy")
-"""Settings that ask for a scripted engine."""
+"""Settings that select the scripted engine."""
 
 
 def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
-    """Short options for the settings that every run has. They take precedence over the configuration file."""
+    """Declare short options for the settings of every run. They override the configuration file."""
     parser.add_argument("--agent", metavar="NAME", help="the agent, as module:name or file.py:name")
     parser.add_argument("--env", metavar="NAME", help="an environment class or factory, as module:name or file.py:name")
     parser.add_argument(
         "--tasks",
         metavar="NAME",
-        help="module:name, a JSONL, JSON, Parquet or CSV file, or a dataset of the hub as org/name[@revision]",
+        help="module:name, a JSONL, JSON, Parquet or CSV file, or a Hugging Face dataset as org/name[@revision]",
     )
     parser.add_argument(
-        "--model", metavar="NAME", help="folder of a model, or a model of the Hugging Face hub as org/name[@revision]"
+        "--model", metavar="NAME", help="a model folder, or a model on the Hugging Face Hub as org/name[@revision]"
     )
-    parser.add_argument("--seed", metavar="N", help="seed of sampling and environments (default 0)")
+    parser.add_argument("--seed", metavar="N", help="seed for sampling and environments (default 0)")
     add_out_arguments(parser)
 
 
 def add_out_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--out`, `--resume` and `--take-over`."""
+    """Declare `--out`, `--resume` and `--take-over`."""
     parser.add_argument("--out", metavar="DIR", help="run directory")
     add_resume_arguments(parser)
 
 
 def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--resume` and `--take-over`."""
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out where it stopped")
+    """Declare `--resume` and `--take-over`."""
+    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
     parser.add_argument(
         "--take-over",
         action="store_true",
-        help="with --resume: end the lease of the process that leads the run; it stops before its next record",
+        help="with --resume: take the run over from another process, which stops before its next record",
     )
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
-    """`--config`, `--set` and `--dry-run`. needs: what a dry run prints beside the configuration, for the help."""
+    """Declare `--config`, `--set` and `--dry-run`. `needs`: further output of a dry run, for its help."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
-    add_set_argument(parser, "seed=3, on top of the file")
-    parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs} and stop")
+    add_set_argument(parser, "seed=3")
+    parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs}, and stop")
 
 
 def add_set_argument(parser: argparse.ArgumentParser, example: str) -> None:
-    """`--set`."""
-    what = f"one setting, as in --set {example}; repeatable"
+    """Declare `--set`."""
+    what = f"override one setting, as in --set {example}; repeatable"
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="sets", help=what)
 
 
 def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
-    """The short options as settings, followed by the settings of `--set`, which take precedence."""
+    """The short options as settings, followed by the settings of `--set`, which override them."""
     return [*option_settings(args, "agent", "env", "tasks", "seed", *more), *engine_settings(args), *args.sets]
 
 
 def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:
-    """The value of each option that was given, as it was typed. names: options that are called as their setting is.
-    keys: the name of an option -> its setting."""
+    """The given options as settings. `names`: options named as their setting is. `keys`: option -> setting."""
     options = {**dict.fromkeys(names), **keys}
     found = [(name, key or name, getattr(args, name)) for name, key in options.items()]
     return [(key, value, f"--{name.replace('_', '-')} {value}") for name, key, value in found if value is not None]
 
 
 def engine_settings(args: argparse.Namespace) -> list[Setting]:
-    """The kind of engine that `--model` or a scripted answer in `--set` asks for."""
+    """The kind of engine that `--model` or a scripted answer in `--set` selects."""
     if args.model is not None:
         return [("engine.kind", "embedded", "--model"), *option_settings(args, model="engine.model")]
     scripted = any(setting_key(one) in SCRIPTED for one in args.sets)
@@ -82,7 +81,7 @@ def engine_settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def run_directory(args: argparse.Namespace) -> str:
-    """The value of `--out`, whose lease `--take-over` ends. UsageError where it is missing."""
+    """The value of `--out`, after `--take-over` has ended its lease. UsageError if `--out` is missing."""
     if args.out is None:
         raise UsageError("`--out DIR` is required: the run directory")
     take_over(args, args.out)
@@ -90,7 +89,7 @@ def run_directory(args: argparse.Namespace) -> str:
 
 
 def take_over(args: argparse.Namespace, out: str | Path) -> None:
-    """End the lease of the run in `out`, where `--take-over` asks for it."""
+    """End the lease of the run in `out` if `--take-over` is given."""
     if args.take_over and os.environ.get("RANK", "0") == "0":
         end_lease(out)
 
@@ -98,9 +97,9 @@ def take_over(args: argparse.Namespace, out: str | Path) -> None:
 def add_server_arguments(
     parser: argparse.ArgumentParser, *, port: int = 0, key: str = "--key", made: str = "a new token"
 ) -> None:
-    """Declare where a server listens, and the variable with its token. `made`: the token without that variable."""
+    """Declare a server's port, its address and the variable with its token. `made`: the default token, for the help."""
     parser.add_argument(
-        "--port", type=_port, default=port, help="port to listen on; 0 takes a free one (default %(default)s)"
+        "--port", type=_port, default=port, help="port to listen on; 0 picks a free one (default %(default)s)"
     )
     parser.add_argument(
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: this machine only)"
@@ -111,7 +110,7 @@ def add_server_arguments(
 def _port(text: str) -> int:
     port = int(text)
     if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError(f"it is {port}, and a port is a number from 0 (any free one) to 65535")
+        raise argparse.ArgumentTypeError(f"{port} is not a port: give a number from 0 (any free port) to 65535")
     return port
 
 
@@ -119,21 +118,21 @@ def variable_value(variable: str | None) -> str | None:
     """The token in an environment variable; None without a variable. UsageError if the variable is not set,
     or if the token is too short.
 
-    A command line can't hold the token itself: every user of the machine can read it there.
+    The token itself can't be an argument, since every user of the machine can read command lines.
     """
     if variable is None:
         return None
     token = os.environ.get(variable)
     if not token:
         raise UsageError(
-            f"the environment variable {variable[:40]!r} with the token is not set. The option takes the name of a "
-            "variable, since other users can read command lines"
+            f"the environment variable {variable[:40]!r} is not set; set it to the token. The option takes the name of "
+            "a variable, since other users can read command lines"
         )
     return check_token(token)
 
 
 def token_line(file: str | None) -> str:
-    """What a command says about its server's token: where clients find it."""
+    """A sentence on how clients get the server's token."""
     if file is None:
-        return "clients send the token that you gave"
+        return "clients send your token"
     return f"local clients read the token automatically; others find it in {file}"

@@ -14,12 +14,12 @@ def read_k(text: str) -> tuple[int, ...]:
     """The numbers of `1,4,16`. UsageError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
-        raise UsageError(f"--k {text!r} is not a list of numbers above 0; write it as in --k 1,4,16")
+        raise UsageError(f"--k {text!r} is not a list of numbers above 0; write, for example, --k 1,4,16")
     return tuple(map(int, parts))
 
 
 def lost_line(scores: Scores) -> str:
-    """The share of tasks without a result, to be read before any mean: no mean has these tasks."""
+    """The share of tasks without a result. It is printed before any mean, since means leave these tasks out."""
     if scores.tasks and not scores.without:
         return f"all {scores.tasks:,} tasks have a result"
     share = scores.without / scores.tasks if scores.tasks else 0.0
@@ -33,10 +33,10 @@ def score_lines(scores: Scores, indent: str = "") -> list[str]:
         lines.append(f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks")
     for k, found in scores.pass_at.items():
         short = f"; {scores.short[k]:,} with fewer than {k} scored attempts left out" if scores.short[k] else ""
-        text = "no task has so many scored attempts" if found is None else f"{found} over {found.tasks:,} tasks{short}"
+        text = f"no task has {k} scored attempts" if found is None else f"{found} over {found.tasks:,} tasks{short}"
         lines.append(f"{indent}pass@{k} {text}")
     if scores.unscored:
-        lines.append(f"{indent}{scores.unscored:,} of {scores.attempts:,} attempts unscored: neither success nor 0")
+        lines.append(f"{indent}{scores.unscored:,} of {scores.attempts:,} attempts are unscored: neither success nor 0")
     for label, part in scores.by_label.items():
         lines += [f"{indent}{label}:", *score_lines(part, indent + "  ")]
     return lines

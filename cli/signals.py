@@ -1,4 +1,4 @@
-"""The stop signal of verbs that serve: Ctrl-C, SIGTERM, or a terminal that is closed."""
+"""The stop signal of verbs that serve: Ctrl-C, SIGTERM, or a closed terminal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import signal
 def stop_event() -> asyncio.Event:
     """An event that is set when this process receives SIGINT, SIGTERM or SIGHUP.
 
-    The verb then ends in order: it closes episodes and seals the store, where the default action would lose them. On a
-    system without such signals, Ctrl-C raises KeyboardInterrupt as usual.
+    The verb can then close its episodes and seal the store. The default action would lose them. On a system without
+    these signals, Ctrl-C raises KeyboardInterrupt as usual.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

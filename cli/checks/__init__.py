@@ -1,4 +1,4 @@
-"""Verbs that check: run recorded work again, verify bytes, reproduce weights, and check what a run will use.
+"""Verbs that check: replay episodes, verify bytes, reproduce weights, and check environments and engines.
 
 Imports every folder below `cli`; `cli.command` loads its modules by name.
 """

@@ -1,7 +1,7 @@
 """`tapereel audit`: account for every sampled token, and report attrition, cost, rewards and anomalies of a run.
 
-The exit code is 1 where a token is not accounted for; with `--strict` also where there are anomalies. The account is
-always of the whole run.
+The exit code is 1 if a token is not accounted for, and with `--strict` also if an anomaly is found. The token account
+always covers the whole run.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ STDOUT = "-"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the token account is of all")
+    parser.add_argument("--split", help="only tapes of this split (`train`, `eval`, ...); the token account covers all")
     parser.add_argument(
         "--limit",
         type=at_least(1),
         metavar="N",
-        help="only the newest N matching tapes, and the others of their groups",
+        help="only the newest N matching tapes, and the rest of their groups",
     )
     parser.add_argument(
         "--repeats", type=at_least(2), default=3, metavar="N", help="report actions done N times in a row (default 3)"

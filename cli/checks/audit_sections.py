@@ -39,7 +39,7 @@ def _tokens(books: Books) -> Section:
         f"{books.applied:,} token-updates applied"
     ]
     if books.textual:
-        notes.append(f"{books.textual:,} calls of engines that return text alone: their tokens are in the cost only")
+        notes.append(f"{books.textual:,} calls of engines that return only text: their tokens appear only in the cost")
     return Section(("tokens", "#number", "#share"), rows, "sampled tokens", notes=tuple(notes))
 
 
@@ -145,7 +145,7 @@ def _components(audit: Audit) -> Section:
         for one in audit.components
     ]
     unknown = sum(one.unknown for one in audit.components)
-    notes = (f"{unknown:,} values are not numbers, and in none of the sums",) if unknown else ()
+    notes = (f"{unknown:,} values are not numbers, and are left out of the sums",) if unknown else ()
     return Section(
         ("component", "#scores", "#low", "#mean", "#high", "#total", "#share", "#with evidence"),
         rows[:MOST],
@@ -190,12 +190,12 @@ def _anomalies(audit: Audit) -> Section:
         for one in audit.anomalies
     ]
     return Section(
-        ("anomaly", "#number", "#of", "what it is", "tapes"),
+        ("anomaly", "#number", "#of", "detail", "tapes"),
         rows[:MOST],
         "anomalies",
         "no anomaly was found",
         _more(len(rows), "anomalies"),
-        fold=("anomaly", "what it is", "tapes"),
+        fold=("anomaly", "detail", "tapes"),
     )
 
 

@@ -1,4 +1,4 @@
-"""`tapereel check`: check an environment or an engine before a run uses them. Each target is a command."""
+"""`tapereel check`: check an environment or an engine before a run uses it. Each target is a command."""
 
 EXAMPLE = """
 tapereel check env my_env.py:GuessNumber --tasks "[1, 5, 9]" --actions my_env.py:guess
@@ -9,4 +9,4 @@ TARGETS: dict[str, tuple[str, str]] = {
     "env": ("cli.checks.check_env_command", "check that an environment keeps its contract"),
     "engine": ("cli.checks.check_engine_command", "check that an engine keeps its contract"),
 }
-"""target -> (module inside tapereel, what it does)."""
+"""target -> (module inside tapereel, its purpose)."""

@@ -1,4 +1,4 @@
-"""`tapereel check engine`: check that an engine keeps its contract. Exit code 1 where a check failed."""
+"""`tapereel check engine`: check that an engine keeps its contract. The exit code is 1 if a check failed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", metavar="DIR", help="folder of a model whose weights are synced to the engine (default: no sync)"
     )
-    parser.add_argument("--timeout", type=positive, default=60.0, metavar="S", help="longest call (default 60 s)")
+    parser.add_argument(
+        "--timeout", type=positive, default=60.0, metavar="S", help="longest call in seconds (default 60)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`tapereel check env`: check that an environment keeps its contract. Exit code 1 where a check failed."""
+"""`tapereel check env`: check that an environment keeps its contract. The exit code is 1 if a check failed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks", required=True, help="a JSON list of tasks, or an iterable of tasks as module:name")
     parser.add_argument("--actions", required=True, help="a function (observation, rng) -> action, as module:name")
     parser.add_argument("--episodes", type=at_least(1), default=3, metavar="N", help="number of tasks (default 3)")
-    parser.add_argument("--max-turns", type=at_least(1), default=20, metavar="N", help="turns an episode (default 20)")
-    parser.add_argument("--timeout", type=positive, default=10.0, metavar="S", help="longest call (default 10 s)")
+    parser.add_argument("--max-turns", type=at_least(1), default=20, metavar="N", help="turns per episode (default 20)")
+    parser.add_argument(
+        "--timeout", type=positive, default=10.0, metavar="S", help="longest call in seconds (default 10)"
+    )
     parser.add_argument(
         "--stall",
         type=positive,

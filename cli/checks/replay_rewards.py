@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="module:name of a Rewards, a RewardSource, or a function from a tape to its score",
     )
-    parser.add_argument("--against", metavar="NAME", help="another reward: print where the two disagree")
+    parser.add_argument("--against", metavar="NAME", help="another reward: print the tapes on which the two disagree")
     parser.add_argument(
         "--layer", metavar="LAYER", help="compare with this later scoring, and add it to tapes that lack it"
     )
@@ -85,7 +85,7 @@ def _print(args: argparse.Namespace, verdicts: Verdicts, scored: int, *more: str
 
 def _failure_lines(kinds: Sequence[FailureKind], failed: int, scored: int) -> Iterator[str]:
     if failed:
-        yield f"the reward failed on {failed:,} of {scored:,} tapes, so these have no score by it"
+        yield f"the reward failed on {failed:,} of {scored:,} tapes, which have no score from it"
     for kind in kinds[:SHOWN]:
         at = "" if kind.where is None else f", at {kind.where}"
         yield f"{kind.tapes:,} times, first on {kind.tape}: {kind.first}{at}"
@@ -122,14 +122,13 @@ def _furthest(found: Disagreement) -> Section:
 
 def _disagreement_lines(found: Disagreement) -> list[str]:
     lines = [
-        f"{found.tapes:,} tapes: {found.equal:,} equal, {found.higher:,} get more than by the other reward, "
-        f"{found.lower:,} less, {found.unscored:,} unscored by one of the two"
+        f"{found.tapes:,} tapes: {found.equal:,} equal, {found.higher:,} higher than with the other reward, "
+        f"{found.lower:,} lower, {found.unscored:,} unscored by one of the two"
     ]
     if found.mean_ours is not None and found.mean_theirs is not None:
         lines.append(f"mean {found.mean_ours:.4g} against {found.mean_theirs:.4g}")
     if found.pairs:
         lines.append(
-            f"of {found.pairs:,} pairs of attempts that one of the two tells apart, {found.turned:,} "
-            "are preferred the other way round"
+            f"of {found.pairs:,} pairs of attempts with different rewards, {found.turned:,} are ranked the other way"
         )
     return lines

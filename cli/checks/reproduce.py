@@ -24,8 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "checkpoint",
         nargs="?",
         metavar="CKPT",
-        help="a checkpoint's directory, its name, or its update (default: every checkpoint of the run, those of its "
-        "players included)",
+        help="a checkpoint's directory, its name, or its update (default: every checkpoint of the run and its players)",
     )
 
 

@@ -13,7 +13,7 @@ from ...tapes.audit.verdict_files import keep_verdicts
 from ..console import Section, answer, given, say
 
 SHOWN = 20
-"""Verdicts that are printed for people one by one; `--json` has all."""
+"""Verdicts that are printed one by one; `--json` has all."""
 
 KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
 """Arguments that the file of the verdicts names if they were given."""
@@ -98,7 +98,7 @@ def _shown(verdicts: Verdicts) -> Iterator[str | Section]:
         checked.update(verdict.checked)
     compared = ", ".join(f"{n:,} {name}" for name, n in checked.items() if n) or "nothing"
     counts = ", ".join(f"{n:,} {name}" for name, n in verdicts.counts.items())
-    yield f"{SPELLED.get(verdicts.verb, verdicts.verb)}: {counts}; compared: {compared}"
+    yield f"{SPELLED.get(verdicts.verb, verdicts.verb)}: {counts} (compared: {compared})"
 
 
 def _divergence_lines(d: Divergence) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""`tapereel verify`: check that a run's bytes are as written and every token is accounted for. It only reads."""
+"""`tapereel verify`: check that a run's files are unchanged and every token is accounted for. It only reads."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PIN",
-        help="a head of the hash chain, kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
+        help="a head of the hash chain that you kept elsewhere: SEGMENT:HASH, a hash, or a file like pins.json",
     )
     parser.add_argument(
         "--exact",
         action="append",
         default=[],
         metavar="PIN",
-        help="as --pin, and nothing may come after it: a later line, file or checkpoint is broken",
+        help="as --pin, but every later line, file or checkpoint counts as broken",
     )
 
 
@@ -56,7 +56,7 @@ def _report_lines(report: Report) -> list[str]:
     lines += [f"torn: {text}" for text in report.torn]
     lines += [f"missing: segment {name}, which no pin covers" for name in report.holes]
     lines += [f"undecided: {text}" for text in report.unknown]
-    lines += [f"undecided: {text}; a crash explains that, and so does a deletion" for text in report.unsettled]
+    lines += [f"undecided: {text}; the cause is a crash or a deletion" for text in report.unsettled]
     lines += [f"set aside by a recovery: {name}" for name in report.set_aside]
     lines += [f"doesn't count: {text}" for text in report.books.refused]
     return [*lines, *(f"not checked: {text}" for text in report.not_checked)]

@@ -1,6 +1,6 @@
 """`tapereel export`: write the rows of a run's tapes as a dataset, or with `--format` their conversations.
 
-The run is only read, and running tapes are left out.
+It only reads the run, and leaves running tapes out.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         action="append",
         dest="agents",
-        help="path of an agent (as pair/guide) whose tokens are labels; other agents' tokens are context; repeatable, "
-        "for --format rows",
+        help="path of an agent, such as pair/guide, whose tokens are labels (other agents' tokens are context); "
+        "repeatable, with --format rows",
     )
     parser.add_argument(
         "--tokenizer", metavar="DIR", help="folder of a tokenizer with a chat template, for tapes without token ids"
@@ -55,12 +55,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and print what was written."""
+    """Export, and print a summary."""
     from ...tapes.store.store import Store
 
     if args.format != "rows":
         for flag in given(args, ("agents", "tokenizer")):
-            raise UsageError(f"{flag} is for --format rows, and {args.format} has the whole text: remove {flag}")
+            raise UsageError(
+                f"{flag} is only for --format rows: remove it, since {args.format} has whole conversations"
+            )
     with Store.open(args.run) as store:
         check_split(store, args.split)
         tapes = store.tapes(split=args.split, status=args.status, min_reward=args.min_reward, closed=True)

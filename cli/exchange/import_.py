@@ -23,11 +23,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=list(FORMATS),
         help="; ".join(f"{name}: {made.what}" for name, made in FORMATS.items()),
     )
-    parser.add_argument("--split", help="split of the tapes (`train`, `eval`, `demo`, ...; default: as the file says)")
+    parser.add_argument(
+        "--split", help="split of the tapes, such as `train` or `demo` (default: the split in the file)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import, and print what was written."""
+    """Import, and print a summary."""
     done = read(args.file, args.run, args.format, split=args.split)
     known = f"; {done.there:,} more were in the run already, with the same content" if done.there else ""
     answer(args, done, f"{done.path}: {done.tapes:,} tapes of {done.records:,} {done.format} records{known}")

@@ -32,7 +32,7 @@ tapereel diff runs/digits runs/digits --split eval-before-sampled --against-spli
 SHOWN = 20
 """Number of steps, or of tasks per kind of change, in the printed output; `--json` has all."""
 CLIP = 300
-"""Number of characters of one text in the printed output."""
+"""Number of characters of a step in the printed output."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="+",
         metavar="RUN|RUN:TAPE|TAPE",
-        help="two runs; two tapes as RUN:TAPE, or as files of one tape each; or a run and two tapes "
-        "of it (the first characters of an id are enough)",
+        help="two runs, two tapes (each as RUN:TAPE or as a file), or a run and two of its tapes; the first "
+        "characters of a tape's id are enough",
     )
-    parser.add_argument("--split", help="of two runs: only tapes of this split")
+    parser.add_argument("--split", help="with two runs: only tapes of this split")
     parser.add_argument(
-        "--against-split", metavar="SPLIT", help="only the second run's tapes of this split (default: that of --split)"
+        "--against-split",
+        metavar="SPLIT",
+        help="only the second run's tapes of this split (default: the same as --split)",
     )
     parser.add_argument("--markdown", action="store_true", help="print the result as Markdown")
 
@@ -63,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
-    """The difference of the two runs or tapes. `stack` closes the stores after printing: tapes are read lazily."""
+    """The difference of the two runs or tapes. `stack` closes the stores afterwards, since tapes are read lazily."""
     from ...tapes.audit.compare import diff_runs, diff_tapes
 
     words: list[str] = args.what
@@ -80,7 +82,9 @@ def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
     if len(args.what) == 2 and any(runs):
         raise UsageError(f"{words[0]} and {words[1]} are a run and a tape: name two runs, or two tapes as RUN:TAPE")
     if args.split is not None or args.against_split is not None:
-        raise UsageError("--split and --against-split choose tapes of two runs, and two tapes are named: remove them")
+        raise UsageError(
+            "--split and --against-split are for two runs: remove them, or name two runs instead of two tapes"
+        )
     return diff_tapes(*(_tape(word, stores, stack) for word in words))
 
 
@@ -99,7 +103,7 @@ def _tape(word: str, stores: dict[str, Store], stack: ExitStack) -> Tape:
         return Tape.model_validate_json(Path(word).read_bytes())
     path, colon, name = word.rpartition(":")
     if not colon or not name:
-        raise UsageError(f"{word!r} is neither a run directory nor a file; a tape is named as RUN:TAPE")
+        raise UsageError(f"{word!r} is neither a run directory nor a file. Name a tape as RUN:TAPE")
     return _store(path, stores, stack).tape(name)
 
 
@@ -121,7 +125,7 @@ def _tape_parts(found: TapeDiff) -> Iterator[str | Section]:
     p = found.parting
     where = "in how they end" if p.step is None else f"at step {p.step}, turn {p.turn}, by {p.by}"
     yield (
-        f"{found.shared} steps are equal ({found.shared_turns} whole turns); the tapes differ first {where}: "
+        f"{found.shared} steps are equal ({found.shared_turns} whole turns). The tapes first differ {where}: "
         f"{p.field} is {_value(p.first)} and {_value(p.second)}"
     )
     if found.steps:

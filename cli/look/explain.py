@@ -29,7 +29,7 @@ tapereel explain runs/demo --recipe mine.yaml --update 410 --update 420 --json
 """
 
 SHOWN = 60
-"""Characters of a stretch of context that are printed."""
+"""Characters that are printed of each stretch of context."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="ids of tapes, or their first characters (default: the last ones of the last update)",
     )
     parser.add_argument(
-        "--n", type=at_least(1), default=3, metavar="N", help="number of tapes, where none is named (default 3)"
+        "--n", type=at_least(1), default=3, metavar="N", help="number of tapes if you name none (default 3)"
     )
     parser.add_argument("--context", action="store_true", help="print each token of the context on a line of its own")
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
@@ -52,16 +52,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="module:name of a term of your own that the run's recipe has; repeatable",
+        help="module:name of your own term in the run's recipe; repeatable",
     )
-    others = parser.add_argument_group("updates under other recipes, in place of tapes")
+    others = parser.add_argument_group("updates under other recipes, instead of tapes")
     others.add_argument(
         "--recipe",
         action="append",
         metavar="R",
         dest="recipes",
-        help="a recipe's name, `own`, or a YAML file with `recipe` and `changes`; repeatable: the others are compared "
-        "with the first (a single one with `own`)",
+        help="a recipe's name, `own` for the run's recipe, or a YAML file with `recipe` and `changes`; repeatable. "
+        "All are compared with the first, and a single one with `own`",
     )
     others.add_argument(
         "--update",
@@ -69,11 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="K",
         dest="updates",
-        help="number of an update, from 0; repeatable (default: the loop's last)",
+        help="number of an update, counted from 0 (default: the loop's last); repeatable",
     )
-    others.add_argument(
-        "--policy", metavar="NAME", help="a player of the run that learned (default: the loop's policy)"
-    )
+    others.add_argument("--policy", metavar="NAME", help="a trained player of the run (default: the loop's policy)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -111,12 +109,12 @@ def _shown(e: Explanation, context: bool) -> Iterator[str | Text | Section]:
         yield styled(f"compared with its group of {len(e.group_rewards)}, whose rewards were {rewards}")
     yield styled(
         f"{counted(len(e.rows), 'row')}, {counted(e.forwarded, 'token')} forwarded ({e.repeated:,} of them "
-        f"repeated), {e.own:,} of them its own; sampled, but not a label: {counted(e.unlabelled, 'token')}"
+        f"repeated), {e.own:,} of them its own; {counted(e.unlabelled, 'token')} sampled but not used as labels"
     )
     for k, row in enumerate(e.rows):
         begun = f"row {k + 1} begins with call {_short(row.begins, s.id)}"
         if row.split:
-            begun += f": a new row, {row.split}; tokens forwarded again: {row.repeated:,}"
+            begun += f": a new row, {row.split}, which forwards {counted(row.repeated, 'token')} again"
         yield styled(begun, "cyan")
         yield _row_section(row, s.id, context)
     for note in e.notes:

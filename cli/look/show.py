@@ -171,7 +171,7 @@ def _list_section(summaries: list[Summary]) -> Section:
 
 
 def _task_name(s: Summary) -> str:
-    """A task's name, cut to the column's width; the start of its hash where it has no name."""
+    """A task's name, cut to the column's width. A task without a name shows the start of its hash."""
     if not s.task:
         return s.task_hash[:8]
     return s.task if len(s.task) <= TASK else f"{s.task[: TASK - 1]}…"
@@ -216,7 +216,7 @@ def _step_section(steps: list[StepLine], longest: int | None) -> Section:
 
 
 def _shortened(text: str, longest: int | None) -> str:
-    """The first `longest` characters, with a note of the number that is left out; None: the whole text."""
+    """The first `longest` characters and the number of omitted ones. None keeps the whole text."""
     left = 0 if longest is None else len(text) - longest
     return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
 
@@ -234,7 +234,7 @@ def _call_section(tape: str, calls: list[CallLine]) -> Section:
             f"{c.temperature:g}",
             number(c.mean_logprob),
             ", ".join(f"{version} [{start}, {end})" for version, start, end in c.spans)
-            + (f"; new row: {c.split}" if c.split else ""),
+            + (f"; new row ({c.split})" if c.split else ""),
         )
         for c in calls
     ]

@@ -32,22 +32,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("run", help="a run directory; a growing run is shown live")
     add_server_arguments(parser, key="--token")
-    parser.add_argument("--no-browser", action="store_true", help="print the address and open no browser")
+    parser.add_argument("--no-browser", action="store_true", help="print the address instead of opening a browser")
     parser.add_argument(
         "--weights",
         metavar="DIR",
-        help="a checkpoint or model folder: show each token's probability by it over that at sampling",
+        help="a checkpoint or model folder: show each token's probability under it, relative to the one at sampling",
     )
     parser.add_argument("--tokenizer", metavar="DIR", help="folder of the tokenizer (default: the run's own)")
     parser.add_argument(
-        "--out", metavar="FILE", help="write the overview and some tapes as one .html file, and start no server"
+        "--out", metavar="FILE", help="write the overview and some tapes to one .html file instead of starting a server"
     )
     parser.add_argument(
         "--tape",
         action="append",
         default=[],
         metavar="ID",
-        help="with --out: a tape of the file; repeatable (default: those that the overview proposes, or the newest)",
+        help="a tape to write with --out (default: the tapes that the overview proposes, or the newest); repeatable",
     )
 
 
@@ -55,10 +55,10 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a stop signal, or write the file."""
     for flag, folder in (("--weights", args.weights), ("--tokenizer", args.tokenizer)):
         if folder is not None and not Path(folder).is_dir():
-            raise UsageError(f"{flag} {folder}: there is no such folder")
+            raise UsageError(f"{flag} {folder}: the folder doesn't exist")
 
     def insight(store: Store) -> Insight:
-        # Imported here: the viewer works without the packages of training, and then shows less.
+        # Imported here: the viewer works without the training packages, but shows less.
         from ...finetune.inspect.view_insight import TrainingInsight
 
         return TrainingInsight(store, args.weights, args.tokenizer)

@@ -1,4 +1,4 @@
-"""Verbs that roll agents out, branch recorded episodes, and serve models, environments and a gateway.
+"""Verbs that run agents, branch recorded episodes, and serve models, environments and a gateway.
 
 Imports `agents` and `envs`; `cli.command` loads its modules by name.
 """

@@ -1,4 +1,4 @@
-"""`tapereel branch`: continue a recorded episode from a turn with something changed."""
+"""`tapereel branch`: continue a recorded episode from one of its turns, with a change."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=int,
         required=True,
         metavar="TURN",
-        help="first turn that is new, counted from 0; the turns before it are kept",
+        help="first new turn, counted from 0; the turns before it are kept",
     )
-    own = "(default: that of the run's configuration)"
+    own = "(default: as in the run's configuration)"
     parser.add_argument("--agent", metavar="NAME", help=f"the agent, as module:name or file.py:name {own}")
     parser.add_argument("--env", metavar="NAME", help=f"an environment class or factory, as module:name {own}")
     parser.add_argument(
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--env-seed",
         metavar="N",
-        help="another environment seed, if the environment returns to the same state with it",
+        help="another environment seed; the kept turns must come out the same with it",
     )
     add_set_argument(parser, "sampling.temperature=0.5")
     parser.add_argument(
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     except PrefixUnverified as error:
         if args.traceback:
             raise
-        say(f"tapereel branch: {error}; --unverified continues nevertheless, and records the reason")
+        say(f"tapereel branch: {error}; --unverified continues anyway, and records the reason")
         return Exit.BROKEN if error.diverged else Exit.UNVERIFIABLE
     return _print(args, found)
 

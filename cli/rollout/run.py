@@ -1,4 +1,4 @@
-"""`tapereel run`: roll an agent out over tasks and record every episode."""
+"""`tapereel run`: run an agent on tasks and record every episode."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ tapereel run --config run.yaml --set attempts=4 --out runs/digits --resume
 """
 
 SHOWN = 3
-"""Errors that are printed for people; `--json` has all."""
+"""Errors that are printed; `--json` has all."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -36,13 +36,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k",
         metavar="K,K",
-        help="report pass@k for these; sets --attempts to the largest, unless --attempts or --config is there",
+        help="report pass@k for these numbers; sets --attempts to the largest unless --attempts or --config is given",
     )
-    add_config_arguments(parser, ", the dollars that a hosted model costs,")
+    add_config_arguments(parser, " and the cost of a hosted model")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Roll out and print how the episodes ended."""
+    """Run the episodes, and print how they ended."""
     from ...agents.runs.runner import RunConfig
     from ...agents.runs.runner import run as roll_out
     from ...agents.setup.engine_config import LiteLLMConfig

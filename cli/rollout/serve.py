@@ -9,8 +9,8 @@ tapereel serve gateway --model runs/digits-model --out runs/gateway
 """
 
 TARGETS: dict[str, tuple[str, str]] = {
-    "model": ("cli.rollout.serve_model", "serve a model to rollouts and training, by vLLM or the embedded engine"),
+    "model": ("cli.rollout.serve_model", "serve a model with vLLM or the embedded engine"),
     "env": ("cli.rollout.serve_env", "serve an environment to agents and trainers in other processes"),
-    "gateway": ("cli.rollout.serve_gateway", "serve any engine under OpenAI's protocol, and record each episode"),
+    "gateway": ("cli.rollout.serve_gateway", "serve any engine over OpenAI's protocol and record each episode"),
 }
-"""target -> (module inside tapereel, what it does)."""
+"""target -> (module inside tapereel, its purpose)."""

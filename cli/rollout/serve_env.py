@@ -26,7 +26,7 @@ tapereel serve env my_env.py:GuessNumber --port 8100 --tasks "[3, 7, 9]"
 
 PROCESS_SHARE = 0.9
 """Share of a call's seconds after which its process is killed. It is below 1 so that the client gets the error of the
-killed process, and not the service's bare timeout."""
+killed process instead of a plain timeout."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,21 +45,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run each episode in one of N processes, which are killed and replaced when they hang",
     )
     parser.add_argument(
-        "--call-seconds", type=positive, default=60.0, metavar="S", help="longest call of the environment (default 60)"
+        "--call-seconds",
+        type=positive,
+        default=60.0,
+        metavar="S",
+        help="longest call of the environment in seconds (default 60)",
     )
     parser.add_argument(
         "--window-seconds",
         type=positive,
         default=30.0,
         metavar="S",
-        help="how long an episode waits for its client after a connection broke (default 30)",
+        help="seconds that an episode waits for its client after a lost connection (default 30)",
     )
     parser.add_argument(
         "--idle-seconds",
         type=positive,
         default=900.0,
         metavar="S",
-        help="longest time between two calls of an episode (default 900)",
+        help="longest time in seconds between two calls of an episode (default 900)",
     )
     parser.add_argument(
         "--message-bytes",
@@ -68,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="longest message to accept (default 1 MiB)",
     )
-    parser.add_argument("--tasks", help="tasks for OpenEnv's clients that bring none: a JSON list, or module:name")
+    parser.add_argument("--tasks", help="tasks for OpenEnv clients that send none: a JSON list, or module:name")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -118,4 +122,4 @@ async def _serve(args: argparse.Namespace, service: Service) -> None:
         )
         say("press Ctrl-C to stop")
         await stop.wait()
-        say("ending")
+        say("stopping")

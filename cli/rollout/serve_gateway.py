@@ -1,4 +1,4 @@
-"""`tapereel serve gateway`: an OpenAI-compatible server in front of any engine, which records what it answers."""
+"""`tapereel serve gateway`: an OpenAI-compatible server in front of any engine, which records every call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VARIABLE = "TAPEREEL_GATEWAY_TOKEN"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--model", metavar="DIR", help="folder of a model and tokenizer in Hugging Face format")
-    add_server_arguments(parser, key="--token", made=f"that in {VARIABLE}, or a new token, which is printed")
+    add_server_arguments(parser, key="--token", made=f"the value of {VARIABLE}, or a new token that is printed")
     add_out_arguments(parser)
     add_config_arguments(parser)
 
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, config: GatewayConfig, own: str | None) -> None:
-    """own: the token in the caller's environment, which is not printed; None: a new token is made and printed."""
+    """`own`: the token from the caller's environment, which is not printed. None makes a new token and prints it."""
     stop = stop_event()
     serving = serve_gateway(config, run_directory(args), token=own, host=args.host, port=args.port, resume=args.resume)
     async with serving as gateway:

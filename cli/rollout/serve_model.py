@@ -37,7 +37,9 @@ _VLLM_ONLY = ("no_weights", "transfer", "nccl", "lora", "options", "log", "patie
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("model", metavar="NAME", help="folder of a model, or a model of the hub as org/name[@revision]")
+    parser.add_argument(
+        "model", metavar="NAME", help="a model folder, or a model on the Hugging Face Hub as org/name[@revision]"
+    )
     parser.add_argument(
         "--engine",
         choices=("vllm", "embedded"),
@@ -76,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="device of the embedded engine: cpu, cuda, cuda:1 ... (default: a GPU if there is one)",
     )
     parser.add_argument(
-        "--options", default="", metavar="FLAGS", help="further flags of vLLM's server, in one quoted text"
+        "--options", default="", metavar="FLAGS", help="further flags of vLLM's server, as one quoted string"
     )
 
 
@@ -93,9 +95,7 @@ def run(args: argparse.Namespace) -> int:
             "environment, and --options '--max-num-seqs 64'"
         )
     if shutil.which(args.python) is None:
-        raise UsageError(
-            f"--python is {args.python!r}, and there is no such program; name an interpreter that has vLLM"
-        )
+        raise UsageError(f"--python is {args.python!r}, which isn't a program; name an interpreter that has vLLM")
     if not args.log.absolute().parent.is_dir():
         raise UsageError(f"--log is {str(args.log)!r}, and its folder doesn't exist; create it, or name another file")
     if args.nccl and (args.transfer or args.no_weights):
@@ -145,7 +145,7 @@ async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
     code = Exit.HOLDS
     if ended.done():
         code = Exit.BROKEN
-        say(f"the server ended by itself with exit code {ended.result()}:\n{server.printed()}")
+        say(f"the server exited by itself with code {ended.result()}:\n{server.printed()}")
     await asyncio.to_thread(server.stop)
     return code
 

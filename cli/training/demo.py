@@ -1,4 +1,4 @@
-"""`tapereel demo`: create a tiny model, record it, train it and measure it, in minutes on a CPU."""
+"""`tapereel demo`: create a tiny model and train it, in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="25 thousand to 770 thousand parameters (default small: 340 thousand)",
     )
-    parser.add_argument("--pictures", action="store_true", help="a vision model learns which way coloured lamps say")
-    parser.add_argument("--blind", action="store_true", help="with --pictures, a control: lamps of another episode")
+    parser.add_argument("--pictures", action="store_true", help="train a vision model to follow coloured lamps")
+    parser.add_argument(
+        "--blind", action="store_true", help="with --pictures: a control that shows the pictures of another episode"
+    )
     parser.add_argument(
         "--controls",
         action="store_true",
-        help="two more runs with as many trained tokens: imitation only, and shuffled rewards",
+        help="add two runs with as many trained tokens: imitation only, and shuffled rewards",
     )
     add_resume_arguments(parser)
     add_config_arguments(parser)
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         return Exit.HOLDS
     if args.resume and not (out / CONFIG).exists():
         raise UsageError(
-            f"--resume: there is no run in {out}; name its folder with --out, or start a run without --resume"
+            f"--resume: {out} doesn't hold a run; name its folder with --out, or start a run without --resume"
         )
     take_over(args, out)
     with live_progress() as progress:

@@ -24,11 +24,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--k", metavar="K,K", help="pass@k for these (default: powers of two up to the number of attempts)"
     )
-    parser.add_argument("--success", type=float, default=1.0, help="least reward of a success (default 1)")
-    parser.add_argument("--by", metavar="KEY", help="also by label: the value under KEY in each task's public part")
+    parser.add_argument(
+        "--success", type=float, default=1.0, help="smallest reward that counts as a success (default 1)"
+    )
+    parser.add_argument(
+        "--by", metavar="KEY", help="report by label too: the value under KEY in each task's public part"
+    )
     parser.add_argument("--against", metavar="RUN", help="another run: print the difference, paired by task")
     parser.add_argument(
-        "--against-split", metavar="SPLIT", help="only the other run's tapes of this split (default: that of --split)"
+        "--against-split",
+        metavar="SPLIT",
+        help="only the other run's tapes of this split (default: the same as --split)",
     )
 
 

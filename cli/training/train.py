@@ -1,4 +1,4 @@
-"""`tapereel train`: train a model on rollouts of your agent in your environment, in the async loop."""
+"""`tapereel train`: train a model on episodes of your agent in your environment, asynchronously."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ tapereel train --config runs/digits/config.yaml --out runs/digits --resume
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's arguments."""
     add_scene_arguments(parser)
-    add_config_arguments(parser, ", the memory and tokens that training needs,")
+    add_config_arguments(parser, " and the memory and tokens that training needs")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +73,7 @@ def _section(summary: TrainSummary) -> Section:
         (name, fixed(ends["first"]), fixed(ends["last"]), "")
         for name, ends in (
             ("first and last five updates", summary.reward),
-            *((f"those of {path}", ends) for path, ends in summary.agents.items()),
+            *((f"first and last five updates of {path}", ends) for path, ends in summary.agents.items()),
         )
     ]
     for name, prefix in (("held-out tasks", ""), ("held-out tasks, greedy", "greedy_")):

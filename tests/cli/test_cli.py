@@ -94,8 +94,9 @@ def test_the_top_lists_the_verbs_and_refuses_others(capsys: pytest.CaptureFixtur
     assert [name for names in cli.GROUPS.values() for name in names] == list(cli.VERBS), "the same verbs, in one order"
     assert all(f"  {name}" in shown and text in shown for name, (_, text) in cli.VERBS.items())
     assert all(f"\n{group}:\n" in shown for group in cli.GROUPS)
-    index = Path(shown.split("documentation: ")[1].split(";")[0])
+    index, codes = (Path(shown.split(f"\n{name}: ")[1].split("\n")[0]) for name in ("documentation", "exit codes"))
     assert index.is_file()
+    assert all(f"\n| {code.value} |" in codes.read_text(encoding="utf-8") for code in Exit)
     assert (index.parents[1] / "examples").is_dir()
     assert cli.main(["shwo"]) == Exit.USAGE
     assert "'shwo'" in capsys.readouterr().err

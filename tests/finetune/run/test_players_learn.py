@@ -68,8 +68,8 @@ def test_people_read_of_each(models: Path, tmp_path: Path, capsys: pytest.Captur
     words = [word for text in sets for word in ("--set", text)]
     assert main(["train", "--config", str(CONFIG), "--out", str(tmp_path / "run"), *words]) == 0
     out = capsys.readouterr().out
-    assert f"those of {GUIDE}" in out
-    assert f"those of {SEEKER}" in out
+    assert f"first and last five updates of {GUIDE}" in out
+    assert f"first and last five updates of {SEEKER}" in out
     assert f"{tmp_path / 'run'}/checkpoints/seeker/update-000001/hf" in out
 
 
