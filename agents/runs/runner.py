@@ -128,9 +128,9 @@ def run(
 ) -> RunSummary:
     """Roll the agent out over the tasks into the run directory `out`.
 
-    `agent`, `env` and `tasks` are objects that the configuration doesn't name (`Setup.resolve`). Raises RunExists if
-    `out` holds a run and `resume` is false, and UsageError, before anything is written, if the configuration names
-    something that doesn't exist. Works inside a running event loop too.
+    `agent`, `env` and `tasks` are objects that the configuration doesn't name (`Setup.resolve`). Raises UsageError,
+    before anything is written, if `out` holds a run and `resume` is false, or if the configuration names something that
+    doesn't exist. Works inside a running event loop too.
     """
     started = time.perf_counter()
     # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
