@@ -111,7 +111,8 @@ def replay_run(
     if agent is not None and not isinstance(agent, str):
         jobs = 1
     plan = partial(_plan, str(run), agent, tuple(imports), tokenizer, turn, seconds)
-    return check_run(run, "replay", plan, tapes=tapes, split=split, turn=turn, jobs=jobs, progress=progress)
+    found = check_run(run, "replay", plan, tapes=tapes, split=split, jobs=jobs, progress=progress)
+    return found.model_copy(update={"turn": turn})
 
 
 def _plan(

@@ -37,7 +37,6 @@ def check_run(
     *,
     tapes: Sequence[str] = (),
     split: str | None = None,
-    turn: int | None = None,
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
@@ -67,7 +66,6 @@ def check_run(
         run=str(run),
         verdicts=tuple(found[name] for name in ids),
         torn=tuple(torn),
-        turn=turn,
         seconds=round(time.perf_counter() - started, 3),
     )
 
