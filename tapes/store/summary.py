@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import NotATape
-from ..records import Tokens, Use, Void, unscores
+from ..records import Call, Record, StepRecord, Tokens, Use, Void, unscores
 from ..status import TRAINED_SPLITS, CauseType, Status, trains
 from .segment import read_body
 
@@ -21,7 +21,25 @@ if TYPE_CHECKING:
 
 GROUP_LAYER = "group"
 """The layer of rewards that compare a tape with its group. Training adds them to the reward on the tape."""
-_STEP = re.compile(rb'\{"t":"step","tape":"[^"\\]*","by":"([^"\\]*)","role":"([a-z]+)","kind":"([^"\\]*)"')
+_PLAIN = r'[^"\\]*'
+"""The characters of a JSON string without escapes."""
+
+
+def _leading(cls: type[Record], *names: str) -> re.Pattern[bytes]:
+    """Matches the start of a body of this class up to the last of `names`, with a group for each of them.
+
+    A body has its fields in the order of its class. So the fields at its front can be read without its content, which
+    is most bytes of a run. A body that doesn't match, for example because a string has an escape, must be read as JSON.
+    """
+    t, *fields = cls.model_fields
+    pattern = rf'\{{"{t}":"{cls.model_fields[t].default}"'
+    for field in fields[: fields.index(names[-1]) + 1]:
+        pattern += f',"{field}":"({_PLAIN})"' if field in names else f',"{field}":"{_PLAIN}"'
+    return re.compile(pattern.encode())
+
+
+_STEP = _leading(StepRecord, "by", "role", "kind")
+_CALL = _leading(Call, "call")
 
 
 class StepFacts(NamedTuple):
@@ -200,6 +218,12 @@ def is_action(body: bytes) -> bool:
     """Whether a step is an action. Half of a run's records are steps, and a summary needs no more of them."""
     match = _STEP.match(body)
     return match[2] == b"action" if match is not None else read_step(body).role == "action"
+
+
+def call_id(body: bytes) -> str:
+    """The id of a call, as a rule without reading its tokens."""
+    match = _CALL.match(body)
+    return match[1].decode() if match is not None else str(_read(body).get("call"))
 
 
 def column_length(column: object) -> int:

@@ -6,7 +6,6 @@ the fork inherited. The map of a running tape grows: `extend` reads only new rec
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Sequence
 
@@ -15,11 +14,9 @@ from ..messages import ENV
 from ..records import IN_TAPE, Begin
 from ..schema import parse_record
 from ..store.index import Place
-from ..store.segment import BadLine, read_body
+from ..store.segment import BadLine
 from ..store.store import Store
-from ..store.summary import StepFacts, read_reward, read_step
-
-_CALL = re.compile(rb'\{"t":"call","tape":"[^"]*","call":"([^"\\]*)"')
+from ..store.summary import StepFacts, call_id, read_reward, read_step
 
 
 class TapeMap:
@@ -107,8 +104,7 @@ class TapeMap:
         if place.t == "step" and not closed:
             step = self._step(record, body)
         elif place.t == "call":
-            match = _CALL.match(body)
-            self.calls[match[1].decode() if match else str(read_body(body).get("call"))] = record
+            self.calls[call_id(body)] = record
             self._speak()
             self._item(record)
         elif place.t == "reward" and not closed:
