@@ -29,6 +29,7 @@ from ..tapes.errors import (
     MissingExtra,
     NewerRecord,
     NoSuchTape,
+    OtherVersion,
     RunStopped,
     TapereelError,
     UsageError,
@@ -243,7 +244,7 @@ def _run(name: str, words: list[str]) -> int:
         say(f"{prog}: {_with_options(_sentence(error), parser)}")
         if isinstance(error, RunStopped):
             return Exit[error.reason.upper()]
-        if isinstance(error, NewerRecord):
+        if isinstance(error, NewerRecord | OtherVersion):
             return Exit.UNVERIFIABLE
         return Exit.USAGE if isinstance(error, UsageError | NoSuchTape) else Exit.BROKEN
 

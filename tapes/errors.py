@@ -13,6 +13,7 @@ TapereelError
 ├── NoSuchTape (LookupError)        no tape, or more than one, has that id
 ├── MissingExtra (ImportError)      an optional package is not installed
 └── UsageError (ValueError)         invalid argument, setting or input
+    ├── OtherVersion            another version wrote the settings of a run
     └── BadArgument (TypeError)     an argument of another type than its annotation
 """
 
@@ -97,6 +98,13 @@ class MissingExtra(TapereelError, ImportError):
 
 class UsageError(TapereelError, ValueError):
     """Invalid argument, setting or input; a command that raises it exits with code 64."""
+
+
+class OtherVersion(UsageError):
+    """Another version of Tapereel wrote the settings of a run; a command that needs them exits with code 2."""
+
+    def __init__(self, config: str, why: str) -> None:
+        super().__init__(f"this version can't read {config}: {why}; {USE_ITS_VERSION}")
 
 
 class BadArgument(UsageError, TypeError):

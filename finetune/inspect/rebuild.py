@@ -13,7 +13,7 @@ from typing import TypeVar
 from ...agents.engines.embedded.pretrained import device_of, weights_digest
 from ...tapes.common.config import Config, ConfigError, load_config
 from ...tapes.common.config_yaml import YamlProblem
-from ...tapes.errors import TapereelError, UsageError
+from ...tapes.errors import OtherVersion, TapereelError, UsageError
 from ...tapes.store.run_directory import CONFIG, RESULTS, Results, RunDir, recorded_config
 from ...tapes.store.store import Store
 from ..loop.history import BrokenHistory, History
@@ -118,7 +118,7 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
 def _read(kind: type[Settings], run: Path) -> Settings:
     try:
         return load_config(kind, run / CONFIG)
-    except ConfigError as error:
+    except (ConfigError, OtherVersion) as error:
         raise Unknown(str(error)) from error
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pydantic import Field, JsonValue, computed_field
 from torch import Tensor
 
+from ...tapes.common.config import check_version
 from ...tapes.common.progress import Progress, silent
 from ...tapes.errors import TapereelError, UsageError
 from ...tapes.records import Use
@@ -114,13 +115,15 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
     """Derive a checkpoint of the run in the directory `run` again; default: its last, and each one before it.
 
     checkpoint: the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. Without
-    it, `run` may also be the directory of a checkpoint inside its run. UsageError where no such checkpoint exists.
+    it, `run` may also be the directory of a checkpoint inside its run. UsageError if no such checkpoint exists,
+    OtherVersion if another version wrote the run's settings.
     """
     run = Path(run)
     if not run.is_dir():
         raise UsageError(f"there is no folder {run}: name the directory of a training run, or of a checkpoint in one")
     if checkpoint is None and (run / STATE).exists():
         run, checkpoint = _run_of(run.resolve()), run.resolve()
+    check_version(run)
     found = _one(run, run / "checkpoints", checkpoint, progress)
     if checkpoint is not None:
         return found

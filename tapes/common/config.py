@@ -21,11 +21,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError, WrapSerializer, fie
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from ..errors import USE_ITS_VERSION, UsageError, short_repr
+from ..errors import OtherVersion, UsageError, short_repr
 from .arguments import NO_LONE, check_arguments
 from .config_yaml import DEPTH, LARGEST, YamlProblem, nested, read_value, read_yaml, write_yaml
 from .redact import holds_secret, without_secrets
 
+FORMAT = 1
+"""Format of the settings in a run's `config.yaml`, which `results.json` names. Another format isn't read."""
 NAME = "NAME"
 """Placeholder for any key of a mapping of groups, as in `players.NAME.lr`."""
 AT_RESUME = "at resume"
@@ -97,6 +99,22 @@ def _texts(value: Any) -> Iterator[str]:
 
 class ConfigError(UsageError):
     """Invalid settings; the message has one line for each."""
+
+
+def check_version(folder: Path) -> bool:
+    """Whether `folder` is a run's directory. OtherVersion if another version wrote its `config.yaml`."""
+    # A run directory gets `results.json` before its `config.yaml`, so the two are together in every run.
+    path = folder / "results.json"
+    if not path.is_file():
+        return False
+    try:
+        results = json.loads(path.read_bytes())
+    except ValueError:
+        return True  # `Results.read` says what is wrong with the file
+    found = results.get("format", 0) if isinstance(results, dict) else FORMAT
+    if found != FORMAT:
+        raise OtherVersion(str(folder / "config.yaml"), f"it has format {short_repr(found)}, and not {FORMAT}")
+    return True
 
 
 class _Layers(dict[Keys, tuple[Any, str]]):
@@ -177,8 +195,7 @@ def config_keys(cls: type[BaseModel]) -> list[str]:
 
 
 def _add_file(layers: _Layers, path: Path) -> None:
-    # A run directory gets `results.json` before its `config.yaml`, so the two are together in every run.
-    if path.name == "config.yaml" and path.with_name("results.json").exists():
+    if path.name == "config.yaml" and check_version(path.parent):
         layers.record = path
     if path.exists() and not path.is_file():
         raise ConfigError(f"the configuration file {path} is not a regular file")
@@ -255,7 +272,7 @@ def _validate(cls: type[ModelT], layers: _Layers) -> ModelT:
         recorded = [line for line in lines if layers.record is not None and f"{layers.record} line " in line]
     if recorded:
         more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-        raise ConfigError(f"this version can't read {layers.record}: {recorded[0]}{more}; {USE_ITS_VERSION}")
+        raise OtherVersion(str(layers.record), f"{recorded[0]}{more}")
     if len(lines) == 1:
         raise ConfigError(next(iter(lines)))
     raise ConfigError(f"{len(lines)} settings are wrong:\n" + "\n".join(f"  {line}" for line in lines))

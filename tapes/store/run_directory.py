@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter
 
-from ..common.config import AT_RESUME, ConfigError, dump_config, load_config
+from ..common.config import AT_RESUME, FORMAT, ConfigError, check_version, dump_config, load_config
 from ..common.config_yaml import Group, YamlProblem, nested, read_yaml, settings_of
 from ..errors import Corrupt, NotATape, UsageError
 from ..value import Value
@@ -92,6 +92,8 @@ class Results(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    format: int = 0
+    """Format of the run's settings. 0: an unreleased commit began the run."""
     lineage: str = ""
     """Empty in a run without training."""
     base: str | None = None
@@ -221,7 +223,7 @@ def open_run(
     changes = changes or {}
     if found:
         _check_config(path, config, (*free, *changes, *engines))
-    results = Results() if found else begin()
+    results = Results() if found else begin().model_copy(update={"format": FORMAT})
     with Lease(path) as lease:
         if (path / CONFIG).exists() != found:
             raise UsageError(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
@@ -267,7 +269,10 @@ def recorded_settings(path: str | Path) -> Group:
 
 
 def recorded_config(path: str | Path) -> Group:
-    """The configuration of the run at `path` as groups in groups. OSError or YamlProblem if it can't be read."""
+    """The configuration of the run at `path` as groups in groups.
+
+    OSError or YamlProblem if it can't be read, OtherVersion if another version wrote it."""
+    check_version(Path(path))
     try:
         text = read_file(Path(path) / CONFIG).decode()
     except UnicodeDecodeError as error:

@@ -16,7 +16,7 @@ from pydantic import Field
 from ..audit.advice import advice
 from ..audit.faults import Fault, Faults
 from ..common.stats import fixed, mean
-from ..errors import TapereelError
+from ..errors import OtherVersion, TapereelError
 from ..records import End as EndRecord
 from ..records import Status
 from ..schema import parse_record
@@ -111,7 +111,10 @@ def overview_of(
     books, accounting = _books(store)
     edited = store.edited()
     lines = [line for line in read_metrics(metrics) if line.get("phase") == "rl"] if not edited else []
-    settings = recorded_settings(path)
+    try:
+        settings = recorded_settings(path)
+    except OtherVersion:
+        settings = {}
     loop = settings.get("loop") or {}
     if results is None:
         results = Results.read(path) if (path / RESULTS).exists() and not edited else Results()

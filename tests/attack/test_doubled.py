@@ -7,19 +7,28 @@ from pathlib import Path
 
 import pytest
 
+import tapereel as tr
 from tapereel.cli import main
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
-RECORDED = Path(__file__).resolve().parents[1] / "recorded"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "digits.py"
+WORDS = ["train", "--agent", f"{EXAMPLE}:player", "--env", f"{EXAMPLE}:Digits", "--tasks", f"{EXAMPLE}:tasks"]
+SETTINGS = ("loop.updates=2", "loop.groups=4", "loop.group_size=8", "evaluation.fraction=0")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    model = tr.save_tiny_model(folder / "model", alphabet="0123456789", size="micro")
+    sets = [word for setting in SETTINGS for word in ("--set", setting)]
+    assert main([*WORDS, "--model", model, "--out", str(folder / "run"), *sets]) == 0
+    return folder / "run"
 
 
 @pytest.fixture
-def doubled(tmp_path: Path) -> Path:
-    run = tmp_path / "run"
-    shutil.copytree(RECORDED / "run", run)
-    shutil.copytree(RECORDED / "model", tmp_path / "model")
-    shutil.copy(RECORDED / "tasks.json", tmp_path)
+def doubled(trained: Path, tmp_path: Path) -> Path:
+    run = shutil.copytree(trained, tmp_path / "run")
     with Store.open(run, write=True) as store:
         for use in [stored.record for stored in store.run_records("use")]:
             store.writer.append(use.body())

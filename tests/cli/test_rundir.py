@@ -13,7 +13,7 @@ import pytest
 
 from tapereel.cli.progress_bars import live_progress
 from tapereel.finetune.run.train_config import TrainConfig
-from tapereel.tapes.common.config import Config, ConfigError, load_config
+from tapereel.tapes.common.config import FORMAT, Config, ConfigError, load_config
 from tapereel.tapes.errors import Corrupt, UsageError
 from tapereel.tapes.store.disk import MOST_BYTES, NotAFile, file_digest, read_file
 from tapereel.tapes.store.lease import LeaseLost, end_lease
@@ -164,7 +164,8 @@ def test_results_are_replaced_as_a_whole(tmp_path: Path):
         for n in range(3):
             run.results.seconds["n"] = n
             run.save()
-            assert json.loads((tmp_path / "r" / "results.json").read_text()) == {"lineage": "x", "seconds": {"n": n}}
+            results = json.loads((tmp_path / "r" / "results.json").read_text())
+            assert results == {"format": FORMAT, "lineage": "x", "seconds": {"n": n}}
     assert not list((tmp_path / "r").glob(".*"))
 
 
