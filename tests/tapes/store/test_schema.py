@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,9 @@ class Echo(tr.Environment):
         return tr.Outcome("so", reward=1.0, terminated=True)
 
 
-def newer(bodies: list[bytes], kind: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[bytes]:
-    """The records, of which the first of this kind is changed."""
-    at = next(k for k, body in enumerate(bodies) if json.loads(body)["t"] == kind)
-    bodies[at] = json.dumps(change(json.loads(bodies[at])), separators=(",", ":")).encode()
-    return bodies
-
-
-GROWN: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+Grown = tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]
+"""(kind of record, what a later version makes of it, the part that this version doesn't know)."""
+GROWN: dict[str, Grown] = {
     "an optional field": ("step", lambda one: {**one, "seconds": 1.5}, 'the field "seconds"'),
     "a field of a call": ("call", lambda one: {**one, "cost_centre": "x"}, 'the field "cost_centre"'),
     "a field inside": ("begin", lambda one: {**one, "env": {**one["env"], "image": "x"}}, 'the field "env.image"'),
@@ -43,20 +38,28 @@ GROWN: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = 
 }
 
 
-@pytest.fixture(params=GROWN)
-def grown(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
-    """A run of two episodes, in which a record of the first one has a part that only a later version knows."""
-    kind, change, part = GROWN[request.param]
-    run = tr.run(tr.ChatAgent(), Echo, ["a", "b"], ["yes"], out=tmp_path / "run")
+def grown_by(parts: Iterable[Grown], folder: Path) -> Path:
+    """A run of two episodes, in which the first record of each named kind has a part that only a later version
+    knows."""
+    run = tr.run(tr.ChatAgent(), Echo, ["a", "b"], ["yes"], out=folder / "run")
     with Store.open(run.path) as store:
         bodies = [
             stored.body for stored in store.records() if stored.t not in ("open", "commit", "seal", "lead", "files")
         ]
-    with Store.create(tmp_path / "grown") as store:
-        published = Publish(version="base:0", digest="0" * 64, at=0.0).body()
-        for body in newer([*bodies, published], kind, change):
+    bodies.append(Publish(version="base:0", digest="0" * 64, at=0.0).body())
+    for kind, change, _ in parts:
+        at = next(k for k, body in enumerate(bodies) if json.loads(body)["t"] == kind)
+        bodies[at] = json.dumps(change(json.loads(bodies[at])), separators=(",", ":")).encode()
+    with Store.create(folder / "grown") as store:
+        for body in bodies:
             store.writer.append(body)
-    return tmp_path / "grown", part
+    return folder / "grown"
+
+
+@pytest.fixture(params=GROWN)
+def grown(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    """A run with one such part, and the part."""
+    return grown_by([GROWN[request.param]], tmp_path), GROWN[request.param][2]
 
 
 def test_what_a_later_version_wrote_is_undecided_and_named(grown: tuple[Path, str], capsys) -> None:
@@ -87,14 +90,20 @@ def test_a_tape_with_such_a_record_says_so_and_is_not_replayed(grown: tuple[Path
     assert "pydantic" not in shown.err
 
 
-def test_a_flipped_bit_is_still_broken(grown: tuple[Path, str]) -> None:
-    run, _ = grown
+def test_all_parts_of_one_run_are_named_and_a_flipped_bit_is_still_broken(tmp_path: Path, capsys) -> None:
+    parts = [GROWN[name] for name in ("an optional field", "an enum member", "a kind of run record")]
+    run = grown_by(parts, tmp_path)
+    assert main(["verify", str(run), "--json"]) == 2
+    report = json.loads(capsys.readouterr().out)
+    assert (report["verdict"], report["broken"], len(report["unknown"])) == ("undecided", [], 3)
+    assert all(any(part in sentence for sentence in report["unknown"]) for _, _, part in parts)
     (segment,) = (run / "tapes").glob("*.jsonl")
     data = bytearray(segment.read_bytes())
-    at = data.index(b'"yes"') + 1
-    data[at] ^= 1
+    data[data.index(b'"yes"') + 1] ^= 1
     segment.write_bytes(data)
-    assert verify(run).verdict == "broken"
+    assert main(["verify", str(run), "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["verdict"] == "broken"
 
 
 def test_a_record_that_is_wrong_in_another_way_is_not_newer() -> None:
