@@ -132,17 +132,20 @@ def test_the_threads_of_guests_are_not_those_of_tapereel(short: pytest.LogCaptur
         for _ in range(64):
             asyncio.get_running_loop().run_in_executor(None, release.wait)
 
-    async def chooses() -> str:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, thread_name_prefix="own"))
+    async def named() -> str:
         return await asyncio.to_thread(lambda: threading.current_thread().name)
 
-    async def main() -> str:
+    async def chooses() -> str:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, thread_name_prefix="own"))
+        return await named()
+
+    async def main() -> list[str]:
+        names = [await asyncio.create_task(as_guest(work)) for work in (chooses, named)]
         await asyncio.create_task(as_guest(fills))
-        assert await asyncio.to_thread(lambda: 1) == 1
-        return await asyncio.create_task(as_guest(chooses))
+        return [*names, await named()]
 
     try:
-        assert run_async(main()).startswith("own")
+        assert [name.startswith("own") for name in run_async(main())] == [True, False, False]
     finally:
         release.set()
 
