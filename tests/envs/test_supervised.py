@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sys
 
 import pytest
 
-from tapereel.envs.supervised import StrayCancellation, Supervised
+from tapereel.envs import supervised as module
+from tapereel.envs.supervised import StrayCancellation, Supervised, TimedOut
 from tapereel.tapes.common.shared_loop import SharedLoop
 
 from .supervised_programs import played
@@ -72,6 +74,35 @@ def test_a_call_whose_task_other_code_cancels_ends_with_its_cause() -> None:
         with pytest.raises(StrayCancellation):
             await call
         assert await code(value(2), "code") == 2
+        code.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(20)
+def test_code_that_was_left_running_gives_no_later_call_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GRACE", 0.02)
+
+    async def main() -> None:
+        code, release, ended = Supervised(), asyncio.Event(), list[int]()
+
+        async def stubborn() -> int:
+            while not release.is_set():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await release.wait()
+            ended.append(1)
+            return 1
+
+        async def later() -> int:
+            release.set()
+            await asyncio.sleep(0.05)
+            return 2
+
+        with pytest.raises(TimedOut):
+            await code(stubborn(), "code", 0.01)
+        assert len(code.left) == 1
+        assert await code(later(), "code") == 2
+        assert ended == [1]
         code.close()
 
     asyncio.run(main())
