@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import runpy
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import tapereel as tr
 
 pytestmark = pytest.mark.docs
 
@@ -105,6 +109,20 @@ def test_the_digits_save_a_model_that_the_command_takes(tmp_path: Path):
     assert {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
         path.name for path in (tmp_path / "m").iterdir()
     }
+
+
+def test_dpo_learns_which_answer_is_preferred(tmp_path: Path):
+    tr.save_tiny_model(tmp_path / "model", alphabet="abcd", size="micro")
+    pairs = [{"prompt": p, "chosen": p * 2, "rejected": "d"} for p in "abc"]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
+    out = started("dpo.py", "model", "pairs.jsonl", "out", cwd=tmp_path).splitlines()
+    losses = [float(line.split()[3]) for line in out]
+    assert len(out) == 20
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-4)
+    assert losses == sorted(losses, reverse=True)
+    assert out[-1].endswith("preferred 1.00")
+    assert (tmp_path / "out" / "model" / "model.safetensors").is_file()
+    assert len(tr.open(tmp_path / "out" / "run").tapes()) == 6
 
 
 def test_each_example_has_a_test_and_a_line_in_the_readme():
