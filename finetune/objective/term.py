@@ -78,8 +78,9 @@ class Kinds:
         self.kinds = kinds
 
     def __get_pydantic_core_schema__(self, base: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        union = Annotated[reduce(or_, self.kinds), Field(discriminator="kind")]
-        closed = handler.generate_schema(union if len(self.kinds) > 1 else self.kinds[0])
+        union: Any = reduce(or_, self.kinds)
+        several = len(self.kinds) > 1
+        closed = handler.generate_schema(Annotated[union, Field(discriminator="kind")] if several else union)
 
         def validate(
             value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
