@@ -6,7 +6,7 @@ that was published. The report names the first update that differs, and what dif
 
 1. `verified` holds on every machine: equal digests mean equal weights. A difference on another machine or with another
    version of torch is `unverifiable`: a sum in another order differs in its last bits.
-2. Reproduce does not check how a tape came about: `verify` checks its bytes, `replay` the agent, `requery` the model.
+2. Reproduce does not check how a tape came about: `verify` checks its bytes, `replay` the agent and the model.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def quick(store: Store, breaks: Mapping[str, Break]) -> Integrity:
         "not_checked": [
             "lines that were indexed earlier: a later change on the disk shows when a tape is read, or by verify",
             "pins, media files, the prefixes of forks and the accounting of tokens: verify checks them",
-            "what agents, environments, models and training did: replay, rescore, requery and reproduce check it",
+            "what agents, environments, models and training did: replay and reproduce check it",
         ],
     }
 
