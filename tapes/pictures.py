@@ -256,7 +256,7 @@ def visuals_of(value: object) -> tuple[Visual, ...]:
     try:
         return tuple(one for one in _walked(value) if isinstance(one, Visual)) if _may_refer(type(value)) else ()
     except RecursionError:
-        raise ValueError("it is nested too deeply to be recorded") from None
+        raise ValueError(f"a {type(value).__qualname__} is nested too deeply to be recorded") from None
 
 
 def videos_in(content: object) -> Iterator[Video]:

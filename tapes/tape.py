@@ -257,7 +257,7 @@ class Tape(Sequence[Step]):
             else:
                 log.append(record, body)
         if log is None:
-            raise NotATape("no records: a tape has at least its `begin`")
+            raise NotATape("a tape of 0 records: `bodies` must hold at least its `begin`")
         for layer in layers:
             if not isinstance(layer, Record):
                 raise NotATape(f"layers hold records, not a {type(layer).__name__}")

@@ -101,7 +101,8 @@ def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
         if root is None:
             return
         if not isinstance(root, yaml.MappingNode):
-            raise YamlProblem("settings are `key: value` lines")
+            found = "list" if isinstance(root, yaml.SequenceNode) else "value"
+            raise YamlProblem(f"line {root.start_mark.line + 1} begins a {found}: settings are `key: value` lines")
         yield from _settings(loader, root, ())
     except yaml.YAMLError as error:
         raise YamlProblem(f"not YAML: {' '.join(str(error).split())}") from None

@@ -32,8 +32,9 @@ def read_plain(text: str | bytes) -> JsonValue:
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise ValueError("half of a character: a surrogate without the other one") from None
+        except UnicodeEncodeError as error:
+            half = ord(error.object[error.start])
+            raise ValueError(f"half of a character: the surrogate U+{half:04X} without the other one") from None
     return value
 
 

@@ -105,7 +105,11 @@ class SegmentReader:
                     break
                 try:
                     if raw[-1:] != b"\n":
-                        raise BadLine("the line has no end" if len(raw) < MAX_LINE else "the line is too long")
+                        raise BadLine(
+                            "the line has no end"
+                            if len(raw) < MAX_LINE
+                            else f"the line has more than {MAX_LINE:,} bytes"
+                        )
                     # The newline is part of the line: a write that was cut just before it must not count as whole.
                     line = parse_line(raw[:-1])
                     chain.take(line)

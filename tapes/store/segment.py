@@ -19,7 +19,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 from pydantic_core import from_json
 
-from ..errors import NotATape
+from ..errors import NotATape, short_repr
 from ..journal import MAX_BODY
 
 ZERO = b"0" * 64
@@ -97,7 +97,7 @@ def peek(body: bytes) -> tuple[str, str | None]:
     record = read_body(body)
     t, tape = record.get("t"), record.get("tape")
     if not isinstance(t, str) or not (tape is None or isinstance(tape, str)):
-        raise BadLine("its body has no `t`, or a `tape` that isn't a string")
+        raise BadLine(f"its body has the `t` {short_repr(t)} and the `tape` {short_repr(tape)}, which must be strings")
     return t, tape
 
 
@@ -108,7 +108,7 @@ def read_body(body: bytes) -> dict[str, JsonValue]:
     except ValueError as error:
         raise BadLine(f"its body isn't JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadLine("its body isn't a JSON object")
+        raise BadLine(f"its body is a {type(value).__name__}, not a JSON object")
     return value
 
 
@@ -161,12 +161,12 @@ class Chain:
         body = read_body(line.body)
         pins = body.get("pins")
         if body.get("t") != "open" or not isinstance(pins, dict):
-            raise BadLine("the first line isn't an `open`")
+            raise BadLine(f"the first line has the `t` {short_repr(body.get('t'))} and not `open`, or has no pins")
         if body.get("segment") != self.segment:
             raise BadLine(f"the first line opens segment {body.get('segment')!r}, not {self.segment!r}")
         # `p` of a first line continues the chain of an earlier segment, so it must be one of the heads pinned here.
         if line.p != ZERO and line.p.decode() not in pins.values():
-            raise BadLine("the first line follows a head that its `open` does not pin")
+            raise BadLine(f"the first line follows the head {line.p[:12].decode()}…, which its `open` does not pin")
         self.opened = body
         self.first = line.h
 
