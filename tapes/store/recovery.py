@@ -86,8 +86,7 @@ def start_writer(
                 _mend(folder, disk, name, handle, breaks.get(name), found)
             _clear_parts(folder, disk)
             pins = tips(segments, set(found.live), folder, disk)
-            name, handle = new_segment(disk, folder)
-            writer = SegmentWriter(folder, name, handle, pins=pins, disk=disk, **options)
+            writer = SegmentWriter(folder, new_segment(disk, folder), pins=pins, disk=disk, **options)
             try:
                 for tape in index.tapes("status is null"):
                     if owner(segments, tape, index) not in found.live:

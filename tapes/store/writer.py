@@ -108,8 +108,7 @@ class SegmentWriter:
     def __init__(
         self,
         folder: Path,
-        name: str,
-        handle: int,
+        segment: tuple[str, int],
         *,
         pins: dict[str, str] | None = None,
         disk: Disk = REAL,
@@ -120,13 +119,14 @@ class SegmentWriter:
         thread: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take over the locked, empty file of segment `name` and make its first line durable.
+        """Take over a segment that `new_segment` made, and make its first line durable.
 
         `idle`: seconds without a record after which the frontier is stated. `max_age`: seconds that a record may stay
         unsynced when no caller waits for it. Without `thread`, only `commit`, `sync` and `close` write.
         """
         self.folder, self.disk, self.durability = folder, disk, Durability(durability)
-        self._handle, self._rotate_bytes, self._idle, self._max_age = handle, rotate_bytes, idle, max_age
+        name, self._handle = segment
+        self._rotate_bytes, self._idle, self._max_age = rotate_bytes, idle, max_age
         self._clock, self._pid = clock, os.getpid()
         self.media = Media(folder / "media", disk=disk)
         """The run's media files."""

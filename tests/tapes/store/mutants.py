@@ -92,8 +92,8 @@ MUTANTS = (
         (
             (
                 "recovery.py",
-                "            name, handle = new_segment(disk, folder)\n",
-                "            name, handle = held.popitem() if held else new_segment(disk, folder)\n",
+                "SegmentWriter(folder, new_segment(disk, folder),",
+                "SegmentWriter(folder, held.popitem() if held else new_segment(disk, folder),",
             ),
             ("recovery.py", "        disk.truncate(handle, broken.offset)\n", ""),
         ),
