@@ -192,7 +192,7 @@ class Video(Value):
         cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
     ) -> Video:
         """As `of`, without blocking the event loop."""
-        # One at a time, so that a long video leaves room for the pictures of others.
+        # One at a time, so that a long video doesn't block the pictures of other episodes.
         later = asyncio.get_running_loop().run_in_executor
         pictures = [await later(_pool(), _frame, i, frame) for i, frame in enumerate(_frames(frames))]
         return cls.of(pictures, fps=fps, indices=indices)

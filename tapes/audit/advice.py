@@ -22,17 +22,17 @@ from ..tape import Tape
 NEWEST = 50
 """How many of the newest tapes are read, for signs that no metric shows."""
 OFTEN = 0.1
-"""Share of answers above which those that were cut off are reported."""
+"""Cut-off answers are reported above this share of all answers."""
 MOST = 0.5
-"""Share of answers above which those that could not be read are reported."""
+"""Unreadable answers are reported above this share of all answers."""
 NEAR = 0.1
-"""Share of the range of rewards by which answers that were cut off may earn less than the best, without a sentence."""
+"""Cut-off answers aren't reported if they earn less than the best by at most this share of the range of rewards."""
 FEW = 4
-"""Least number of rewards, or of called-for answers, that make a sentence."""
+"""Minimum number of rewards or answers for advice about them."""
 SHORT = 16
-"""Tokens. A lower limit is meant to cut answers."""
+"""Tokens. A lower limit of an answer is taken to be intended."""
 LOOP = 10
-"""Least number of updates for a sentence about their reward: its interval compares five with five."""
+"""Minimum number of updates for advice about their reward: its interval compares five updates with five."""
 GONE = 0.05
 """Nats per token. Below it the attempts of a group are copies of each other."""
 
@@ -42,8 +42,8 @@ Lines = Sequence[Mapping[str, JsonValue]]
 def advice(
     store: Store, split: str | None = None, updates: Lines = (), held_out: Evaluations | None = None
 ) -> tuple[str, ...]:
-    """Sentences about the closed tapes of `split` (None: all), about the loop's `updates`, lines of the metrics, and
-    about the evaluation at its end."""
+    """Advice about the closed tapes of `split` (None for all), the loop's `updates` (lines of the metrics) and the
+    evaluation at its end, one sentence each."""
     try:
         return (
             *_tapes(store, split),
@@ -81,7 +81,7 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
             f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
             "agent's `parse`?"
         )
-    # Limits of a few tokens, and those that an agent sets itself (`max_tokens=1`), mean the cut.
+    # A limit of a few tokens, or one that the agent sets itself (`max_tokens=1`), is meant to cut answers.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]
     answers = [
         (call.finish == "length", tape.reward)
@@ -124,7 +124,7 @@ def _updates(lines: Lines) -> Iterator[str]:
     first, last = lines[:some], lines[-some:]
     low, high = _rise(_values(first, "reward"), _values(last, "reward"))
     if low > 0:
-        return  # it learns: few groups that differ, or little entropy, are what success looks like
+        return  # it learns, and a run that succeeds also has few groups that differ and little entropy
     known = len(lines) >= LOOP and math.isfinite(high)
     if known:
         yield (

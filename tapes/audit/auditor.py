@@ -1,7 +1,7 @@
-"""The audit of a run's tapes: attrition, what calls cost, which actions earned the reward, and anomalies.
+"""The audit of a run's tapes: attrition, the cost of calls, the actions that earned the reward, and anomalies.
 
-One pass over the records, in their order, feeds everything. Of a tape that ended only sums are kept, of a group a few
-numbers, so memory grows with open tapes and groups, not with tapes or tokens. The rules:
+One pass over the records, in order, feeds everything. It keeps only sums of an ended tape and a few numbers of a
+group, so memory grows with open tapes and groups, not with tapes or tokens. The rules:
 
 1. Sums over rewards include ended tapes only; the cost of calls includes open tapes.
 2. A call and its prompt count at the version under which it began. Its completion is divided among the versions that
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 EXAMPLES = 5
 """How many tapes each line of the audit names."""
 INHERITED = "(before the fork)"
-"""Stands for the kind of an action that a fork inherited from its parent."""
+"""The kind that is listed for an action that a fork inherited from its parent."""
 
 
 class Ended(Lost, frozen=False):
-    """The same, with what only an audit sums up. `sampled` includes authored completions that have token ids."""
+    """The same, with sums that only an audit needs. `sampled` includes authored completions that have token ids."""
 
     unscored: int = 0
     """Episodes among these that have no reward."""
@@ -209,7 +209,7 @@ class AuditFold:
             self._component(facts, facts.layer or "")
         elif (tape := self._open.get(name)) is not None and facts is not None:
             self._add_to(tape, facts)
-        # The rest is after its tape's end, or of a tape that never began: the books report both.
+        # The remaining records follow their tape's end, or their tape never began: the books report both.
 
     def _begin(self, begun: Summary) -> None:
         self._tapes += 1

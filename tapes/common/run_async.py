@@ -1,6 +1,6 @@
 """Runs a coroutine to its end from synchronous code, in a script and in a notebook.
 
-The end waits for no code of others: tasks and threads that agents and environments left behind have `GRACE` seconds.
+The end doesn't wait for foreign code: tasks and threads that agents and environments left behind have `GRACE` seconds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def end(runner: asyncio.Runner, *first: asyncio.Task[object]) -> None:
 
 
 def complete(runner: asyncio.Runner, task: asyncio.Task[ResultT]) -> ResultT:
-    """The result of a task of the runner's loop, although code that runs in the loop ends the loop."""
+    """The result of a task of the runner's loop, even if code that runs in the loop stops the loop."""
     while True:
         try:
             runner.run(_join(task))
@@ -117,7 +117,7 @@ async def _end(*first: asyncio.Task[object]) -> None:
     loop, here = asyncio.get_running_loop(), asyncio.current_task()
     assert isinstance(loop, SharedLoop)
     await asyncio.sleep(0)  # until the task that waits for this one has left `loop.tasks`
-    for task in first:  # open after Ctrl-C was pressed twice: it closes the run, which takes the time that it takes
+    for task in first:  # open after Ctrl-C was pressed twice: it closes the run, and nothing limits that time
         task.cancel()
         await asyncio.wait([task])
     rest = {task for task in loop.tasks if task is not here and task not in _left and not task.done()}

@@ -63,7 +63,7 @@ class SharedLoop(asyncio.SelectorEventLoop):
         settle(self._process)
 
     def set_default_executor(self, executor: ThreadPoolExecutor) -> None:
-        """As every event loop, for the caller's episode alone."""
+        """As in every event loop, but for the caller's episode only."""
         _executor.set(executor)
 
     def run_in_executor(
@@ -79,7 +79,7 @@ class SharedLoop(asyncio.SelectorEventLoop):
         return super().run_in_executor(executor, _settled, self._process, func, *args)
 
     def call_exception_handler(self, context: dict[str, object]) -> None:
-        """As every event loop. A generator can't be closed if a task that was left running is inside it: no error."""
+        """As in every event loop, but closing a generator that a task is still running in is not an error."""
         if not getattr(context.get("asyncgen"), "ag_running", False):
             super().call_exception_handler(context)
 

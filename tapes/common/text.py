@@ -27,7 +27,7 @@ def storable(text: str, limit: int = 2000) -> str:
 
 
 def tell(text: str) -> None:
-    """Print `text` on stderr, escaped, even if code of others has replaced or closed `sys.stderr`."""
+    """Print `text` on stderr, escaped, even if foreign code has replaced or closed `sys.stderr`."""
     line = safe(text) + "\n"
     try:
         sys.stderr.write(line)
@@ -48,7 +48,7 @@ class _Escaped(logging.Filter):
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger `tapereel.NAME`. No handler of it, a user's own included, sends a control sequence to a terminal."""
+    """The logger `tapereel.NAME`. None of its handlers, a user's included, sends a control sequence to a terminal."""
     made = logging.getLogger(f"tapereel.{name}")
     if not any(isinstance(one, _Escaped) for one in made.filters):
         made.addFilter(_Escaped())

@@ -80,7 +80,7 @@ class Disk:
         return True
 
     def write(self, handle: int, data: bytes) -> int:
-        """Append; returns how many bytes were written, which may be fewer than given."""
+        """Append; returns the number of bytes written, which may be less than the length of `data`."""
         return os.write(handle, data)
 
     def sync(self, handle: int) -> None:
@@ -159,7 +159,7 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
     while view:
         taken = disk.write(handle, view)  # type: ignore[arg-type]
         if taken <= 0:
-            raise OSError(f"the file system took {taken} of {len(view)} bytes and gave no reason")
+            raise OSError(f"the file system wrote {taken} of {len(view)} bytes and gave no reason")
         view = view[taken:]
 
 

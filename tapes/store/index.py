@@ -3,7 +3,7 @@
 It holds nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
 record that can't be read is listed in `unread`, and the tape's other records are indexed.
 
-Between processes it is kept in a file, which may be deleted: the database, and behind it a code (HMAC-SHA256) that only
+Between processes it is kept in a file, which may be deleted: the database, followed by a code (HMAC-SHA256) that only
 this user can make. Numbers that users publish come from the index, so a file without the right code is not read, and
 the index is built again from the records. A bad file costs that time and nothing else.
 """
@@ -116,7 +116,7 @@ class Index:
         self._read_lines = 0
         """Lines that this process read, and the file therefore lacks."""
         self._tapes: dict[str, TapeFold] = {}
-        """Those with new records; `_flush` writes them."""
+        """Tapes with new records; `_flush` writes them."""
         self._versions: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 

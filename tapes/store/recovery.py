@@ -5,7 +5,7 @@ It works under the folder's lock, in this order:
 1. Lock every unfinished segment. A segment whose lock is held has a live writer and is never touched.
 2. Refuse to start (`Corrupt`) if durable bytes changed, or if a pinned head is in no segment. Nothing has been changed
    by then.
-3. For each locked segment: copy a torn tail to a file of its own, cut it off, and sync the rest.
+3. For each locked segment: copy a torn tail to its own file, cut it off, and sync the rest.
 4. Open a new segment whose first line pins every head that was found.
 5. End the episodes that dead writers left open, as `crashed`, in the new segment.
 

@@ -221,7 +221,7 @@ def is_action(body: bytes) -> bool:
 
 
 def call_id(body: bytes) -> str:
-    """The id of a call, as a rule without reading its tokens."""
+    """The id of a call, usually without reading its tokens."""
     match = _CALL.match(body)
     return match[1].decode() if match is not None else str(_read(body).get("call"))
 
@@ -260,7 +260,7 @@ def read_begin(body: bytes, segment: str = "", n: int = 0) -> Summary:
 
 
 def read_step(body: bytes) -> StepFacts:
-    """The facts of a step, as a rule without reading its content: most bytes of a run are contents of steps."""
+    """The facts of a step, usually without reading its content, which is most bytes of a run."""
     match = _STEP.match(body)
     if match is not None:
         return StepFacts(match[1].decode(), match[2].decode(), match[3].decode(), body)

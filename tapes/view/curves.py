@@ -58,7 +58,7 @@ def reward_curve(name: str, metrics: Path) -> Curve:
 
 
 _AGENT = "reward/agent/"
-"""The beginning of the metrics that are agents' rewards; the path of the agent follows."""
+"""The prefix of the metrics that are agents' rewards; the agent's path follows."""
 
 
 def agent_curves(metrics: Path) -> list[Curve]:
