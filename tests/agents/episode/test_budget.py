@@ -25,20 +25,12 @@ from tapereel.agents import (
 )
 from tapereel.agents.episode.limits import TokenBudget
 from tapereel.agents.replay.replayer import replay
-from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Answer, Sampling, Step, Tape, Text
+from tapereel.tapes import Answer, Sampling, Step, Tape
 
+from ...toy_envs import Paid
 from ..gateway.lab import RENDERER, embedded
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class World(Environment[Answer]):
-    async def reset(self, task: str) -> Text:
-        return Text(text=task)
-
-    async def step(self, action: Answer) -> Outcome:
-        return Outcome(reward=1.0, terminated=True)
 
 
 class Asks(Agent):
@@ -107,7 +99,7 @@ def _sampled(tape: Tape) -> int:
 @pytest.mark.parametrize("late", [False, True])
 def test_forty_questions_at_once_sample_what_the_limit_says(late: bool):
     agent, sampling = Asks(40, late=late), Sampling(max_tokens=60)
-    tape = asyncio.run(rollout(agent, World(), "t", engine=embedded(), limits=Limits(tokens=100), sampling=sampling))
+    tape = asyncio.run(rollout(agent, Paid(), "t", engine=embedded(), limits=Limits(tokens=100), sampling=sampling))
     assert _sampled(tape) == 100
     verdict = asyncio.run(replay(tape, Asks(40, late=late), renderer=RENDERER))
     assert verdict.outcome == "verified", verdict
@@ -118,7 +110,7 @@ def test_forty_questions_at_once_sample_what_the_limit_says(late: bool):
 def test_a_tape_within_its_budget_is_replayed(seed: int, limit: int, questions: int, late: bool):
     engine, agent = Uneven(seed), Asks(questions, late=late)
     tape = asyncio.run(
-        rollout(agent, World(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=9))
+        rollout(agent, Paid(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=9))
     )
     assert engine.most <= limit
     assert _sampled(tape) == engine.sampled
@@ -171,7 +163,7 @@ def test_whatever_fails_or_is_given_up_the_budget_holds_and_nobody_waits(seed: i
     engine, agent = Uneven(seed, fails=0.3), Fickle(seed, questions)
     tape = asyncio.run(
         rollout(
-            agent, World(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=30), retries=0
+            agent, Paid(), "t", engine=engine, limits=Limits(tokens=limit), sampling=Sampling(max_tokens=30), retries=0
         )
     )
     assert len(agent.ends) == questions

@@ -18,7 +18,7 @@ from tapereel.agents.rendering.renderer import Renderer
 from tapereel.agents.replay.replayer import replay
 from tapereel.agents.setup.engine_config import RendererConfig
 from tapereel.agents.vision.tiny_vision import save_tiny_vision
-from tapereel.envs import Environment, Outcome
+from tapereel.envs import Outcome
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Answer, BadPicture, CauseType, NotATape, Picture, Status, Tape
 from tapereel.tapes.arrays import floats, ints
@@ -28,6 +28,7 @@ from tapereel.tapes.steps import Prompt
 from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 
+from ...toy_envs import Paid
 from ..picture_worlds import Corners, Gallery, Several, square
 from ..rendering.seeing import QWEN, SPECIAL, Pads, tokenizer
 
@@ -221,19 +222,12 @@ def test_replay_compares_places_and_asks_for_the_same_processor() -> None:
 
 
 def test_a_text_episode_of_a_model_that_sees_names_its_processor_and_has_no_place() -> None:
-    class Words(Environment[Answer]):
-        async def reset(self, task: int) -> str:
-            return "q"
-
-        async def step(self, action: Answer) -> Outcome:
-            return Outcome(reward=1.0, terminated=True)
-
-    tape = played(Words)
+    tape = played(Paid)
     assert "processor" in tape.begin.versions
     assert b'"places"' not in b"".join(tape.bodies)
     (row,) = rows(tape)
     assert (row.places, row.file) == ((), None)
-    blind = played(Words, Babbler(Renderer(tokenizer(QWEN))))
+    blind = played(Paid, Babbler(Renderer(tokenizer(QWEN))))
     assert "processor" not in blind.begin.versions
 
 

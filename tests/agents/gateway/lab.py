@@ -17,8 +17,7 @@ from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.gateway import Bounds, Control
 from tapereel.agents.rendering.renderer import Renderer
-from tapereel.envs import Environment, Outcome
-from tapereel.tapes import Answer, Sampling, Tape, Text
+from tapereel.tapes import Sampling, Tape
 from tapereel.tapes.store.store import Store
 
 WORDS = char_tokenizer("abcdefghijklmnopqrstuvwxyz 0123456789+-<>{}\"':,._/\n")
@@ -84,17 +83,6 @@ class Told:
 
     async def close(self) -> None:
         pass
-
-
-class Echo(Environment[Answer]):
-    """The task is a text; an answer that is the same earns 1."""
-
-    async def reset(self, task: str) -> Text:
-        self.task = task
-        return Text(text=task)
-
-    async def step(self, action: Answer) -> Outcome:
-        return Outcome(reward=float(action.text == self.task), terminated=True)
 
 
 async def until(done: Callable[[], object]) -> None:

@@ -24,9 +24,10 @@ from tapereel.tapes.store.store import Store
 from tapereel.tapes.store.verifier import verify
 from tapereel.tapes.view import RunView
 
+from ...toy_envs import Echo
 from ..hosted import Provider, refuses
 from ..picture_worlds import by_pixels, corner_of, images, square
-from .lab import SHORT, Echo, Told
+from .lab import SHORT, Told
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -20,7 +20,8 @@ from tapereel.agents.gateway import Bounds, Program
 from tapereel.agents.replay.replayer import replay
 from tapereel.tapes import Sampling, Tape
 
-from .lab import RENDERER, WORDS, Echo, Told, books_close, embedded, served, streamed, until
+from ...toy_envs import Echo
+from .lab import RENDERER, WORDS, Told, books_close, embedded, served, streamed, until
 
 LONG = Sampling(max_tokens=300)
 

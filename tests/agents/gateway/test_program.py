@@ -18,7 +18,8 @@ from tapereel.agents.replay.replayer import replay
 from tapereel.tapes import Status, StoreFailed, Tape
 from tapereel.tapes.journal import Durability
 
-from .lab import RENDERER, SHORT, Echo, Told, embedded, until
+from ...toy_envs import Echo
+from .lab import RENDERER, SHORT, Told, embedded, until
 
 
 def rolled(program: Any, engine: Any = None, task: str = "abc", **options: Any) -> Tape:

@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import EngineError, Request, ScriptedEngine, agent, rollout
+from tapereel.agents import EngineError, Request, ScriptedEngine, rollout
 from tapereel.agents.runs.judge import CHARACTERS, Judge, judge_reward, pairwise_reward
-from tapereel.envs import Environment, Outcome, Rewards
+from tapereel.envs import Rewards
 from tapereel.envs.rewards.relative import compared, layer_of, training_reward
-from tapereel.tapes import Answer, Sampling, Tape, Task, Text
+from tapereel.tapes import Sampling, Tape, Task
 
-
-class Asks(Environment[Answer]):
-    async def reset(self, task: Task) -> Text:
-        return Text(text=str(task.public))
-
-    async def step(self, action: Answer) -> Outcome:
-        return Outcome(terminated=True)
-
-
-@agent
-async def speaker(tape: Tape, llm: Any) -> Any:
-    yield Answer(text=(await llm(tape)).text)
+from ...envs.scored import Asks, speaker
 
 
 def tapes(*answers: str, reference: Any = None) -> list[Tape]:

@@ -22,7 +22,7 @@ from tapereel.tapes.pictures import pictures_of
 from tapereel.tapes.steps import content_parts
 from tapereel.tapes.store.store import Store
 
-from ..gateway.lab import Echo
+from ...toy_envs import Echo
 from ..gateway.test_asked_pictures import turns
 from ..picture_worlds import Cinema, Corners, Gallery, corner_of
 

@@ -13,6 +13,7 @@ import tapereel as tr
 from tapereel.tapes.errors import BadArgument, UsageError
 
 from ...tapes.common.test_config import VALUES
+from ...toy_envs import Echo
 
 
 class Guess(tr.Environment):
@@ -134,14 +135,6 @@ def test_answers_cannot_be_trained(tmp_path: Path):
 
 
 def test_training_takes_objects_and_is_reproduced(tmp_path: Path):
-    class Say(tr.Environment):
-        async def reset(self, task: str) -> str:
-            self.word = task
-            return task
-
-        async def step(self, action: tr.Action) -> tr.Outcome:
-            return tr.Outcome(reward=float(str(action) == self.word), terminated=True)
-
     model = tr.save_tiny_model(tmp_path / "@m #2: 'x' \U0001f600", alphabet="ab", size="micro")
     settings = {
         "loop.groups": 2,
@@ -151,7 +144,7 @@ def test_training_takes_objects_and_is_reproduced(tmp_path: Path):
         "evaluation.fraction": 0,
     }
     run = tr.train(
-        tr.ChatAgent(), Say, ["a", "b"], model, updates=2, recipe="reinforce", out=tmp_path / "run", settings=settings
+        tr.ChatAgent(), Echo, ["a", "b"], model, updates=2, recipe="reinforce", out=tmp_path / "run", settings=settings
     )
     assert run.summary is not None
     assert run.summary.updates == 2

@@ -19,6 +19,7 @@ from tapereel.tapes.store.store import Store
 
 from ...agents.episode.test_seeing_tokens import played
 from ...agents.picture_worlds import TURNS, Gallery, corner_of, square
+from ...toy_envs import Paid
 
 
 @pytest.fixture
@@ -59,18 +60,8 @@ def test_rows_with_pictures_are_never_taken_for_text(run: Path, tmp_path: Path, 
 
 
 def test_a_run_of_texts_keeps_its_columns(tmp_path: Path):
-    from tapereel.envs import Environment, Outcome
-    from tapereel.tapes import Answer
-
-    class Words(Environment[Answer]):
-        async def reset(self, task: int) -> str:
-            return "say"
-
-        async def step(self, action: Answer) -> Outcome:
-            return Outcome(reward=1.0, terminated=True)
-
     with Store.create(tmp_path / "run") as store:
-        played(Words, journal=store.writer)
+        played(Paid, journal=store.writer)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "x.parquet")]) == 0
     for found in (tr.open(tmp_path / "run").dataset(), Dataset.from_parquet(str(tmp_path / "x.parquet"))):
         assert found.features == rl_features()

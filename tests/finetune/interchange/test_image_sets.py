@@ -16,24 +16,17 @@ from PIL import Image
 
 from tapereel.agents import ScriptedEngine, rollout
 from tapereel.cli import main
-from tapereel.envs import Environment, Outcome, Taskset
+from tapereel.envs import Taskset
 from tapereel.envs.taskset import standard_row
 from tapereel.finetune.interchange.formats import read, write
 from tapereel.finetune.interchange.record_files import BadImport
-from tapereel.tapes import Answer, Picture
+from tapereel.tapes import Picture
 from tapereel.tapes.store.store import Store
 
 from ...agents.episode.test_seeing import Player
 from ...agents.picture_worlds import TURNS, Corners, Gallery, corner_of
 from ...envs.test_trl_pictures import AGENT, Plain, seen
-
-
-class Word(Environment[Answer]):
-    async def reset(self, task: object) -> str:
-        return "Which word?"
-
-    async def step(self, action: Answer) -> Outcome:
-        return Outcome(reward=1.0, terminated=True)
+from ...toy_envs import Paid
 
 
 @pytest.fixture
@@ -41,7 +34,7 @@ def run(tmp_path: Path) -> Path:
     """An episode of three pictures over three turns, one of two pictures in a message, one of text, and a group."""
 
     async def play() -> None:
-        for env, task in ((Corners, 1), (Gallery, 3), (Word, 1)):
+        for env, task in ((Corners, 1), (Gallery, 3), (Paid, 1)):
             await rollout(Player(), env, task, engine=ScriptedEngine(lambda _: "1"), journal=store.writer)
         for said in ("0", "3"):
             engine = ScriptedEngine([said])
@@ -96,7 +89,7 @@ def test_pairs_have_the_pictures_of_their_prompt(run: Path, tmp_path: Path):
 
 def test_without_pictures_nothing_changes(tmp_path: Path):
     with Store.create(tmp_path / "run") as store:
-        tape = asyncio.run(rollout(Player(), Word, 1, engine=ScriptedEngine(["a"]), journal=store.writer))
+        tape = asyncio.run(rollout(Player(), Paid, 1, engine=ScriptedEngine(["a"]), journal=store.writer))
     write([tape], tmp_path / "x.jsonl", "sft")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "y.jsonl"), "--format", "sft"]) == 0
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("x.jsonl", "y.jsonl"))
