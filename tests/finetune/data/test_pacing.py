@@ -176,7 +176,7 @@ def test_the_machine_finds_what_is_wrong_with_a_pacer(mutant: type[Pacer]) -> No
             self.pacer = mutant(batch, concurrent, lag, extra)
 
     quick = settings(
-        max_examples=60,
+        max_examples=400,
         stateful_step_count=40,
         derandomize=True,
         database=None,
