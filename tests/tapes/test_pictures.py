@@ -267,8 +267,6 @@ def test_a_source_that_is_no_picture_is_refused(source: Any, says: str):
 
 
 CORRUPT_EXIF = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<HHHII", 9, 0x010E, 2, 999, 99_999)
-MANY_VALUES = b"MM\0*\0\0\0\x08\xff\xff" + struct.pack(">HHII", 9, 7, 700_000, 0) * 65_535
-"""Each of 65,535 values is the whole data."""
 BIG_PROFILE = b"icc\0\0" + zlib.compress(bytes(9 << 20))
 XMP = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf tiff:Orientation="6"/></x:xmpmeta>'
 

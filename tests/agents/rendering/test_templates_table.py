@@ -14,7 +14,6 @@ from tapereel.agents.rendering.renderer import Renderer
 from ..families import tokenizer
 from .templates_table import NAMES, PAGE, SCENARIOS, TOOL, calls, page, play, results, sampled, say, table
 
-BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 PARALLEL = ["qwen25", "qwen3", "mistral", "deepseek"]
 """Families whose template shows several calls of one answer."""
 

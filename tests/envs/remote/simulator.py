@@ -50,7 +50,3 @@ class Simulator(Environment[Move]):
             return Outcome(Shown(text="x" * 20_000))
         self.total += number
         return Outcome(Shown(text=str(self.total)), reward=float(number), terminated=number == 9)
-
-
-def make_simulator() -> Simulator:
-    return Simulator()

@@ -82,7 +82,6 @@ def at_first_step(**changes: Any) -> Script:
     return script
 
 
-HINT = {"kind": "remote_hint", "content": {"text": "x", "noise": 0.0}}
 LIES: list[tuple[dict[str, Any], str, str]] = [
     ({"id": 1}, "BadAnswer", r"call 1\b.*call 2\b"),
     ({"id": 99}, "BadAnswer", r"call 99\b"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import BadBatch
 from tapereel.finetune.trainer.logprobs import forward, plan, score
-from tapereel.finetune.trainer.micro_batches import Micro, Pictures
+from tapereel.finetune.trainer.micro_batches import Pictures
 
 from .seen import FAMILIES, oracle, oracles, png, pretrained, sampled, shown
 
@@ -43,10 +43,6 @@ def mixed(family: str) -> list[Row]:
 def scored(family: str, rows: list[Row], **how: Any) -> Tensor:
     found = pretrained(family)
     return score(found.model, rows, vision=found.vision, **how).logprob
-
-
-def in_order(micros: list[Micro], values: list[Tensor]) -> Tensor:
-    return torch.cat(values)[torch.cat([micro.index for micro in micros]).argsort()]
 
 
 @FAMILY
