@@ -170,6 +170,21 @@ def test_text_of_others_styles_no_terminal(verb, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.rstrip() == "[bold]x[/bold] \\x1b[31mred\\x07 \\x202eback"
 
 
+class Broken:
+    def write(self, text: str) -> int:
+        raise LookupError("no stderr")
+
+
+@pytest.mark.parametrize("stderr", [None, Broken()], ids=["none", "raises"])
+def test_a_message_arrives_although_code_of_others_broke_stderr(
+    stderr: object, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", stderr)
+        say("it ended \x1b[31m")
+    assert capfd.readouterr().err == "it ended \\x1b[31m\n"
+
+
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path):
     code = (
         "import sys; from tapereel import cli\n"
