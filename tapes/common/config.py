@@ -109,7 +109,7 @@ def check_version(folder: Path) -> bool:
         return False
     try:
         results = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):  # deep brackets
         return True  # `Results.read` says what is wrong with the file
     found = results.get("format", 0) if isinstance(results, dict) else FORMAT
     if found != FORMAT:

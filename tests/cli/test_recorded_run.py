@@ -16,7 +16,7 @@ from tapereel.cli import main
 from tapereel.envs.load_named import load_named
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.tapes.common.config import FORMAT, ConfigError, load_config
-from tapereel.tapes.errors import OtherVersion, UsageError
+from tapereel.tapes.errors import NotATape, OtherVersion, UsageError
 from tapereel.tapes.store.run_directory import Results, recorded_settings
 
 from ..recorded.worlds import WORLDS, Division
@@ -116,6 +116,14 @@ def test_another_format_is_never_read(found: object, new: Path):
         assert f"{found!r}" in str(caught.value)
     (new / "config.yaml").rename(new / "mine.yaml")
     assert load_config(RunConfig, new / "mine.yaml").seed == 0, "a user's own file has no version"
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "\x00", '"format"'])
+def test_results_that_cannot_be_read_are_no_other_version(text: str, new: Path):
+    (new / "results.json").write_text(text)
+    assert load_config(RunConfig, new / "config.yaml").seed == 0
+    with pytest.raises(NotATape):
+        Results.read(new)
 
 
 def test_a_setting_that_this_version_does_not_know_names_the_commit(new: Path):

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.kv_cache import WrongWeights
-from tapereel.agents.engines.engine import Completion, Engine, EngineError, PromptTooLong
+from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, require
 from tapereel.tapes.arrays import ints
 
 from ...embedded_lab import END, Digits, ask, assert_faithful, decoder, engine, prompt_of, until, worst
@@ -21,7 +21,8 @@ from ...embedded_lab import END, Digits, ask, assert_faithful, decoder, engine, 
 
 def test_it_is_an_engine() -> None:
     shared = engine(decoder(), capacity=50)
-    assert isinstance(shared, Engine)
+    assert shared.can == {"stats", "weights", "score"}
+    require(shared, shared.can, "This test")
     assert shared.context == 50
     assert isinstance(shared.renderer, Digits)
     assert shared.name == "embedded"
