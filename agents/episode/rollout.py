@@ -16,7 +16,7 @@ import random
 import sysconfig
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,6 @@ async def rollout(
     unverified: str | None = None,
     tape_id: str | None = None,
     retries: int = 2,
-    recorder: Callable[[Begin, Journal | None, Tape | None], Recorder] = Recorder,
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
@@ -100,9 +99,8 @@ async def rollout(
     If the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
     reason to continue, which is recorded.
     With a `journal` every record is written as it happens. If the environment isn't `pure`, the intent of an action is
-    durable before the action is carried out. `recorder` may write other records. If the engine waits for its servers,
-    the episode begins after that wait. Raises StoreFailed, EngineStopped and CancelledError; nothing else comes out of
-    an episode.
+    durable before the action is carried out. If the engine waits for its servers, the episode begins after that wait.
+    Raises StoreFailed, EngineStopped and CancelledError. No other error leaves an episode.
     """
     absence = absence_of(engine)
     if absence is not None:
@@ -128,7 +126,7 @@ async def rollout(
     )
     if task.pictures:
         await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would wait for the disk in the event loop
-    episode = Episode(agent, env, recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
+    episode = Episode(agent, env, Recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
     return await episode.run()
 
 

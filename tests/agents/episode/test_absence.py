@@ -129,7 +129,20 @@ def test_a_judge_that_can_answer_no_more_stops_the_run(tmp_path: Any) -> None:
     assert {status for status, cause in ends if cause != CauseType.MODEL} <= {Status.CANCELLED}
 
 
-def test_an_agent_that_swallows_the_end_of_its_engine_earns_nothing() -> None:
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[Recorder]:
+    """The recorders of all episodes of a test: a cancelled episode returns no tape."""
+    made: list[Recorder] = []
+
+    def recorder(*given: Any) -> Recorder:
+        made.append(Recorder(*given))
+        return made[-1]
+
+    monkeypatch.setattr("tapereel.agents.episode.rollout.Recorder", recorder)
+    return made
+
+
+def test_an_agent_that_swallows_the_end_of_its_engine_earns_nothing(recorders: list[Recorder]) -> None:
     asked: list[Request] = []
 
     def gone(request: Request) -> str:
@@ -144,15 +157,9 @@ def test_an_agent_that_swallows_the_end_of_its_engine_earns_nothing() -> None:
             yield Answer(text="7")
 
     async def scene() -> Tape:
-        ended: list[Recorder] = []
-
-        def recorder(*given: Any) -> Recorder:
-            ended.append(Recorder(*given))
-            return ended[-1]
-
         with pytest.raises(EngineStopped):
-            await rollout(Swallows(), Faulty, TASKS[1], engine=ScriptedEngine(gone), recorder=recorder)
-        return Tape(ended[0].log)
+            await rollout(Swallows(), Faulty, TASKS[1], engine=ScriptedEngine(gone))
+        return Tape(recorders[0].log)
 
     tape = asyncio.run(scene())
     assert len(asked) == 1
@@ -245,19 +252,14 @@ def test_resume_repeats_what_the_end_of_the_run_cut_off_with_the_same_seed(tmp_p
     assert len({(task, seed) for task, seed, _ in tapes}) == 2
 
 
-def test_what_was_cut_off_uses_up_no_retry_and_keeps_its_seed() -> None:
+def test_what_was_cut_off_uses_up_no_retry_and_keeps_its_seed(recorders: list[Recorder]) -> None:
     async def cut() -> Tape:
-        ended: list[Recorder] = []
-
-        def recorder(*given: Any) -> Recorder:
-            ended.append(Recorder(*given))
-            return ended[-1]
-
-        rolling = asyncio.create_task(rollout(Player(), Faulty, TASKS[1], engine=Slow(9.0), recorder=recorder))
-        await until(lambda: ended)
+        recorders.clear()
+        rolling = asyncio.create_task(rollout(Player(), Faulty, TASKS[1], engine=Slow(9.0)))
+        await until(lambda: recorders)
         rolling.cancel()
         await asyncio.wait([rolling])
-        return Tape(ended[0].log)
+        return Tape(recorders[-1].log)
 
     async def scene() -> list[tuple[int, int]]:
         group, asked = Group(0, TASKS[1], 1), list[tuple[int, int]]()
