@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 from ...tapes.common.redact import without_secrets
-from ...tapes.errors import RunStopped, StopReason, TapereelError, error_message
+from ...tapes.errors import RunStopped, StopReason, TapereelError, UsageError, error_message
 from ...tapes.places import Place
 from ...tapes.records import Attempt, Message, Sampling, Usage
 
@@ -307,10 +307,10 @@ def _missing(engine: object, names: Iterable[str]) -> list[str]:
 
 
 def require(engine: object, needs: Iterable[Capability], use: str) -> None:
-    """Raise IncompleteEngine if `engine` isn't an Engine with the capabilities `needs`; `use` names their user."""
+    """Raise UsageError if `engine` isn't an Engine with the capabilities `needs`; `use` names their user."""
     faults = incomplete(engine) or undeclared(cast(Engine, engine), needs)
     if faults:
-        raise IncompleteEngine(
+        raise UsageError(
             f"{use} can't use the engine {type(engine).__qualname__}: {'; '.join(faults)} (tapereel.check_engine tests "
             "an engine)"
         )
@@ -360,10 +360,6 @@ class EngineStopped(EngineError, RunStopped):
 
 class PromptTooLong(EngineError, ValueError):
     """The prompt leaves no room for a completion; the episode ends with the limit `context`."""
-
-
-class IncompleteEngine(TapereelError, TypeError):
-    """An engine lacks members or capabilities that its use needs; names them."""
 
 
 def one_temperature(request: Request) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
-from ...tapes.errors import TapereelError, UsageError
+from ...tapes.errors import UsageError
 from .engine import (
     BLIND,
     Capability,
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..rendering.renderer import Renderer
-
-
-class BadTeam(TapereelError, ValueError):
-    """Engines that can't be used together on one tape. Names them and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +82,9 @@ class TeamEngine:
 
     def __init__(self, engines: Mapping[str, Engine], *, lent: Collection[Engine] = ()) -> None:
         if not engines:
-            raise BadTeam("A team has no engines: give at least one, under the path of the agent that it answers for")
+            raise UsageError(
+                "A team has no engines: give at least one, under the path of the agent that it answers for"
+            )
         self.engines = dict(engines)
         self.lead = next(iter(self.engines.values()))
         # One engine may answer for several paths; by id, because engines need not be hashable.
@@ -155,9 +153,9 @@ class TeamEngine:
         return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
-        """New weights for the lead's engine. BadTeam if the lead takes no weights."""
+        """New weights for the lead's engine. UsageError if the lead takes no weights."""
         if "weights" not in self.lead.can:
-            raise BadTeam(f"The team's lead, {self.lead.name}, takes no weights: lead with an engine that does")
+            raise UsageError(f"The team's lead, {self.lead.name}, takes no weights: lead with an engine that does")
         await cast(CapableEngine, self.lead).sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
@@ -178,7 +176,7 @@ def lead_of(engine: Engine) -> Engine:
 
 
 def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
-    """Raise BadTeam if renderers, by the names of their engines, differ in tokenizer or chat template. None fits
+    """Raise UsageError if renderers, by the names of their engines, differ in tokenizer or chat template. None fits
     all."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)
@@ -186,7 +184,7 @@ def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
         if renderer is not None
     }
     if len(set(hashes.values())) > 1:
-        raise BadTeam(
+        raise UsageError(
             f"The engines {_quoted(hashes)} have different tokenizers or chat templates, and a tape has only one: "
             "use models of one family, with the same renderer settings"
         )

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from ...tapes.errors import TapereelError, UsageError
+from ...tapes.errors import TapereelError
 
 MarkedT = TypeVar("MarkedT")
 
@@ -25,15 +25,6 @@ _LITERAL = _MARK + "0"
 
 class RenderError(TapereelError, ValueError):
     """A conversation can't be turned into tokens. The message names the problem and the remedy."""
-
-
-class NoChatTemplate(RenderError, UsageError):
-    """The tokenizer has no chat template."""
-
-
-class SpecialText(RenderError):
-    """Content holds the text of a control token, and the renderer's `special_text` is "refuse" (or it can't be
-    split)."""
 
 
 class ChatTokenizer(Protocol):
@@ -54,7 +45,7 @@ class Codec:
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
         """literals: the text that the chat template itself writes. special_text: `split` encodes the text of a control
-        token in content as plain text, and `refuse` raises SpecialText.
+        token in content as plain text, and `refuse` raises RenderError.
 
         Raises RenderError for a tokenizer without a backend of the `tokenizers` library.
         """
@@ -109,7 +100,7 @@ class Codec:
 
         Returns the same object if there is nothing to split. where: the place of the value, for the error message.
         only: split just the tokens that it matches, and never refuse them. The value is then an answer, in which the
-        model may have sampled other control tokens. Raises SpecialText.
+        model may have sampled other control tokens. Raises RenderError.
         """
         return cast(MarkedT, self._mark(value, where, only))
 
@@ -134,7 +125,7 @@ class Codec:
     def encode(self, text: str, *, after: int | None = None) -> list[int]:
         """Encode marked text: a whole prompt, or the part of a prompt that follows the id `after`.
 
-        Raises SpecialText if the ids contain a control token that the text doesn't.
+        Raises RenderError if the ids contain a control token that the text doesn't.
         """
         pieces = text.split(_BREAK)
         first = pieces[0].replace(_LITERAL, _MARK)
@@ -144,7 +135,7 @@ class Codec:
         # The last defence: a tokenizer that normalises text first can still build a control token from split text.
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
-            raise SpecialText(
+            raise RenderError(
                 f"the tokenizer reads control tokens into text that holds none: {read} from "
                 f"{text[-200:]!r}; it normalises text before it looks for added tokens; make them "
                 "AddedToken(normalized=False)"
@@ -164,7 +155,7 @@ class Codec:
             token = found.group()
             if refuse or len(token) == 1:
                 why = "special_text='refuse'" if refuse else "a single character can't be split"
-                raise SpecialText(
+                raise RenderError(
                     f"{where} holds the text of the control token {token!r}, which must not reach the "
                     f"model as that token ({why}); escape or drop it"
                     + (", or let the renderer encode it as plain text with special_text='split'" if refuse else "")

@@ -31,9 +31,7 @@ from ...tapes.steps import PLACES, content_parts
 from .codec import (
     ChatTokenizer,
     Codec,
-    NoChatTemplate,
     RenderError,
-    SpecialText,
     digest,
     plain,
 )
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
 """Unicode noncharacters. One of them replaces the text of answers when that text must not matter."""
 
-__all__ = ["NoChatTemplate", "RenderError", "Rendered", "Renderer", "SpecialText", "Track"]
+__all__ = ["RenderError", "Rendered", "Renderer", "Track"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,7 +180,7 @@ class Renderer:
         marked, marked_tools = self._mark(messages, tools, base, shared)
         text = self._template.render(marked, marked_tools)
         pictures = self._pictures_of(marked, text)
-        tail, split = None, "a new conversation: no earlier one starts with the same messages" if tracks else None
+        tail, split = None, _unshared(messages, len(tracks)) if tracks else None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
         if base is not None and tail is not None:
@@ -512,6 +510,12 @@ def _longest(
         if rank[1] and (best is None or rank > best):
             best = rank
     return (tracks[best[3]], best[1]) if best is not None else (None, 0)
+
+
+def _unshared(messages: tuple[Message, ...], tracks: int) -> str:
+    """Why a row starts although there are tracks, none of which shares the first message."""
+    first = f"{plain(str(messages[0].get('content')))[:24]!r} ({messages[0].get('role')})"
+    return f"a new conversation: none of {tracks} earlier ones starts with {first}"
 
 
 def _shared(a: tuple[Message, ...], b: tuple[Message, ...]) -> int:

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from pydantic import JsonValue
 
-from ...tapes.errors import MissingExtra
+from ...tapes.errors import MissingExtra, UsageError
 from ...tapes.records import Message
-from .codec import ChatTokenizer, Codec, NoChatTemplate, RenderError, digest
+from .codec import ChatTokenizer, Codec, RenderError, digest
 
 _THINKING = "<think>\nWhy.\n</think>\n\nSo."
 _TOOL: dict[str, Any] = {
@@ -33,17 +33,17 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """The text of the template, or JSON of all named templates. Raises NoChatTemplate without a usable one."""
+    """The text of the template, or JSON of all named templates. Raises UsageError without a usable one."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise NoChatTemplate(
+        raise UsageError(
             f"the tokenizer {name!r} has no chat template, so messages can't become tokens; load the "
             "tokenizer of the chat (instruct) model, or set tokenizer.chat_template to a Jinja "
             "template (tapereel.agents.engines.embedded.tiny_model has a short one)"
         )
     if isinstance(template, Mapping) and "default" not in template:
-        raise NoChatTemplate(
+        raise UsageError(
             f"the tokenizer has the chat templates {', '.join(map(repr, sorted(template)))} and none "
             "named 'default'; set tokenizer.chat_template to the one to use"
         )

@@ -51,7 +51,7 @@ class RendererConfig(Config):
     tokens of Qwen2.5-VL and Qwen3-VL, in an embedded engine, with the extra `video`."""
 
     def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
-        """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees. Raises RenderError if the
+        """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees. Raises UsageError if the
         tokenizer has no chat template."""
         from ..rendering.renderer import Renderer
 
@@ -134,7 +134,10 @@ class ScriptedConfig(RenderedConfig):
     @model_validator(mode="after")
     def _one_source(self) -> ScriptedConfig:
         if bool(self.answers) == (self.policy is not None):
-            raise ValueError("a scripted engine needs either `answers` or `policy`")
+            raise ValueError(
+                f"a scripted engine has {len(self.answers)} answers and the policy {self.policy!r}: set either "
+                "`answers` or `policy`"
+            )
         return self
 
 
@@ -232,8 +235,8 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     def make(self, needs: Iterable[Capability] = (), use: str = "This run") -> Engine:
         """Create an engine.
 
-        Raises UsageError if `kind` names no callable that accepts `options`, IncompleteEngine if the result isn't
-        an Engine with the capabilities `needs`, which `use` needs."""
+        Raises UsageError if `kind` names no callable that accepts `options`, or if the result isn't an Engine with the
+        capabilities `needs`, which `use` needs."""
         factory = load_function(self.kind, "a class or a function that makes an engine (engine.kind)")
         try:
             inspect.signature(factory).bind(**self.options)
@@ -293,7 +296,7 @@ class Made:
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:
-    """Create the engine that `config` describes. Raises EngineError or NotTrainable for an unusable server."""
+    """Create the engine that `config` describes. Raises EngineError for an unusable server."""
     if isinstance(config, ScriptedConfig):
         renderer = None if config.tokenizer is None else config.renderer.load(config.tokenizer)
         return Made(ScriptedEngine(_policy(config), renderer=renderer), None)
@@ -316,7 +319,7 @@ async def connect_to(
 ) -> RemoteEngine:
     """Connect to the servers, or start vLLM on this machine. With `weights`, the engine accepts weight syncs.
 
-    `adapters`: the LoRA settings for `publish: lora`. Raises ServerStart if vLLM doesn't start."""
+    `adapters`: the LoRA settings for `publish: lora`. Raises EngineError if vLLM doesn't start."""
     from ..engines.servers.connect import connect
     from ..engines.servers.launch import LocalServer, OwnServer, flags_of
 

@@ -101,7 +101,7 @@ def renderer_of(config: AnyEngineConfig) -> Renderer | None:
 
 
 def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]) -> None:
-    """Raise BadTeam if the engines can't record on one tape. The check creates no engine."""
+    """Raise UsageError if the engines can't record on one tape. The check creates no engine."""
     check_writing(
         {
             "engine": renderer_of(engine),
@@ -156,8 +156,8 @@ async def make_team(
     """Create the engines of `config` and of the players. shows: as `LoadedSetup.shows`.
 
     Returns (the team, the identity of the weights by the player's name, with REST for `config`); engines without
-    weights have no entry. Raises BadTeam if the engines can't record on one tape, UsageError if one can't see what is
-    shown."""
+    weights have no entry. Raises UsageError if the engines can't record on one tape, or one can't see the pictures
+    that the run shows."""
     check_together(config, players)
     models = {REST: ModelConfig(engine=config), **players}
     made = await make_partners(models)

@@ -80,7 +80,7 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
 
 
 def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
-    """Refuse engines that can't be trained, before anything is recorded: IncompleteEngine names the missing members,
+    """Refuse engines that can't be trained, before anything is recorded: UsageError names the missing members,
     ValueError an engine that can't sleep although `loop.sleep` is set."""
     for engine in engines:
         require(engine, TRAINING, "Training")

@@ -164,7 +164,7 @@ async def _make_custom(engine: CustomConfig) -> TrainableEngine:
 
 async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: bool = False) -> None:
     """Make an engine of the user's own once and close it, so that training refuses it before anything is written.
-    UsageError and IncompleteEngine, as `CustomConfig.make`."""
+    Raises UsageError, as `CustomConfig.make`."""
     if isinstance(engine, CustomConfig) and frozen:
         await engine.check()
     elif isinstance(engine, CustomConfig):

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import tapereel as tr
-from tapereel.agents.engines.embedded.pretrained import BadModel, load_pretrained, load_tokenizer
+from tapereel.agents.engines.embedded.pretrained import load_pretrained, load_tokenizer
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.store.store import Store
 
 HERE = Path(__file__).parent
@@ -212,6 +213,6 @@ def test_a_model_folders_own_code_is_not_even_offered(tmp_path: Path, monkeypatc
         text.pop("tokenizer_class", None)
         (tmp_path / name).write_text(json.dumps({**text, "model_type": "evil", "auto_map": auto_map}))
     for load in (load_tokenizer, load_pretrained):
-        with pytest.raises(BadModel):
+        with pytest.raises(UsageError):
             load(tmp_path)
     assert (asked, mark.exists()) == ([], False)

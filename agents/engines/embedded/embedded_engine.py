@@ -219,7 +219,7 @@ class EmbeddedEngine:
 
         Raises ValueError for a version that was published before. With `again`, the caller guarantees that the version
         names the same weights. `state` must not change until this method returns: publish a copy of weights in
-        training. Raises `WrongWeights`, before any change, if `state` is not the model's state dict. The engine drops
+        training. Raises `UsageError`, before any change, if `state` is not the model's state dict. The engine drops
         parked KV and recomputes it at the next turn of each conversation."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
@@ -236,7 +236,7 @@ class EmbeddedEngine:
         self._wake()
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `WrongWeights` unless `sync_weights` accepts `state`."""
+        """Raise `UsageError` unless `sync_weights` accepts `state`."""
         self._decoder.check(state)
 
     def freeze(self) -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ....tapes.common.http_service import BODY, Handler, HttpService, web
-from ....tapes.errors import TapereelError
+from ....tapes.errors import TapereelError, UsageError
 from ....tapes.records import Sampling
 from ..engine import Completion, EngineError, PromptTooLong, PublishMode, Request
 from .embedded_engine import EmbeddedEngine, eos_ids
@@ -48,10 +48,6 @@ OFF: dict[str, Any] = {
 """Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"}
 KNOWN |= {"logprobs", *OFF}
-
-
-class BadRequest(TapereelError, ValueError):
-    """A request that this server can't answer. The message names the field and a valid value."""
 
 
 class EngineServer(HttpService):
@@ -134,7 +130,7 @@ class EngineServer(HttpService):
         asked = self._request(body, partial.append)
         name = f"generate-tokens-{body.get('request_id')}"
         if name in self._under_way:
-            raise BadRequest(f"request_id {body.get('request_id')!r} is in flight already")
+            raise UsageError(f"request_id {body.get('request_id')!r} is in flight already")
         stream = _Stream(request, name) if body.get("stream") else None
         # A separate task: /abort_requests and /pause cancel the completion and not the handler, which then answers with
         # the partial completion.
@@ -167,15 +163,15 @@ class EngineServer(HttpService):
 
     def _request(self, body: dict[str, Any], on_partial: Callable[[Completion], None]) -> Request:
         if body.get("model") not in (None, "", self.name):
-            raise BadRequest(f"model {body['model']!r} is not served here; it is {self.name!r}")
+            raise UsageError(f"model {body['model']!r} is not served here; it is {self.name!r}")
         ids, given = body.get("token_ids"), body.get("sampling_params")
         if not isinstance(ids, list) or not ids or not all(type(id) is int and 0 <= id < 2**31 for id in ids):
-            raise BadRequest("token_ids must be a list of ids, one at least")
+            raise UsageError(f"token_ids is {ids!r:.200}; it must be a list of at least one id")
         if not isinstance(given, dict):
-            raise BadRequest("sampling_params must be an object")
+            raise UsageError(f"sampling_params is {given!r:.200}; it must be an object")
         for name, value in given.items():
             if name not in KNOWN or (name in OFF and value != OFF[name]):
-                raise BadRequest(
+                raise UsageError(
                     f"sampling_params.{name} = {value!r}: the embedded engine can't do that; it has "
                     "temperature, top_p, top_k, seed, max_tokens, min_tokens, stop_token_ids and ignore_eos"
                 )
@@ -230,7 +226,7 @@ class EngineServer(HttpService):
     async def _pause(self, request: web.Request) -> Any:
         mode, clear = request.query.get("mode", "abort"), request.query.get("clear_cache", "true")
         if mode not in ("abort", "wait", "keep") or clear not in ("true", "false"):
-            raise BadRequest(f"mode={mode!r}, clear_cache={clear!r}: must be abort, wait or keep, and true or false")
+            raise UsageError(f"mode={mode!r}, clear_cache={clear!r}: must be abort, wait or keep, and true or false")
         self._paused = mode
         self._mode = "stale_kv" if mode == "keep" and clear == "false" else "reprefill"
         if mode == "keep":
@@ -250,7 +246,7 @@ class EngineServer(HttpService):
         body = request[BODY]
         folder = body.get("kwargs", {}).get("weights_path")
         if body.get("method") != "reload_weights" or not isinstance(folder, str):
-            raise BadRequest(f"method {body.get('method')!r}: only reload_weights with kwargs.weights_path is served")
+            raise UsageError(f"method {body.get('method')!r}: only reload_weights with kwargs.weights_path is served")
         self._need_pause()
         weights = await asyncio.to_thread(_read_weights, Path(folder))
         # Check before the weights are kept: a wrong state dict fails here, and the engine keeps the old weights.
@@ -264,7 +260,7 @@ class EngineServer(HttpService):
     async def _name_weights(self, request: web.Request) -> Any:
         version = request[BODY].get("new_version")
         if not isinstance(version, str) or not version:
-            raise BadRequest(f"new_version must be a string, not {version!r}")
+            raise UsageError(f"new_version must be a string, not {version!r}")
         if self._weights is None:
             self.engine.relabel(version)
         else:
@@ -276,14 +272,14 @@ class EngineServer(HttpService):
 
     async def _resume(self, request: web.Request) -> Any:
         if self._weights is not None:
-            raise BadRequest("weights were loaded that have no version yet: /update_weight_version comes first")
+            raise UsageError("weights were loaded that have no version yet: /update_weight_version comes first")
         self._paused = ""
         self.engine.thaw()
         return {}
 
     def _need_pause(self) -> None:
         if not self._paused:
-            raise BadRequest("weights change only while generation is paused: /pause comes first")
+            raise UsageError("weights change only while generation is paused: /pause comes first")
 
 
 class _Stream:
@@ -329,7 +325,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise BadRequest(f"there are no weights (*.safetensors) in {folder}")
+        raise UsageError(f"there are no weights (*.safetensors) in {folder}")
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
 

@@ -29,10 +29,6 @@ class UnsupportedModel(TapereelError, ValueError):
     """The slot cache can't reproduce the model's attention or inputs exactly."""
 
 
-class WrongWeights(TapereelError, ValueError):
-    """A state dict doesn't fit the model: names, shapes or tied values differ. The model's weights are unchanged."""
-
-
 def refuse_unfit(model: PreTrainedModel, vision: Vision | None = None) -> None:
     """Raise `UnsupportedModel` with the reason if the configuration alone shows that the model is unsupported."""
     config = model.config if vision is None else model.config.get_text_config()
@@ -253,29 +249,29 @@ class SlotDecoder:
         self._cache.kv = self._cache.kv.new_empty(0)
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Raise `WrongWeights` unless `load(state)` will succeed."""
+        """Raise `UsageError` unless `load(state)` will succeed."""
         own: dict[str, Tensor] = self.model.state_dict()
         extra = sorted(state.keys() - own.keys())
         if extra:
-            raise WrongWeights(f"published weights have names that the model lacks: {_some(extra)}")
+            raise UsageError(f"published weights have names that the model lacks: {_some(extra)}")
         # Tied weights share storage. One name of each storage is enough, and all published names must agree: otherwise
         # the order of the copies in `load` decides which value the model gets.
         given: dict[int, str] = {}
         for name, value in state.items():
             if value.shape != own[name].shape:
-                raise WrongWeights(
+                raise UsageError(
                     f"{name}: published shape {tuple(value.shape)}, the model has {tuple(own[name].shape)}"
                 )
             twin = given.setdefault(own[name].data_ptr(), name)
             if twin != name and not torch.equal(state[twin], value):
-                raise WrongWeights(f"{twin} and {name} are tied in this model, but were published with two values")
+                raise UsageError(f"{twin} and {name} are tied in this model, but were published with two values")
         missing = [name for name, value in own.items() if value.data_ptr() not in given]
         if missing:
-            raise WrongWeights(f"published weights lack {_some(missing)}; publish the whole state dict")
+            raise UsageError(f"published weights lack {_some(missing)}; publish the whole state dict")
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` into the model's weights. Raises WrongWeights before the first copy.
+        """Copy `state` into the model's weights. Raises UsageError before the first copy.
 
         KV of the old weights stays in the slots: the caller must drop or recompute it."""
         self.check(state)

@@ -37,10 +37,6 @@ ADAPTERS = "adapter_config.json"
 ModelT = TypeVar("ModelT", bound="torch.nn.Module")
 
 
-class BadModel(UsageError):
-    """A directory has no usable model or tokenizer. The message names the directory and the reason."""
-
-
 LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of transformers' `from_pretrained`. Without the second it asks on the terminal whether to execute the code
 that a model folder names."""
@@ -69,8 +65,9 @@ def load_pretrained(
     with weights in `dtype`.
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
-    folder or device is missing, or the model reads more than text and its family is unknown or not proven; BadModel if
-    the folder has no usable model, Corrupt as `check_folder`, MissingExtra for native video without torchvision."""
+    folder or device is missing, if the folder has no usable model, or if the model reads more than text and its family
+    is unknown or not proven. Raises Corrupt as `check_folder`, and MissingExtra for native video without
+    torchvision."""
     from ...vision.families import family_of, prove_vision
 
     folder = model_folder(folder)
@@ -115,11 +112,13 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: Vide
         except (UnsupportedVision, MissingExtra):
             raise
         except Exception as error:  # transformers raises many types for a broken folder
-            raise BadModel(f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
+            raise UsageError(
+                f"the model in {folder} can't be loaded: {type(error).__name__}: {_line(error)}"
+            ) from error
     model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
-        raise BadModel(
+        raise UsageError(
             f"the model in {folder} lacks {len(missing)} weights ({', '.join(missing[:3])} ...): they would "
             "be random; save it with model.save_pretrained"
         )
@@ -134,13 +133,13 @@ def _base_of(folder: Path) -> str | None:
     try:
         base = json.loads(about.read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadModel(
+        raise UsageError(
             f"{about} doesn't say which model its adapters are for: {type(error).__name__}: {error}"
         ) from error
     try:
         return str(model_folder(str(base)))
     except NotFound as error:
-        raise BadModel(
+        raise UsageError(
             f"the adapters in {folder} are for the model {base!r}, which isn't here: bring it there, or name its place "
             f"as base_model_name_or_path in {about} ({error})"
         ) from error
@@ -155,7 +154,7 @@ def _adapted(model: Any, folder: str | Path) -> Any:
     try:
         return PeftModel.from_pretrained(model, str(folder), local_files_only=True)
     except Exception as error:  # peft raises many types for a broken folder
-        raise BadModel(f"the adapters in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
+        raise UsageError(f"the adapters in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
 
 
 def device_of(name: str) -> torch.device:
@@ -189,11 +188,11 @@ def placed(model: ModelT, device: torch.device) -> ModelT:
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer in `folder`, which may also be a name of the hub.
 
-    Raises UsageError if the folder or model doesn't exist, and BadModel if its tokenizer can't be used."""
+    Raises UsageError if the folder or model doesn't exist, or its tokenizer can't be used."""
     folder = model_folder(folder)
     odd = next((path for path in sorted(folder.iterdir()) if not (path.is_file() or path.is_dir())), None)
     if odd is not None:
-        raise BadModel(f"{odd} isn't a file that can be read: a pipe, a device, a socket, or a link to nothing")
+        raise UsageError(f"{odd} isn't a file that can be read: a pipe, a device, a socket, or a link to nothing")
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -201,7 +200,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
     try:
         return AutoTokenizer.from_pretrained(str(folder), **LOADING)
     except Exception as error:  # transformers raises many types for a broken folder
-        raise BadModel(f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}") from error
+        raise UsageError(
+            f"the tokenizer in {folder} can't be loaded: {type(error).__name__}: {_line(error)}"
+        ) from error
 
 
 def load_pictures(

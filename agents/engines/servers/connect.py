@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ....agents.engines.engine import EngineError
 from ..transport.absence import Absence
 from ..transport.http_channel import Server, ServerFailed
 from ..weights.weight_config import AdapterConfig
@@ -18,7 +19,7 @@ from ..weights.weight_transfer import NCCLTransfer, VLLMTransfer, ports
 from .lora_servers import AdapterEngine
 from .server_config import NCCLConfig, ServerSettings
 from .server_engine import HEALTH_SECONDS, RemoteEngine, is_away
-from .server_probe import NotTrainable, kind_of, probe
+from .server_probe import kind_of, probe
 from .sglang import SGLangWeights
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ DIFFERENT = f"{UNKNOWN}the servers' weights differ"
 """Version of an engine whose servers have different weights, as after a restart of one server. The first weight sync
 replaces it."""
 
-__all__ = ["NotTrainable", "connect", "probe"]
+__all__ = ["connect", "probe"]
 
 
 async def connect(
@@ -45,10 +46,11 @@ async def connect(
     are accepted: the first weight sync makes their weights equal. `adapters` has the settings for `publish: lora`.
     Waits, for at most `config.patience` seconds, until all servers answer.
 
-    Raises NotTrainable, CannotSend, or EngineError when a server is unreachable; the servers are then closed."""
+    Raises EngineError if a server is unreachable or unfit, or this process can't send weights to it. The servers are
+    then closed."""
     servers = servers or [Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in config.urls]
     if not servers:
-        raise ValueError("no server addresses")
+        raise ValueError(f"engine.urls is {config.urls!r} and no servers are passed: name at least one address")
     try:
         with Absence(config.patience).request() as tries:
             while True:
@@ -86,22 +88,22 @@ async def _connected(
     # Servers of one engine must agree in everything that a tape records or a check reads, as the log-prob mode.
     kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
     if len(kinds) > 1:
-        raise NotTrainable(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
+        raise EngineError(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
     dialect, capabilities = found[0]
     if weights and dialect.streams:
-        raise NotTrainable(
+        raise EngineError(
             f"{list(servers)} answer by {dialect.route} alone, which takes no token ids, so the arrival of new "
             "weights can't be checked: start them with --enable-scale-out (`tapereel serve model` does)"
         )
     if weights and not adapted and not all(capability.takes_weights for _, capability in found):
-        raise NotTrainable(
+        raise EngineError(
             f"{list(servers)} take no weights: start them with VLLM_SERVER_DEV_MODE=1, on loopback "
             "or a private network only, since those routes know no API key"
         )
     labels = {await weight_version(server) for server in servers} if capabilities.versions else {None}
     if len(labels) > 1:
         if not weights or adapted:
-            raise NotTrainable(
+            raise EngineError(
                 f"the servers have different weights, {sorted(map(str, labels))}: restart them with the same ones"
             )
         # The next weight sync writes the same weights to all servers, so a difference now isn't an error.
@@ -116,19 +118,19 @@ async def _connected(
         )
     # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
     if version.startswith(UNKNOWN):
-        raise NotTrainable(f"the weights under the adapters would be {version!r}: restart {list(servers)}")
+        raise EngineError(f"the weights under the adapters would be {version!r}: restart {list(servers)}")
     return AdapterEngine(
         servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, adapters=adapters
     )
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
-    """Return the control routes of each server. Raises NotTrainable for a way that this kind of server doesn't
+    """Return the control routes of each server. Raises EngineError for a way that this kind of server doesn't
     support."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
     if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):
-        raise NotTrainable(f"{kinds[0]} takes weights by engine.publish=reload only, not by {config.publish!r}")
+        raise EngineError(f"{kinds[0]} takes weights by engine.publish=reload only, not by {config.publish!r}")
     if weights and config.publish == "nccl":
         nccl = config.nccl or NCCLConfig()
         return [

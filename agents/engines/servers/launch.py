@@ -26,11 +26,11 @@ from typing import IO
 
 from pydantic import JsonValue
 
+from ....agents.engines.engine import EngineError
 from ....tapes.common import request_checks
 from ....tapes.common.access_token import check_token, drop_token, new_token, private_file, token_path
 from ....tapes.common.request_checks import is_loopback
 from ....tapes.common.text import logger
-from ....tapes.errors import TapereelError
 from ....tapes.store.store import check_folder
 from ..transport.http_channel import Server, ServerFailed, free_port
 from .shared_memory import remember, sweep
@@ -91,10 +91,6 @@ def flags_of(options: Mapping[str, JsonValue]) -> list[str]:
         elif value is not None:
             flags += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
     return flags
-
-
-class ServerStart(TapereelError, RuntimeError):
-    """The server didn't start. The message has the command and the end of the server's output."""
 
 
 class LocalServer:
@@ -185,7 +181,7 @@ class LocalServer:
         return ["--no-enable-chunked-prefill"] if device == "cpu" else []
 
     async def start(self) -> str:
-        """Start the server, wait until it answers, and return its address. Raises ServerStart."""
+        """Start the server, wait until it answers, and return its address. Raises EngineError."""
         self._check_port()
         for name in sweep():
             log.warning("deleted %s, shared memory that a killed vLLM left", name)
@@ -200,14 +196,14 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Raise ServerStart when the address is in use. Without this check `_up` would accept the health answer of
+        """Raise EngineError when the address is in use. Without this check `_up` would accept the health answer of
         another server at the same address."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((self.host, self.port))
             except OSError as error:
-                raise ServerStart(
+                raise EngineError(
                     f"nothing can listen at {self.url} ({error.strerror}); is there a server already? "
                     "Choose another port (port=, --port; 0 takes a free one)"
                 ) from error
@@ -244,7 +240,7 @@ class LocalServer:
         atexit.register(self.stop)
 
     async def _up(self) -> None:
-        """Wait until `/health` answers. Raises ServerStart when the process ends or `patience` is over."""
+        """Wait until `/health` answers. Raises EngineError when the process ends or `patience` is over."""
         assert self._process is not None
         server = Server(self.url, key_variable=self._key_variable)
         deadline = time.monotonic() + self._patience
@@ -252,18 +248,18 @@ class LocalServer:
             while True:
                 if self._process.poll() is not None:
                     if _NO_VLLM in self.printed():
-                        raise ServerStart(
+                        raise EngineError(
                             f"{self._python} has no vLLM: install the extra tapereel[vllm], or name an "
                             "interpreter that has it (python=, --python)"
                         )
-                    raise ServerStart(
+                    raise EngineError(
                         f"{' '.join(self.command)}\nended with exit code {self._process.returncode}:\n{self.printed()}"
                     )
                 with contextlib.suppress(ServerFailed):
                     await server.get("/health", seconds=5.0)
                     return
                 if time.monotonic() > deadline:
-                    raise ServerStart(
+                    raise EngineError(
                         f"{' '.join(self.command)}\nwas not up after {self._patience:g} s:\n{self.printed()}"
                     )
                 await asyncio.sleep(0.25)

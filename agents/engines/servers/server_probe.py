@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 
-from ....tapes.errors import TapereelError
 from ....tapes.messages import image_of
 from ....tapes.pictures import Picture
 from ....tapes.records import Sampling
@@ -36,13 +35,9 @@ REFUSED = (401, 403, 404, 405, 501)
 """HTTP statuses with which servers answer on a disabled or missing route."""
 
 
-class NotTrainable(TapereelError, RuntimeError):
-    """The servers lack something that RL needs, as token ids, log-probs of the sampled tokens, or equal weights."""
-
-
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
     """Return the dialect for `server`, the first one that it doesn't refuse, and the server's capabilities. Raises
-    NotTrainable or EngineError."""
+    EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
     if kind.startswith("SGLang"):
@@ -66,7 +61,7 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
             said = dialect.parse(answer)
             same_prompt(request, said)
         except EngineError as error:
-            raise NotTrainable(f"{server} answers without what RL needs: {error}") from error
+            raise EngineError(f"{server} answers without what RL needs: {error}") from error
         capabilities = Capabilities(
             server=kind,
             model=model,
@@ -80,18 +75,18 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
             and await _sees(server, dialect, renderer, model),
         )
         return dialect, capabilities
-    raise NotTrainable(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
+    raise EngineError(f"{server} refuses every route that gives token ids: {'; '.join(refused)}")
 
 
 async def kind_of(server: Server) -> str:
-    """Return kind and version of the server: `vLLM ...` or `SGLang ...`. Raises NotTrainable or EngineError."""
+    """Return kind and version of the server: `vLLM ...` or `SGLang ...`. Raises EngineError."""
     for kind, route in (("vLLM", "/version"), ("SGLang", "/server_info")):
         try:
             return f"{kind} {field(await server.get(route, seconds=30.0), 'version')}"
         except ServerFailed as error:
             if error.status not in (404, 405):
                 raise
-    raise NotTrainable(
+    raise EngineError(
         f"{server} is neither vLLM (/version) nor SGLang (/server_info); for a server that returns text only, "
         "which can be imitated and not reinforced, take engine.kind=litellm"
     )
@@ -129,13 +124,13 @@ async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str
 async def _logprobs_mode(
     server: Server, dialect: Dialect, renderer: Renderer, model: str
 ) -> Literal["processed", "raw"]:
-    """Measure whether log-probs are from after (`processed`) or before (`raw`) temperature. Raises NotTrainable when
+    """Measure whether log-probs are from after (`processed`) or before (`raw`) temperature. Raises EngineError when
     the two gaps fit neither mode. The tolerance, 2 % plus 1e-4 nats, covers rounding between two forward passes."""
     gap, sharp = [await _gap(server, dialect, _question(renderer, t), model) for t in (1.0, SHARP)]
     for mode, expected in (("processed", gap / SHARP), ("raw", gap)):
         if abs(sharp - expected) <= 0.02 * abs(expected) + 1e-4:
             return "processed" if mode == "processed" else "raw"
-    raise NotTrainable(
+    raise EngineError(
         f"the two likeliest tokens of {server} are {gap:.6f} nats apart at temperature 1, {sharp:.6f} "
         f"at {SHARP}: its log-probs are neither from before nor from after temperature"
     )

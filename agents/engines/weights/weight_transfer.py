@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ....agents.engines.engine import EngineError
 from ....envs.blocking import EnvironmentThread
-from ....tapes.errors import MissingExtra, TapereelError
+from ....tapes.errors import MissingExtra
 from ..engine import PublishMode
 from ..transport.http_channel import Server, ServerFailed, free_port
 from ..transport.wire import field
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 """The folder whose files are shared memory, on Linux."""
-
-
-class CannotSend(TapereelError, RuntimeError):
-    """This process can't send weights by the configured method."""
 
 
 class VLLMTransfer(VLLMReload):
@@ -119,7 +116,7 @@ class NCCLTransfer(VLLMTransfer):
                 self._thread.run(_join(info, device)), self._post("/init_weight_transfer_engine", {"init_info": info})
             )
         except ServerFailed as error:
-            raise CannotSend(
+            raise EngineError(
                 f"{self.server} doesn't take weights by NCCL ({error}): start it with tapereel serve "
                 '--nccl, or vLLM\'s --weight-transfer-config \'{"backend": "nccl"}\''
             ) from error
@@ -139,7 +136,7 @@ class NCCLTransfer(VLLMTransfer):
             async with asyncio.timeout(self._seconds):
                 return await asyncio.gather(ours, theirs)
         except TimeoutError as error:
-            raise CannotSend(
+            raise EngineError(
                 f"{self.server} and this process did not get done over NCCL at {self._address}:"
                 f"{self._port} within {self._seconds:g} s (engine.control_seconds): do its workers live, "
                 "do they reach that address (engine.nccl.address), and has each a GPU of its own, other "
@@ -148,7 +145,7 @@ class NCCLTransfer(VLLMTransfer):
 
 
 def sending_device() -> int:
-    """The index of the GPU that sends. Raises MissingExtra without vLLM, CannotSend without CUDA."""
+    """The index of the GPU that sends. Raises MissingExtra without vLLM, EngineError without CUDA."""
     import torch
 
     try:
@@ -156,7 +153,7 @@ def sending_device() -> int:
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "vllm", "vllm", "publishing weights over NCCL") from error
     if not torch.cuda.is_available():
-        raise CannotSend(
+        raise EngineError(
             "engine.publish=nccl broadcasts weights from a GPU of this process, and torch finds no CUDA "
             f"device here (torch {torch.__version__}): train where there is one that no server uses, or "
             "publish by engine.publish=reload, or =transfer on one machine"
@@ -189,11 +186,11 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
     """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports. Raises
-    CannotSend if this machine doesn't have the address."""
+    EngineError if this machine doesn't have the address."""
     try:
         return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:
-        raise CannotSend(
+        raise EngineError(
             f"engine.nccl.address={address!r}: this process can't wait for the servers' workers there "
             f"({error}): give an address of this machine that they reach"
         ) from error

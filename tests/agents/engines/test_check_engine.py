@@ -21,7 +21,6 @@ from tapereel.agents.engines.engine import (
     Capability,
     Completion,
     EngineError,
-    IncompleteEngine,
     Request,
     require,
 )
@@ -199,7 +198,7 @@ def test_a_scripted_engine_can_not_be_trained() -> None:
     assert re.search(
         "'stats': define stats .*'weights': define version, changing, sync_weights ", str(report), re.DOTALL
     )
-    with pytest.raises(IncompleteEngine, match=r"ScriptedEngine.* stats .* version, changing, sync_weights "):
+    with pytest.raises(UsageError, match=r"ScriptedEngine.* stats .* version, changing, sync_weights "):
         check_engines([ScriptedEngine(["a"])], settings_of())
     with pytest.raises(ValueError, match=r"`loop\.sleep`.* minimal "):
         check_engines([Minimal()], settings_of(sleep=True, max_lag=0))
@@ -216,13 +215,13 @@ def test_a_capability_is_what_the_engine_declares_and_has(capability: Capability
             """Without the attributes `version` and `stats`."""
 
     absent = [name for name in MEMBERS[capability] if name != "changing"]
-    with pytest.raises(IncompleteEngine, match=f"'{capability}'") as refused:
+    with pytest.raises(UsageError, match=f"'{capability}'") as refused:
         require(Bare(), [capability], "This test")
     assert all(name in str(refused.value) for name in absent)
     engine: Any = Bare()
     engine.can = frozenset({capability})
     if absent:
-        with pytest.raises(IncompleteEngine, match=f"'{capability}'") as refused:
+        with pytest.raises(UsageError, match=f"'{capability}'") as refused:
             require(engine, (), "This test")
         assert all(name in str(refused.value) for name in absent)
     for name in absent:
@@ -245,7 +244,7 @@ def test_a_configuration_names_an_engine_of_ones_own() -> None:
         config_of(f"{here}Minimal", options={"size": 2}).make()
     with pytest.raises(UsageError, match=r":RENDERER .*engine\.kind"):
         config_of(f"{here}RENDERER").make()
-    with pytest.raises(IncompleteEngine, match=r"not_an_engine.* can, context, complete, forget, close"):
+    with pytest.raises(UsageError, match=r"not_an_engine.* can, context, complete, forget, close"):
         config_of(f"{here}not_an_engine").make()
     with pytest.raises(ValueError, match=r"api_key.*key_variable"):
         config_of(f"{here}Minimal", options={"api_key": "x"})
@@ -285,7 +284,7 @@ def test_train_uses_an_engine_of_ones_own_and_refuses_one_without_weights(tmp_pa
         settings["engine"] = {"kind": f"{module}:{name}", "model": str(folder), "options": {"folder": str(folder)}}
         return TrainConfig.model_validate({**settings, "loop": settings_of(updates=1, max_lag=0)})
 
-    with pytest.raises(IncompleteEngine, match=r" stats .* version, changing, sync_weights "):
+    with pytest.raises(UsageError, match=r" stats .* version, changing, sync_weights "):
         train(config("texts"), tmp_path / "refused")
     assert not (tmp_path / "refused").exists()
     summary = train(config("engine"), tmp_path / "run")

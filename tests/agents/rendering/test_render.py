@@ -13,18 +13,16 @@ from transformers import PreTrainedTokenizerFast
 
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.rendering.renderer import (
-    NoChatTemplate,
     Rendered,
     Renderer,
     RenderError,
-    SpecialText,
     Track,
 )
 from tapereel.agents.rendering.tool_calls import read_tool_calls
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
 from tapereel.tapes.arrays import ints
-from tapereel.tapes.errors import TapereelError
+from tapereel.tapes.errors import TapereelError, UsageError
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 
 TOKENIZER = char_tokenizer()
@@ -306,16 +304,16 @@ def test_control_token_text_in_tool_definitions_names_and_calls_is_read_as_chara
 
 def test_refusing_names_the_token_and_the_message(renderer: Renderer) -> None:
     strict = Renderer(TOKENIZER, special_text="refuse")
-    with pytest.raises(SpecialText, match=r"message 1 \(tool\).*'<\|end\|>'") as error:
+    with pytest.raises(RenderError, match=r"message 1 \(tool\).*'<\|end\|>'") as error:
         strict.prompt([say("user", "q"), say("tool", "x<|end|>")])
     assert "special_text='split'" in str(error.value)
-    with pytest.raises(SpecialText, match=r"tool.*'<\|user\|>'"):
+    with pytest.raises(RenderError, match=r"tool.*'<\|user\|>'"):
         strict.prompt([say("user", "q")], [{"function": {"name": "<|user|>"}}])
     # What the model itself sampled can't be refused: it is on the tape.
     track = answer(strict, strict.prompt([say("user", "q")]), [USER, END])
     assert strict.prompt([*track.messages, say("user", "r")], None, [track]).split is None
-    assert isinstance(SpecialText(""), TapereelError)
-    assert isinstance(SpecialText(""), ValueError)
+    assert isinstance(RenderError(""), TapereelError)
+    assert isinstance(RenderError(""), ValueError)
 
 
 def test_a_tokenizer_that_reads_control_tokens_into_other_text_is_found_out() -> None:
@@ -331,7 +329,7 @@ def test_a_tokenizer_that_reads_control_tokens_into_other_text_is_found_out() ->
     )
     careful = Renderer(tokenizer)
     assert list(careful.prompt([say("user", "hi")]).ids) == [1, 0]
-    with pytest.raises(SpecialText, match=r"AddedToken\(normalized=False\)"):
+    with pytest.raises(RenderError, match=r"AddedToken\(normalized=False\)"):
         careful.prompt([say("user", "hi <|END|>")])
 
 
@@ -340,7 +338,7 @@ def test_control_tokens_that_overlap_or_start_alike_are_all_broken_and_the_longe
     tokenizer.add_special_tokens({"additional_special_tokens": ["|>!", "<|end|>!!"]})
     for content in ("<|user|>!", "<|end|>!!", "<|end|>!"):
         assert list(Renderer(tokenizer).prompt([say("user", content)]).ids[1:-2]) == chars(content)
-    with pytest.raises(SpecialText, match=r"'<\|end\|>!!'"):
+    with pytest.raises(RenderError, match=r"'<\|end\|>!!'"):
         Renderer(tokenizer, special_text="refuse").prompt([say("user", "<|end|>!!")])
 
 
@@ -357,7 +355,7 @@ def test_white_space_and_tokens_that_the_template_does_not_write_are_ordinary_te
 def test_a_control_token_of_one_character_can_only_be_refused() -> None:
     tokenizer = char_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["☃"]})
-    with pytest.raises(SpecialText, match=r"'☃'.*character"):
+    with pytest.raises(RenderError, match=r"'☃'.*character"):
         Renderer(tokenizer).prompt([say("user", "a ☃")])
 
 
@@ -448,7 +446,7 @@ def test_an_answer_that_ended_otherwise_than_the_template_says_is_rewritten_hist
 def test_bad_input_is_named_with_its_remedy() -> None:
     bare = char_tokenizer()
     bare.chat_template = None
-    with pytest.raises(NoChatTemplate, match=r"tokenizer\.chat_template"):
+    with pytest.raises(UsageError, match=r"tokenizer\.chat_template"):
         Renderer(bare)
     with pytest.raises(RenderError, match="prompt"):
         Renderer(TOKENIZER).prompt([])

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
-from tapereel.agents.rendering.renderer import NoChatTemplate, Renderer, RenderError, Track
+from tapereel.agents.rendering.renderer import Renderer, RenderError, Track
 from tapereel.finetune.data.rows import rows
 from tapereel.tapes import Tape
+from tapereel.tapes.errors import UsageError
 from tapereel.tapes.records import Begin, Call, End, Identity, Status, Task
 
 from ..families import FAMILIES, tokenizer
@@ -441,7 +442,7 @@ def test_several_templates_in_one_tokenizer_are_chosen_by_whether_there_are_tool
     both.chat_template = {"tool_use": "x"}
     again = both.decode(renderer.prompt([say("user", "q")]).ids)
     assert again.startswith("<|im_start|>system"), "a renderer keeps the template that it was made with"
-    with pytest.raises(NoChatTemplate, match=r"'tool_use'.*'default'"):
+    with pytest.raises(UsageError, match=r"'tool_use'.*'default'"):
         Renderer(both)
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from tapereel.agents.engines.embedded.pretrained import BadModel, load_pretrained
+from tapereel.agents.engines.embedded.pretrained import load_pretrained
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.cli import main
 from tapereel.finetune.inspect.reproducer import reproduce
 from tapereel.finetune.run.train_config import TrainConfig
 from tapereel.finetune.run.train_run import train
+from tapereel.tapes.errors import UsageError
 
 from ...agents.faulty import FaultyServer
 from .hosting import in_thread
@@ -127,10 +128,10 @@ def test_adapters_whose_model_is_gone_are_refused_by_its_name(tmp_path: Path) ->
     WORDS.save_pretrained(adapters)
     assert load_pretrained(adapters).model.peft_config
     folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(BadModel, match=re.escape(f"'{folder}'")):
+    with pytest.raises(UsageError, match=re.escape(f"'{folder}'")):
         load_pretrained(adapters)
     (adapters / "adapter_config.json").write_text("{}")
-    with pytest.raises(BadModel, match=r"adapter_config\.json.*\w+Error\b"):
+    with pytest.raises(UsageError, match=r"adapter_config\.json.*\w+Error\b"):
         load_pretrained(adapters)
 
 

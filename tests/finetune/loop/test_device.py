@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from tapereel.agents.engines.embedded.pretrained import BadModel, device_of, load_pretrained
+from tapereel.agents.engines.embedded.pretrained import device_of, load_pretrained
 from tapereel.agents.setup.engine_config import EmbeddedConfig
 from tapereel.cli import main
 from tapereel.finetune.loop.loop_config import CriticConfig
@@ -80,7 +80,7 @@ def test_what_is_the_embedded_engines_is_not_taken_for_vllm(
 
 
 def test_an_attention_without_its_package_is_refused(folder: Path) -> None:
-    with pytest.raises(BadModel, match=r"FlashAttention2.*installed"):
+    with pytest.raises(UsageError, match=r"FlashAttention2.*installed"):
         load_pretrained(folder, attention="flash_attention_2")
 
 

@@ -9,9 +9,10 @@ import pytest
 from tapereel.agents import EngineError, Request, ScriptedEngine, rollout
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer
 from tapereel.agents.engines.engine import Completion
-from tapereel.agents.engines.team_engine import BadTeam, TeamEngine
+from tapereel.agents.engines.team_engine import TeamEngine
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes import Sampling
+from tapereel.tapes.errors import UsageError
 
 from .duet import ALTO, BASS, Duet, Score
 
@@ -76,9 +77,9 @@ def test_an_answer_that_was_cut_off_names_its_engine() -> None:
 
 def test_engines_that_write_differently_are_refused() -> None:
     one, other = (ScriptedEngine(lambda _: "a", renderer=Renderer(char_tokenizer(w))) for w in ("ab", "abc"))
-    with pytest.raises(BadTeam, match="'a', 'b'"):
+    with pytest.raises(UsageError, match="'a', 'b'"):
         TeamEngine({"a": one, "b": other})
-    with pytest.raises(BadTeam, match=r"\bpath\b"):
+    with pytest.raises(UsageError, match=r"\bpath\b"):
         TeamEngine({})
 
 

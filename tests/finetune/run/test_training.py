@@ -13,7 +13,6 @@ import torch
 
 from tapereel.agents.engines.embedded.pretrained import load_pretrained, weights_digest
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
-from tapereel.agents.engines.team_engine import BadTeam
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.cli import main
 from tapereel.finetune.data.provenance import drop_others, episode_of
@@ -355,7 +354,7 @@ def test_models_that_write_otherwise_are_refused_before_anything_is_written(mode
     tokenizer.save_pretrained(tmp_path / "other")
     assert Renderer(tokenizer).tokenizer_hash
     play = config(models, players={"judge": frozen(tmp_path / "other")})
-    with pytest.raises(BadTeam, match=r"'engine', 'players\.judge'"):
+    with pytest.raises(UsageError, match=r"'engine', 'players\.judge'"):
         train(play, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
-from tapereel.agents.engines.embedded.kv_cache import WrongWeights
 from tapereel.agents.engines.engine import Completion, EngineError, PromptTooLong, require
 from tapereel.tapes.arrays import ints
+from tapereel.tapes.errors import UsageError
 
 from ...embedded_lab import END, Digits, ask, assert_faithful, decoder, engine, prompt_of, until, worst
 
@@ -434,7 +434,7 @@ def test_weights_of_another_shape_change_nothing() -> None:
             (wide, r"\(33,\)"),
             ({**own, "model.norm.bias": torch.ones(32)}, r"model\.norm\.bias"),
         ):
-            with pytest.raises(WrongWeights, match=words):
+            with pytest.raises(UsageError, match=words):
                 await shared.sync_weights(state, "v1")
         with pytest.raises(ValueError, match="'v0'"):
             await shared.sync_weights(own, "v0")
@@ -460,7 +460,7 @@ def test_tied_weights_are_published_by_either_name(names: str) -> None:
         shared = engine(decoder("qwen2", 0), end_ids=())
         await shared.sync_weights(state, "v1")
         split = {**model.state_dict(), "lm_head.weight": torch.zeros(40, 32)}
-        with pytest.raises(WrongWeights, match=r"embed_tokens\.weight.*lm_head\.weight"):
+        with pytest.raises(UsageError, match=r"embed_tokens\.weight.*lm_head\.weight"):
             await shared.sync_weights(split, "v2")
         return await shared.complete(request)
 

@@ -15,7 +15,7 @@ import torch
 
 from tapereel.agents import rollout
 from tapereel.agents.engines.engine import Completion, EngineError, EngineStopped, PromptTooLong, Request
-from tapereel.agents.engines.servers.connect import NotTrainable, connect
+from tapereel.agents.engines.servers.connect import connect
 from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import SGLangGenerate
@@ -403,7 +403,7 @@ def test_a_server_of_text_is_refused_when_connecting() -> None:
             answer["choices"][0]["token_ids"] = None
             return answer
 
-    with pytest.raises(NotTrainable, match=r"missing.*`tapereel serve model`"):
+    with pytest.raises(EngineError, match=r"missing.*`tapereel serve model`"):
         completed(Text())
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tapereel.agents.engines.servers.launch import LocalServer, ServerStart
+from tapereel.agents.engines.engine import EngineError
+from tapereel.agents.engines.servers.launch import LocalServer
 from tapereel.cli import main
 
 pytestmark = pytest.mark.timeout(120)
@@ -107,7 +108,7 @@ def test_what_cannot_be_served_is_refused_in_the_words_of_the_command(
 def test_whoever_listens_there_already_is_not_taken_for_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         server = LocalServer("m", port=other.getsockname()[1], environment=CUDA)
-        with pytest.raises(ServerStart, match="port=, --port"):
+        with pytest.raises(EngineError, match="port=, --port"):
             asyncio.run(server.start())
 
 

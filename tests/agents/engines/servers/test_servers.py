@@ -19,9 +19,9 @@ from aiohttp import web
 
 from tapereel.agents.engines.embedded.tiny_model import tiny_model
 from tapereel.agents.engines.engine import EngineError, EngineStopped
-from tapereel.agents.engines.servers.connect import DIFFERENT, NotTrainable, connect
+from tapereel.agents.engines.servers.connect import DIFFERENT, connect
 from tapereel.agents.engines.servers.health import Wellness
-from tapereel.agents.engines.servers.launch import LocalServer, ServerStart, flags_of, lora_flags
+from tapereel.agents.engines.servers.launch import LocalServer, flags_of, lora_flags
 from tapereel.agents.engines.servers.lora_servers import AdapterEngine, adapters_in, write_adapter
 from tapereel.agents.engines.servers.server_config import NCCLConfig
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
@@ -29,7 +29,7 @@ from tapereel.agents.engines.transport.http_channel import Server
 from tapereel.agents.engines.weights import weight_transfer as transfer
 from tapereel.agents.engines.weights.weight_config import AdapterConfig, add_adapters
 from tapereel.agents.engines.weights.weight_sync import PublishFailed
-from tapereel.agents.engines.weights.weight_transfer import CannotSend, ports, update_info, worker_info
+from tapereel.agents.engines.weights.weight_transfer import ports, update_info, worker_info
 from tapereel.agents.setup.engine_config import ServerConfig
 from tapereel.cli import main
 from tapereel.tapes.errors import MissingExtra
@@ -145,7 +145,7 @@ def test_each_server_has_a_group_of_its_own_at_a_port_of_its_own() -> None:
     assert ports("127.0.0.1", 29500, 3) == [29500, 29501, 29502]
     free = ports("127.0.0.1", None, 2)
     assert all(0 < port <= 65535 for port in free)
-    with pytest.raises(CannotSend, match=r"engine\.nccl\.address='192\.0\.2\.1'"):
+    with pytest.raises(EngineError, match=r"engine\.nccl\.address='192\.0\.2\.1'"):
         ports("192.0.2.1", None, 1)
 
 
@@ -164,7 +164,7 @@ def test_without_vllm_or_a_gpu_nothing_is_connected_for_nccl(monkeypatch: pytest
     ):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(CannotSend, match=r"engine\.publish=nccl.*engine\.publish=reload"):
+    with pytest.raises(EngineError, match=r"engine\.publish=nccl.*engine\.publish=reload"):
         using([FaultyServer()], never, way="nccl")
 
 
@@ -193,7 +193,7 @@ def test_workers_that_never_come_are_waited_for_within_the_bound(monkeypatch: py
     server: Any = Quiet()
     sync = transfer.NCCLTransfer(server, address="127.0.0.1", port=1, seconds=0.2)
     try:
-        with pytest.raises(CannotSend, match=r"127\.0\.0\.1:1 .*0\.2 s"):
+        with pytest.raises(EngineError, match=r"127\.0\.0\.1:1 .*0\.2 s"):
             asyncio.run(sync.init())
     finally:
         release.set()
@@ -320,7 +320,7 @@ def test_a_server_that_a_dead_trainer_left_paused_is_freed(way: str, begun: bool
     named += ["/start_weight_update", *named] if way == "transfer" and not begun else []
     assert server.control[: len(named) + 4] == ["/pause", "/wake_up", "/pause", *named, "/resume"]
     server.paused = True
-    with pytest.raises(NotTrainable, match=r"adapters.*'unknown: "):
+    with pytest.raises(EngineError, match=r"adapters.*'unknown: "):
         using([server], test, way="lora", adapters=ADAPTERS)
 
 
@@ -338,7 +338,7 @@ def test_servers_with_different_weights_are_connected_for_training_alone() -> No
 
     using([ahead, anew], test)
     ahead.version, anew.version = "run:7", "default"
-    with pytest.raises(NotTrainable, match=r"\['default', 'run:7'\]"):
+    with pytest.raises(EngineError, match=r"\['default', 'run:7'\]"):
         using([ahead, anew], test, way="lora", adapters=ADAPTERS)
 
 
@@ -437,7 +437,7 @@ def test_a_rank_that_vllm_does_not_take_is_refused_and_another_is_rounded_up() -
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="this interpreter has vLLM")
 def test_an_interpreter_without_vllm_is_told_with_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ServerStart, match=r"tapereel\[vllm\].*--python"):
+    with pytest.raises(EngineError, match=r"tapereel\[vllm\].*--python"):
         asyncio.run(LocalServer(tmp_path).start())
 
 

@@ -18,7 +18,6 @@ import torch
 from aiohttp import web
 
 from tapereel.agents.engines.engine import Completion, EngineError, Request
-from tapereel.agents.engines.servers.connect import NotTrainable
 from tapereel.agents.engines.servers.server_engine import RemoteEngine
 from tapereel.agents.engines.servers.sglang import ALL, SGLangGenerate
 from tapereel.agents.engines.weights.weight_sync import PublishFailed, PublishMode
@@ -259,7 +258,7 @@ def test_sleeping_uses_its_routes() -> None:
 def test_other_ways_to_publish_are_refused() -> None:
     with pytest.raises(ValueError, match=r"transfer.*publish=reload"):
         ServerConfig(kind="sglang", model="m", urls=("http://127.0.0.1:1",), publish="transfer")
-    with pytest.raises(NotTrainable, match=r"engine\.publish=reload.*'transfer'"):
+    with pytest.raises(EngineError, match=r"engine\.publish=reload.*'transfer'"):
         using(SGLangServer(), lambda engine: engine.complete(ask()), way="transfer")
 
 
@@ -268,5 +267,5 @@ def test_a_server_of_another_kind_is_refused() -> None:
         async def about(self, request: web.Request) -> web.Response:
             return web.Response(status=404)
 
-    with pytest.raises(NotTrainable, match=r"engine\.kind=litellm"):
+    with pytest.raises(EngineError, match=r"engine\.kind=litellm"):
         using(Other(), lambda engine: engine.complete(ask()))
