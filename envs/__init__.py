@@ -1,4 +1,4 @@
-"""Environments, tasks and rewards: where an agent acts, and how its episodes are scored.
+"""Environments, tasks and rewards: an agent acts in an environment, and rewards score its episodes.
 
 Imports `tapes` only; `agents` and `finetune` import it. Importing it loads no optional package: a module imports its
 optional package when it is used.

@@ -127,7 +127,7 @@ class Curriculum:
         if not sum(known.values()):
             sizes = ", ".join(f"{name} {len(part)}" for name, part in parts.items())
             raise BadTasks(
-                f"the weights {dict(weights)} leave no task to draw; the pools hold: {sizes}. Give a pool that holds "
+                f"the weights {dict(weights)} leave no task to draw. The pools hold: {sizes}. Give a pool that holds "
                 "tasks a weight above 0"
             )
         return known

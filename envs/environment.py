@@ -38,7 +38,7 @@ class EnvironmentFault(TapereelError, TypeError):
 
 
 class NotAnEnvironment(UsageError, TypeError):
-    """The factory doesn't make a new environment for each episode; the message says what to pass."""
+    """The factory doesn't make a new environment for each episode; the message names the remedy."""
 
 
 class RestoreMismatch(TapereelError, ValueError):
@@ -105,7 +105,7 @@ class Outcome:
     """
 
     observation: Observation | None = None
-    """What the agent sees next; may be None at the end. A `str` passed to `Outcome(...)` is stored as `Text`."""
+    """The agent's next observation; may be None at the end. A `str` passed to `Outcome(...)` is stored as `Text`."""
     reward: float | dict[str, float] | None = None
     """A number (component `reward`), named components, or None: this action was not scored, which is not zero."""
     terminated: bool = False
@@ -178,8 +178,8 @@ class Environment(Generic[ActionT, TaskT]):
     """Subclass it and define `reset` and `step`: `class GuessNumber(Environment[Guess]): ...`
 
     Without an action type, as in `class GuessWord(Environment): ...`, `step` receives `Answer`, an action with one
-    field, `text`. A second type says what a task is, for type checkers: `Environment[Guess, int]`. Observations may be
-    plain `str`: they are recorded as `Text`.
+    field, `text`. A second type is the type of a task, for type checkers: `Environment[Guess, int]`. Observations may
+    be plain `str`: they are recorded as `Text`.
     """
 
     effect: Effect = "pure"
@@ -190,8 +190,8 @@ class Environment(Generic[ActionT, TaskT]):
     rollout then runs each call in a separate thread."""
 
     pixels: bool = False
-    """Whether its observations show pictures, where that is known before an episode. A run whose engine can't see is
-    then refused at its start; without it, at the first picture."""
+    """Whether its observations are known to show pictures. If so, a run whose engine can't see is refused at its start;
+    otherwise it is refused at the first picture."""
 
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore when re-executing, as `{"reading.text": "[0-9]+ ms"}`. A key is a field of an
@@ -199,8 +199,8 @@ class Environment(Generic[ActionT, TaskT]):
     """
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
-    """Its kinds of actions and observations, as far as `Environment[...]` and the return type of `reset` don't name
-    them. Needed where it is served to other processes, which accept and send declared kinds only."""
+    """Kinds of actions and observations that `Environment[...]` and the return type of `reset` don't name. An
+    environment that is served to other processes needs them: messages hold declared kinds only."""
 
     rewards: TapeScorer | None = None
     """Sources that score the whole tape when the episode has ended, after `finish`; their rewards are recorded on the
@@ -210,8 +210,8 @@ class Environment(Generic[ActionT, TaskT]):
     """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
 
     async def acquire(self) -> None:
-        """Wait for what an episode needs before it begins, such as a free process. `Limits.environment_seconds` doesn't
-        bound this wait, `Limits.system_seconds` does."""
+        """Wait for the resources of an episode before it begins, such as a free process. `Limits.system_seconds` bounds
+        this wait, and `Limits.environment_seconds` doesn't."""
 
     async def reset(self, task: TaskT) -> Observation | str:
         """Begin the episode for `task`: the bare value, or the `Task`, from the taskset. A row of a file or data set is

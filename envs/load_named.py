@@ -43,7 +43,7 @@ def load_named(name: str, *, execute: bool = True) -> object:
 
 
 def load_function(name: str, wanted: str) -> Callable[..., object]:
-    """The function or class called `name`. UsageError for any other object; `wanted`: what the name must be of."""
+    """The function or class called `name`. UsageError for any other object. `wanted`: the expected kind of object."""
     found = load_named(name)
     if not callable(found):
         raise UsageError(f"{name} is an object of type {type(found).__qualname__}, not {wanted}")
@@ -59,7 +59,7 @@ def listed_tasks(text: str) -> Iterable[object]:
         except ValueError as error:
             raise UsageError(f"the tasks {text!r:.60} are not JSON: {error}") from error
         if not isinstance(tasks, list):
-            raise UsageError(f"the tasks {text!r:.60} are no list; give a JSON list, as [1, 2]")
+            raise UsageError(f"the tasks {text!r:.60} aren't a list; give a JSON list, as in [1, 2]")
         return tasks
     found = load_named(text)
     tasks = found() if callable(found) and not isinstance(found, Iterable) else found

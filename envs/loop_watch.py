@@ -33,14 +33,14 @@ class Stall:
     """The loop's thread at that moment, outermost frame first."""
 
     def where(self, filename: str | None = None) -> str:
-        """`file:line in function` of the innermost frame in `filename`, if any, else of the innermost frame."""
+        """`file:line in function` of the innermost frame in `filename`, or of the innermost frame if none is in it."""
         own = [frame for frame in self.stack if frame.filename == filename]
         frame = (own or self.stack)[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def watch_episodes() -> LoopWatch:
-    """Warns where the running event loop is blocked for `STALL_SECONDS`: `with watch_episodes():`"""
+    """Warns when the running event loop is blocked for `STALL_SECONDS`: `with watch_episodes():`"""
     return LoopWatch(_stalled, seconds=STALL_SECONDS)
 
 

@@ -28,19 +28,19 @@ class Stopped(Exception):
 
 
 class TimedOut(Exception):
-    """The call took longer than it may."""
+    """The call exceeded its time limit."""
 
 
 class Supervised:
     """`await code(coroutine, "what")`, one call at a time.
 
-    All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. Only
-    after a call was left running a further call gets a new one.
+    All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. A
+    new task is made only after a call was left running.
     """
 
     def __init__(self) -> None:
         self.left: list[str] = []
-        """What was left running."""
+        """The calls that were left running."""
         self._task: asyncio.Task[None] | None = None
         self._work: Coroutine[Any, Any, Any] | None = None
         """A call that has not begun."""
@@ -57,10 +57,10 @@ class Supervised:
     async def __call__(
         self, work: Coroutine[object, Never, ResultT], what: str, seconds: float | None = None
     ) -> ResultT:
-        """The result of `work`. Raises what it raises, a StrayCancellation in place of a CancelledError of its own.
+        """The result of `work`. Its errors are raised, a CancelledError of its own as StrayCancellation.
 
-        `what` names the work in messages. Raises TimedOut after `seconds`, Stopped where `stop` was called, and
-        CancelledError where the caller was cancelled; then the work has ended, or `left` has its name.
+        `what` names the work in messages. Raises TimedOut after `seconds`, Stopped if `stop` was called, and
+        CancelledError if the caller was cancelled. By then the work has ended, or `left` has its name.
         """
         loop = asyncio.get_running_loop()
         done = self._done = loop.create_future()

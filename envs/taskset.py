@@ -168,7 +168,7 @@ class Taskset(Sequence[Task]):
             # in [0, 1), so the part doesn't depend on the other tasks.
             digest = hashlib.sha256(salt.encode() + task_hash.encode()).digest()
             point = int.from_bytes(digest[:8], "big") / 2**64
-            # The bounds may add up to slightly less than 1 by rounding; such a point belongs to the last part.
+            # The bounds may add up to slightly less than 1 by rounding; a point above them belongs to the last part.
             parts[min(bisect_right(bounds, point), len(parts) - 1)].append(k)
         return tuple(self._picked(part) for part in parts)
 
@@ -277,7 +277,7 @@ def _whole(record: Any) -> Task:
 def standard_row(names: Mapping[str, str]) -> Row:
     """A `row` by names: `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
 
-    The columns that are named `prompt` (a text, or chat messages as TRL has them) and as in `SHOWN` are the public
+    The columns that are named `prompt` (a string, or chat messages as in TRL) and as in `SHOWN` are the public
     part; the others are the private one, under their new names. A row that lacks a column is a BadTasks error.
     """
     public = {k: v for k, v in names.items() if k in ("prompt", *SHOWN)}
@@ -329,8 +329,8 @@ def dataset_rows(name: str, split: str = "train", *, config: str | None = None) 
     """The rows of a dataset: of the hub, as `org/name` or `org/name@revision`, of its local cache, or in a folder.
 
     config: its subset; None takes the only one, or the one called `default` or `main`. Give a revision (a commit) to
-    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks says what to do if the
-    dataset can't be reached.
+    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks names the remedy if
+    the dataset can't be reached.
     """
     try:
         import datasets  # noqa: F401
@@ -342,7 +342,7 @@ def dataset_rows(name: str, split: str = "train", *, config: str | None = None) 
             try:
                 return _loaded(id, config, split, revision)
             except OSError:
-                # Offline, `datasets` finds only what it has prepared before; the files may be in the hub's cache.
+                # Offline, `datasets` finds only data that it has prepared before; the files may be in the hub's cache.
                 try:
                     folder = snapshot(id, revision, "dataset", local=True)
                 except (NotFound, MissingExtra):
@@ -393,13 +393,13 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def prompt_part(column: str, value: object) -> object:
-    """A column's value as it stands in the public part. BadPicture as `with_pictures_of`, and for frames without times
+    """A column's value for the public part. BadPicture as `with_pictures_of`, and for frames without times
     in a column of videos."""
     found = with_pictures_of(value, urls=column in SHOWN)
     wrong = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, Picture | list | dict)]
     if column in VIDEOS and wrong:
         raise BadPicture(
-            f"the column {column!r} holds {wrong[0]!r:.80}, which is no video: write each video as "
+            f"the column {column!r} holds {wrong[0]!r:.80}, which isn't a video: write each video as "
             '{"frames": [image, ...], "fps": 30, "indices": [0, ...]}'
         )
     return found
@@ -414,7 +414,7 @@ def with_pictures_of(value: object, *, urls: bool = False) -> object:
     source: Any = value
     if isinstance(value, dict) and value.keys() <= Video.model_fields.keys() and value.get("fps") is not None:
         frames = with_pictures_of(value.get("frames"), urls=urls)
-        # `Video.of` would read a file where a frame is a path.
+        # `Video.of` would read a file if a frame is a path.
         if isinstance(frames, list) and frames and all(isinstance(frame, Picture) for frame in frames):
             return Video.of(frames, fps=value["fps"], indices=value.get("indices"))
     if isinstance(value, dict) and set(value) == {"bytes", "path"}:
@@ -445,7 +445,7 @@ def _quiet_datasets() -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """What is wrong with a task file, on which line, and how to repair it."""
+    """The fault of a task file, its line, and the remedy."""
     if path.suffix != ".parquet":
         text = path.read_bytes()
         rows = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
@@ -455,7 +455,7 @@ def _unreadable(path: Path, error: Exception) -> str:
         by_line = path.suffix == ".jsonl" or (path.suffix == ".json" and rows[0][1].lstrip().startswith(b"{"))
         fault = next((fault for k, line in (rows if by_line else ()) if (fault := _fault(line, k)) is not None), None)
         if fault is not None:
-            return f"{fault}; every line must be one row, a JSON object: correct or remove the line"
+            return f"{fault}; correct or remove the line, since every line must be one JSON object"
         if path.suffix == ".json" and not by_line:
             return f"{_fault(text, 0, list) or error}; the file must be a JSON list of rows, or one row on each line"
     while isinstance(error.__cause__, Exception):

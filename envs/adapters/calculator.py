@@ -3,7 +3,7 @@
 The text form of actions is short, so that a tiny character-level model can learn it: `c47+83` asks the calculator,
 which answers `130` (padded to `width` digits), and `a155` answers the problem. `read_action` converts text to typed
 actions. The calculator computes one sum, difference or product of two integers; it never evaluates code. Reward:
-component `exact`, 1.0 if the answer is the right number, else 0.0.
+component `exact`, 1.0 for the right number and 0.0 for another answer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Calculator(Environment[Calculate | FinalAnswer]):
 
     @check_arguments
     def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
-        """width: digits to which results are padded. max_turns: the episode is truncated after so many actions.
+        """width: digits to which results are padded. max_turns: the episode is truncated after this number of actions.
 
         scorer: a reasoning-gym dataset whose own scorer is reported as the metric `reasoning_gym`.
         """
@@ -196,8 +196,8 @@ def demonstrate(
     """The next text of a demonstrator who knows the calculator's keys, but not the words of `word_problems`; `results`
     are the results of its calculator calls so far.
 
-    It calculates `47+83`. Of `47plus83` it presses any key, each as often, and answers the result; a share `guess` of
-    these episodes answers a random number without a call. So it shows nothing of what the words mean.
+    It calculates `47+83`. For `47plus83` it presses a random key and answers the result; in a share `guess` of these
+    episodes it answers a random number without a call. So it doesn't show the meaning of the words.
     """
     found = _WORDED.fullmatch(question)
     if found is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from gymnasium import Env, Space
 
 Observe = Callable[[Any, Any], Observation]
-"""(observation, gymnasium environment) -> what the agent sees. May call the environment's `render`."""
+"""(observation, gymnasium environment) -> the agent's observation. May call the environment's `render`."""
 Act = Callable[[Any, Any], Any]
 """(action, gymnasium environment) -> argument of `env.step`. The agent sees the message of a ValueError as a
 `GymRefusal`; `env.step` is then not called."""
@@ -73,7 +73,7 @@ class GymEnvironment(Environment[Action]):
 
     A task is None (the seed of the start is drawn from `self.rng`), an int (that seed) or a dict: the `options` of
     gymnasium's `reset`, optionally with `seed`, and with `make` for this task's arguments of `gymnasium.make`, which
-    override those of the constructor. Every step is scored, as in gymnasium; an action outside the action space has
+    override the constructor's. Every step is scored, as in gymnasium; an action outside the action space has
     the reward 0.0 and leads to a `GymRefusal`.
     """
 
@@ -185,7 +185,7 @@ class GymEnvironment(Environment[Action]):
             return self.act(action, self._env)
         if not isinstance(action, GymAction):
             raise CodecNeeded(
-                f"{type(action).__qualname__} is not a GymAction; pass a codec for it: act=lambda action, env: ..."
+                f"{type(action).__qualname__} is not a GymAction. Pass a codec for it: act=lambda action, env: ..."
             )
         space = self._env.action_space
         value = native(action.value, space)
@@ -210,7 +210,7 @@ def plain(value: object, space: Space) -> JsonValue:
     if isinstance(space, spaces.Dict):
         return {key: plain(element[key], of) for key, of in space.spaces.items()}
     raise CodecNeeded(
-        f"the observation space {space} has no plain form; pass a codec: "
+        f"the observation space {space} has no plain form. Pass a codec: "
         "observe=lambda observation, env: Text(text=...), or pixels=True to show the rendered frame as a picture"
     )
 
@@ -231,7 +231,7 @@ def native(value: JsonValue, space: Space) -> object:
         return {key: native(part, space.spaces[key]) for key, part in value.items()}
     known = spaces.Discrete, spaces.Text, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Tuple, spaces.Dict
     if not isinstance(space, known):
-        raise CodecNeeded(f"the action space {space} has no plain form; pass a codec: act=lambda action, env: ...")
+        raise CodecNeeded(f"the action space {space} has no plain form. Pass a codec: act=lambda action, env: ...")
     raise _no_action(value, space)
 
 
@@ -248,7 +248,7 @@ def _whole(value: list[JsonValue], space: Any) -> Any:
 
 
 def _no_action(value: JsonValue, space: Any) -> ValueError:
-    return ValueError(f"{to_json(value).decode()} is no action here; the actions are {space}")
+    return ValueError(f"{to_json(value).decode()} isn't a valid action; the actions are {space}")
 
 
 def _start(task: object) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:

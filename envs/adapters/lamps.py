@@ -1,8 +1,9 @@
-"""Lamps: the environment of the demo with pictures. At each crossing a lamp says which way to go.
+"""Lamps: the environment of the demo with pictures. At each crossing the colour of a lamp shows the way.
 
-A task is a walk over several crossings. At each one the agent sees a picture of a lamp, and says a way: one of the
-letters of `WAYS`. The lamp's colour decides which way is right, and no text says so. Size, place, shade and ground of
-the lamp vary, and each pixel is noisy. Reward: component `right`, the share of the crossings with the right way.
+A task is a walk over several crossings. At each one the agent sees a picture of a lamp and answers with one of the
+letters of `WAYS`. The lamp's colour decides which way is right, and the text doesn't mention it. Size, place, shade
+and background of the lamp vary, and each pixel is noisy. Reward: component `right`, the share of the crossings with the
+right way.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ NOISE = 24
 
 
 class Lamp(Observation, kind="lamp"):
-    """What the agent sees at a crossing."""
+    """The lamp that the agent sees at a crossing."""
 
     picture: Picture
 
@@ -61,14 +62,14 @@ class Lamps(Environment[Answer]):
 
 
 def read_way(text: str) -> Answer:
-    """The way in a model's text; no text is refused. `ChatAgent(parse=read_way)` is an agent for this environment."""
+    """The way in a model's text, which may be any. `ChatAgent(parse=read_way)` is an agent for this environment."""
     return Answer(text=text)
 
 
 def lamp_tasks(size: int, seed: int = 0, *, crossings: int = 3, blind: bool = False) -> Taskset:
-    """`size` walks with lamps of their own. Each way is right at a quarter of the crossings, whatever was right before.
+    """`size` walks, each with its own lamps. Each way is right at a quarter of the crossings, independent of others.
 
-    blind: each walk shows the lamps of another one, so that the pictures say nothing of the right ways.
+    blind: each walk shows the lamps of another walk, so the pictures don't reveal the right ways.
     """
     rng = random.Random(f"lamps {seed}")
     walks = [[rng.getrandbits(40) for _ in range(crossings)] for _ in range(size)]
@@ -84,7 +85,7 @@ def lamp_tasks(size: int, seed: int = 0, *, crossings: int = 3, blind: bool = Fa
 
 @lru_cache(maxsize=1 << 14)
 def lamp(number: int) -> Picture:
-    """The picture of a lamp: equal numbers give equal pixels. The colour is that of the way `number % 4`."""
+    """The picture of a lamp: equal numbers give equal pixels. The colour stands for the way `number % 4`."""
     from PIL import Image
 
     rng = random.Random(number)

@@ -40,7 +40,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 class McpOptions(TypedDict, total=False):
-    """The options of a server; `McpServer` says what they mean."""
+    """The options of a server; `McpServer` documents them."""
 
     name: str
     effect: Effect | None
@@ -79,7 +79,7 @@ class McpServer:
             pure, `idempotentHint` idempotent); a tool without a hint is irreversible. Before the first session the
             effect counts as irreversible, so declare it if tapes are to be executed again.
         only: names of the tools to offer; None for all.
-        timeout: seconds for one call; start_timeout: seconds to start and list tools. limit: characters of a result.
+        timeout: seconds for one call. start_timeout: seconds to start and list tools. limit: characters of a result.
         """
         self.name = name
         self._connect = connect
@@ -370,7 +370,7 @@ async def _over_stdio(
                 except Exception as error:
                     stderr.seek(max(0, stderr.tell() - 1000))
                     text = stderr.read().strip()
-                    raise ConnectionError(f"{_innermost(error)}; its stderr: {text or 'empty'}") from error
+                    raise ConnectionError(f"{_innermost(error)} (its stderr: {text or 'empty'})") from error
                 yield session
         finally:
             with contextlib.suppress(OSError):

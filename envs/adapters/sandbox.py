@@ -30,23 +30,24 @@ BACKENDS = ("bubblewrap", "podman")
 """The backends that `backend=None` tries, in this order."""
 _INSTALL = (
     "install bubblewrap (Debian, Ubuntu: apt install bubblewrap) or podman (apt install podman runc uidmap) and allow "
-    "user namespaces (docs/tools.md says how); or write isolation='none' to run snippets with your own rights"
+    "user namespaces (see docs/tools.md); or write isolation='none' to run snippets with your own rights"
 )
 
 
 class Sandbox:
     """A source of two tools, `python(code)` and `shell(command)`, for one episode: `ToolEnvironment([Sandbox()])`.
 
-    A snippet runs as user 65534 in namespaces of its own: no network but an own loopback interface; no process but its
-    own; an empty environment; no key of this user; a file system of `/usr`, the interpreter and `paths`, read-only, and
-    of its folder `/work`, `/tmp` and `/dev/shm`. A filter refuses system calls that would open the kernel. Those three
-    folders last for the episode, lie in memory, and hold `disk` bytes together. A snippet ends with all its processes.
+    A snippet runs as user 65534 in its own namespaces. It sees no network except its own loopback interface, no
+    processes except its own, an empty environment and none of this user's keys. Its file system has `/usr`, the
+    interpreter and `paths`, all read-only, and the folders `/work`, `/tmp` and `/dev/shm`. A filter refuses system
+    calls that would expose the kernel. The three folders stay in memory until the episode ends and hold `disk` bytes
+    together. When a snippet ends, all its processes are killed.
 
     Not guaranteed: the sandbox is not a virtual machine, so a flaw in the kernel breaks it. Without a writable cgroup
     `memory` bounds each process, so all together may use `processes` times as much. `isolation="none"` bounds time,
     processes, memory of each process and the size of each file, and nothing else: a snippet reads what this user may
-    read (where this process is root: what all users may), reaches the network and signals this user's processes.
-    The tape says which backend, which isolation and which memory bound an episode had (`ToolOffer.sources`).
+    read (as root, only what every user may read), reaches the network and signals this user's processes.
+    The tape records the backend, the isolation and the memory bound of an episode (`ToolOffer.sources`).
     """
 
     effect: Effect = "pure"
@@ -71,9 +72,9 @@ class Sandbox:
         seconds: time limit of a snippet (wall clock). memory: bytes for a snippet. processes: concurrent processes and
         threads of a snippet. disk: bytes of all files, and one file for each 16 KiB of it. limit: characters of output.
         files: the initial files of the folder. paths: further absolute paths that a snippet may read.
-        python: the interpreter of the tool `python`; None takes the current one if all users may run it, else the
-            system's: as root, the sandbox uses another user. In an image, None takes the image's `python3`.
-        isolation: `required` refuses to run where no backend passes its self-test.
+        python: the interpreter of the tool `python`; None takes the current one if all users may run it, otherwise
+            the system's: as root, the sandbox uses another user. In an image, None takes the image's `python3`.
+        isolation: `required` refuses to run if no backend passes its self-test.
         backend: `bubblewrap`, `podman` (with this machine's `/usr`), `podman:IMAGE`, or `module:name` for a function
             from `Bounds` to a `SandboxBackend`. None takes the first of bubblewrap and podman that works.
         """
@@ -97,7 +98,7 @@ class Sandbox:
         self._backend: SandboxBackend | None = None
         self._count = 0
         self.described: dict[str, JsonValue] = {}
-        """What the tape says about this source: backend, isolation, memory. Empty before `open`."""
+        """The tape's description of this source: backend, isolation, memory. Empty before `open`."""
 
     async def open(self) -> Sequence[Tool]:
         name = "none" if self._isolation == "none" else await _working(self._named)
@@ -130,7 +131,7 @@ class Sandbox:
         name = f"program_{self._count}.py"
         try:
             await self.write(name, code)
-        except OSError as error:  # an earlier snippet is in the way; NoSandbox is one too, and goes on
+        except OSError as error:  # an earlier snippet is in the way; NoSandbox is an OSError too
             if isinstance(error, NoSandbox):
                 raise
             raise ToolFailed(f"{name} can't be written: {error}") from error
@@ -150,8 +151,8 @@ class Sandbox:
         await self._open().write(_inside(path), data)
 
     async def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """At most `limit` bytes of a file that snippets wrote. OSError if it is missing, or no plain file but a link, a
-        pipe or a folder: nothing outside the folder is read, and nothing is waited for."""
+        """At most `limit` bytes of a file that snippets wrote. OSError if it is missing or isn't a plain file: links
+        are not followed, and a pipe can't block the read."""
         return await self._open().read(_inside(path), limit)
 
     async def run(self, command: Sequence[str]) -> Ran:
@@ -188,7 +189,7 @@ def _sendable(word: str) -> str:
     if len(sent) > LONGEST_WORD:
         raise ToolFailed(
             f"the command is too long: {len(sent):,} bytes, and at most {LONGEST_WORD:,} are taken; write "
-            "what is long to a file, in pieces or with the tool python, and have the command read that"
+            "the long part to a file, in pieces or with the tool python, and let the command read that file"
         )
     return sent.decode()
 
@@ -213,7 +214,7 @@ async def _working(named: str | None) -> str:
     tried: list[str] = []
     for name in BACKENDS if named is None else (named,):
         try:
-            # An image changes what a snippet finds inside, not what keeps it inside.
+            # An image changes the files that a snippet finds, not its isolation.
             found = await asyncio.shield(asyncio.wrap_future(_tested("podman" if name[:7] == "podman:" else name)))
         except OSError as error:  # NoSandbox is one too
             found = str(error)
@@ -224,7 +225,7 @@ async def _working(named: str | None) -> str:
 
 
 def _tested(name: str) -> Future[str]:
-    """The self-test of a backend. All callers share one; after one that could not be made, the next caller tries again.
+    """The self-test of a backend. All callers share one. If it could not be made, the next caller tries again.
 
     It runs in a thread with its own event loop, so it doesn't end with the episode that asked first.
     """
@@ -274,7 +275,7 @@ print(json.dumps(found))
 
 
 async def _self_test(name: str) -> str:
-    """How a snippet that tries to get out succeeds; empty if it doesn't. NoSandbox if it can't be tried."""
+    """How a snippet escaped; empty if it could not. NoSandbox if the test can't run."""
     backend = _make(name, Bounds(seconds=30.0, memory=512 << 20, processes=32, disk=16 << 20, limit=4000))
     try:
         with contextlib.ExitStack() as held:

@@ -1,7 +1,7 @@
-"""What runs the snippets of a sandbox: bubblewrap, podman, processes without isolation, or a class of the user's.
+"""Backends that run the snippets of a sandbox: bubblewrap, podman, processes without isolation, or a user's class.
 
-`LocalBackend` runs them on this machine through `sandbox_launcher.py`. Neither this process nor a shell interprets what
-snippets consist of, and this process opens no file that they wrote.
+`LocalBackend` runs them on this machine through `sandbox_launcher.py`. Neither this process nor a shell interprets the
+content of snippets, and this process never opens a file that they wrote.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GRACE_SECONDS = sandbox_launcher.START_SECONDS + sandbox_launcher.KILL_SECONDS
 FIRST_UID = 1 << 20
 """The first user id of snippets on the machine, if this process is root: above the users of the system."""
 BYTES_PER_FILE = 16 << 10
-"""The folders may hold one file, folder or link for each so many bytes of `disk`."""
+"""Bytes of `disk` for each file, folder or link that the folders may hold."""
 _UID = str(sandbox_launcher.SNIPPET_UID)
 _PLAIN = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -44,9 +44,9 @@ _VARIABLES = {**_PLAIN, "HOME": "/work", "TMPDIR": "/tmp"}
 _PODMANS = ("HOME", "USER", "PATH", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS")
 """Variables of this process that podman itself reads. It passes none of them to a snippet."""
 _FOLDERS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
-"""Folders of the box -> where a snippet sees them."""
+"""Folder of the box -> its path for a snippet."""
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/ssl/certs")
-"""What programs of /usr need of /etc."""
+"""The files of /etc that programs of /usr need."""
 
 
 class NoSandbox(ToolsLost):
@@ -72,7 +72,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a sandbox asks of its backend; `Sandbox` describes the fields."""
+    """The bounds that a sandbox asks of its backend; `Sandbox` describes the fields."""
 
     seconds: float
     memory: int
@@ -100,11 +100,11 @@ class SandboxBackend(Protocol):
         ...
 
     async def run(self, command: Sequence[str]) -> Ran:
-        """Run a command and end all its processes. NoSandbox if the sandbox fails, not for what the command does."""
+        """Run a command and end all its processes. NoSandbox if the sandbox fails; a command may fail freely."""
         ...
 
     async def read(self, path: str, limit: int) -> bytes:
-        """At most `limit` bytes of a file, without waiting and without following a link. OSError if it is no file."""
+        """At most `limit` bytes of a file, without waiting and without following a link. OSError if it isn't a file."""
         ...
 
     async def stop(self) -> None:
@@ -154,7 +154,7 @@ class LocalBackend:
             raise NoSandbox(f"{self._kind} can't start: {error} {said.decode(errors='replace')}".rstrip()) from error
 
     def _order(self, box: Path) -> dict[str, Any]:
-        """What the launcher does for every snippet, and with which files."""
+        """The launcher's instructions for every snippet, and the files for them."""
         bounds, root = self._bounds, os.getuid() == 0
         user = FIRST_UID + box.stat().st_ino % (1 << 30) if root and self._kind != "podman" else None
         order: dict[str, Any] = {"backend": self._kind, "box": str(box), "user": user, "command": [], "given": {}}
@@ -177,7 +177,7 @@ class LocalBackend:
         order["given"]["filter"] = json.dumps(seccomp.profile())
         order["environment"] = {name: os.environ[name] for name in _PODMANS if name in os.environ}
         order["environment"]["CONTAINERS_CONF"] = os.devnull  # a user's file may add mounts, devices and variables
-        base = FIRST_UID if root else 0  # what the container's root is outside of it
+        base = FIRST_UID if root else 0  # the user id of the container's root on the host
         order |= {"owner": base + sandbox_launcher.SNIPPET_UID, "root": {} if self._image else _roots()}
         self.memory = "all processes" if _podman_bounds_memory() else "each process"
         return order | {"command": _podman(box, binds, bounds, self._image, base)}
@@ -279,7 +279,7 @@ def _delete(box: Path) -> None:
         raise NoSandbox(f"the sandbox's folder {box} couldn't be deleted: {done.stderr[-500:]}")
 
 
-# What a snippet sees
+# The files that a snippet sees
 
 
 def _program(name: str) -> str:
@@ -291,7 +291,7 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """The interpreter and the folders that it needs. None stands for the current one or, where this process is root and
+    """The interpreter and the folders that it needs. None stands for the current one or, if this process is root and
     other users can't run that, for the system's."""
     if python is None:
         way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
@@ -306,7 +306,7 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _roots() -> dict[str, str]:
-    """The folders of the root directory -> where they point to if they are links, else the empty text."""
+    """Folder of the root directory -> its target if it is a link, otherwise an empty string."""
     system = [Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")]
     links = {path.name: os.readlink(path) if path.is_symlink() else "" for path in system if path.exists()}
     return links | dict.fromkeys(("proc", "dev", "sys", "tmp", "run", "home", "work", "etc"), "")
@@ -352,7 +352,7 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
     """The command line of podman, up to the snippet's command. base: the host's id of the container's root."""
     runtime = shutil.which("runc", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or _program("crun")
     # The snippet has this process's pipe itself, as descriptor 3. Podman forwards output, and on a busy machine it may
-    # lose that of a command that ends at once.
+    # lose the output of a command that ends at once.
     words = ["/bin/sh", "-c", 'exec "$@" 3>&1', "sh", _program("podman"), "--runtime", runtime, "run"]
     words += ["--rm", "--preserve-fds=1", "--pidfile", "{pidfile}", "--log-driver", "none"]
     words += ["--network", "none", "--no-hosts", "--hostname", "sandbox", "--http-proxy=false", "--unsetenv-all"]
@@ -417,7 +417,7 @@ def _cgroup_parent() -> Path | None:
                 finally:
                     moved.kill()
                     moved.wait()
-                for left in parent.glob("tapereel-*-*"):  # this one, and those of processes that were killed
+                for left in parent.glob("tapereel-*-*"):  # this one, and the leftovers of processes that were killed
                     if left == folder or not Path("/proc", left.name.split("-")[1]).exists():
                         left.rmdir()
                 return parent

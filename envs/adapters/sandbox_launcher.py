@@ -59,7 +59,7 @@ def set_up(order: Order) -> None:
     """Leave the runner's privileges and keys behind, and make the box. Raises OSError."""
     with contextlib.suppress(OSError, KeyError):
         # The runner's session keyring may hold Kerberos tickets and keys of encrypted folders: join an empty one. It
-        # fails in a kernel without keys, and where a user's quota is used up; the filter refuses keyctl in any case.
+        # fails in a kernel without keys, and when a user's quota is used up. The filter refuses keyctl in any case.
         check(libc.syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None), "keyctl")
     box: str = order["box"]
     if order["backend"] == "bubblewrap":
@@ -72,7 +72,7 @@ def set_up(order: Order) -> None:
         options = f"size={order['disk']},nr_inodes={order['entries']},mode=755".encode()
         flags = ctypes.c_ulong(MS_NOSUID_NODEV)
         check(libc.mount(b"tapereel", box.encode(), b"tmpfs", flags, options), f"mount {box}")
-    for name in ("work", "tmp", "shm"):  # what a snippet sees as its working directory, /tmp and /dev/shm
+    for name in ("work", "tmp", "shm"):  # a snippet's working directory, /tmp and /dev/shm
         os.mkdir(f"{box}/{name}", 0o700)
         os.chown(f"{box}/{name}", order["owner"], order["owner"])
     for name, text in order["given"].items():  # files that the backend reads
@@ -138,7 +138,7 @@ def write(order: Order, path: str, content: bytes) -> None:
 
 
 def read(order: Order, path: str, limit: int) -> bytes:
-    """At most `limit` bytes of the file. Raises OSError, also for what is no plain file."""
+    """At most `limit` bytes of the file. Raises OSError, also if it isn't a plain file."""
     opened = open_below(order, path, os.O_RDONLY, make=False)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         raise OSError(errno.EINVAL, "Not a plain file")
@@ -154,14 +154,14 @@ def enter(order: Order, cgroup: int | None) -> None:
     if cgroup is not None:
         os.write(cgroup, b"0")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
-        file.write("1000")  # where the machine's memory runs out, a snippet ends first, never the training run
+        file.write("1000")  # if the machine's memory runs out, a snippet ends first, never the training run
     if order["backend"] == "podman":
         return  # podman needs more than a snippet may have: the limits of a container are podman's arguments
-    beside = 2  # bubblewrap and its first process are counted too
+    others = 2  # bubblewrap and its first process are counted too
     if order["backend"] == "none":
         os.chmod(f"{order['box']}/work", 0o700)
         os.chdir(f"{order['box']}/work")
-        beside = processes_of(os.getuid()) - 1
+        others = processes_of(os.getuid()) - 1
     else:
         new_user(SNIPPET_UID, SNIPPET_UID)
     for what, value in (
@@ -171,7 +171,7 @@ def enter(order: Order, cgroup: int | None) -> None:
         (resource.RLIMIT_FSIZE, order["disk"]),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, 256),
-        (resource.RLIMIT_NPROC, order["processes"] + beside),
+        (resource.RLIMIT_NPROC, order["processes"] + others),
     ):
         hard = resource.getrlimit(what)[1]
         least = value if hard == resource.RLIM_INFINITY else min(value, hard)
@@ -217,7 +217,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
         if output in ready:
             chunk = available(output)
             if not chunk:
-                time.sleep(POLL_SECONDS)  # the command closed its output and goes on
+                time.sleep(POLL_SECONDS)  # the command closed its output but still runs
             kept += chunk[: request["limit"] - len(kept)]
             printed += len(chunk)
         if ended in ready or connection in ready:
@@ -241,7 +241,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
 
 
 def available(pipe: int) -> bytes:
-    """What can be read from a pipe now; nothing at its end too."""
+    """The bytes that can be read from a pipe now; empty if there are none, and at its end."""
     try:
         return os.read(pipe, 1 << 16)
     except BlockingIOError:

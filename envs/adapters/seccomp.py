@@ -23,8 +23,8 @@ NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x2000
 TERMINAL = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: requests of ioctl that type into a terminal."""
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-# Each entry: name, number on x86_64, number on aarch64; `-` where there is no such call.
-# clone3: its flags lie in memory, where a filter can't read them; libc falls back to clone.
+# Each entry: name, number on x86_64, number on aarch64; `-` if the processor lacks the call.
+# clone3: its flags are in memory, which a filter can't read. libc falls back to clone.
 ABSENT = """
     clone3 435 435, memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190
 """
@@ -47,7 +47,7 @@ DENIED = """
 LOW = 0xFFFFFFFF
 """Arguments are compared by their low 32 bits, because the kernel reads these ones as 32-bit values too."""
 Rule = tuple[str, int, tuple[int, int, int] | None]
-"""A row of the tables, the error to answer with, and (argument, mask, value) if only such an argument is refused."""
+"""A row of the tables, the error to answer with, and (argument, mask, value) if only that argument is refused."""
 _SOCKETS = [
     (f"{call}", EAFNOSUPPORT, (0, LOW, family))
     for call in ("socket 41 198", "socketpair 53 199")

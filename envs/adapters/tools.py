@@ -68,11 +68,11 @@ class Tool:
     parameters: dict[str, JsonValue]
     """JSON Schema of the arguments, an object."""
     call: Callable[[dict[str, JsonValue]], Awaitable[str | Sequence[str | Visual]]]
-    """From the agent's unchecked arguments to the result: a text, or texts, pictures and videos."""
+    """From the agent's unchecked arguments to the result: a string, or a sequence of strings, pictures and videos."""
     effect: Effect = "pure"
     """The effect of repeating a call on the outside world."""
     timeout: float = SECONDS
-    """Time limit of a call, in seconds; the agent then reads that there was no answer."""
+    """Time limit of a call, in seconds; after it, the agent reads that the call was not answered."""
     limit: int = CHARACTERS
     """Size limit of a result, in characters; a longer one is cut, with a note."""
 
@@ -93,7 +93,7 @@ class ToolSource(Protocol):
 
     @property
     def effect(self) -> Effect:
-        """The most harmful effect of its tools, as far as it is known."""
+        """The most harmful known effect of its tools."""
         ...
 
     async def open(self) -> Sequence[Tool]:
@@ -192,8 +192,8 @@ def as_text(result: object) -> str:
 
 
 async def as_parts(result: object) -> str | list[str | Visual]:
-    """A tool's result as the model reads it. Pictures are shown where it is a `Picture` or `Video`, or a list with one
-    or with a content part as TRL has them, `{"type": "image", "image": ...}`; every other value is text."""
+    """A tool's result as the model reads it. A `Picture`, a `Video`, and TRL's content part
+    `{"type": "image", "image": ...}` are shown as pictures, also in a list; every other value is text."""
     values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     images = [_image_in(value) for value in values]
     if all(image is None for image in images):
@@ -205,16 +205,16 @@ async def as_parts(result: object) -> str | list[str | Visual]:
 
 def _image_in(value: Any) -> Any:
     """A picture, a video, or the image (PIL, array, bytes) of a content part; None for any other value. A path or URL
-    is no image here: it may be text that a tool got from somewhere."""
+    isn't read as an image: it may be text that a tool got from somewhere."""
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
     known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
     return value if isinstance(value, Visual) else image if known else None
 
 
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:
-    """(messages, pictures and videos in order): a row's pictures have a content part `{"type": "image"}` each, and its
-    videos `{"type": "video"}`; where the messages have none, before the text of the first message of the user, as in
-    TRL. BadPicture for another number of parts."""
+    """(messages, pictures and videos in order): each picture of the row has a content part `{"type": "image"}`, each
+    video `{"type": "video"}`. If the messages have none, the parts go before the text of the first user message, as in
+    TRL. BadPicture if the number of parts differs."""
     shown = [one if isinstance(one, Visual) else await Picture.read(one) for one in _shown(row)]
     # A column of Arrow gives every part the keys of all parts, with None.
     parts: list[list[Any]] = [

@@ -56,7 +56,7 @@ _NO_STATE = "no TRL trainer runs here, so there is no trainer state"
 
 
 class NotTRL(TapereelError, TypeError):
-    """A class, row or function doesn't follow TRL's conventions; the message names it and what is missing."""
+    """A class, row or function doesn't follow TRL's conventions; the message names it and the missing part."""
 
 
 def trl_row(row: Mapping[str, JsonValue]) -> Task:
@@ -68,8 +68,8 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
         raise NotTRL(
-            f"a row needs a column `prompt`, a text or a list of messages; this is {has}. If `reset` returns the whole "
-            "prompt, set it to None"
+            f"a row needs a column `prompt`, a string or a list of messages; this is {has}. If `reset` returns the "
+            "whole prompt, set it to None"
         )
     _messages(row["prompt"])
     public = {k: prompt_part(k, v) for k, v in row.items() if k in ("prompt", *SHOWN)}
@@ -246,7 +246,7 @@ def completion_ids(tape: Tape) -> list[int]:
 
 
 def _calls(tape: Tape) -> list[Call]:
-    """The calls of the tape, including those of its inherited prefix."""
+    """The calls of the tape, including its inherited prefix."""
     return [*(_calls(tape.parent) if tape.parent is not None else ()), *tape.calls]
 
 
@@ -270,13 +270,13 @@ async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Message, list[Visual]]:
-    """The prompt's last message with the result of `reset`, a text or content parts, behind it, and its pictures."""
+    """The prompt's last message followed by the result of `reset` (a string or content parts), and its pictures."""
     if isinstance(addition, str) and isinstance(last["content"], str):
         return {**last, "content": last["content"] + addition}, []
     parts = [addition] if isinstance(addition, str) else await as_parts(addition)
     if isinstance(parts, str):
         what = f"{type(instance).__qualname__}.reset returned {type(addition).__name__}"
-        raise NotTRL(f"{what}, but only a text, content parts with an image, or None, can be recorded")
+        raise NotTRL(f"{what}, but only a string, content parts with an image, or None can be recorded")
     before = content_parts(last) or [{"type": "text", "text": last["content"]}]
     shown = [part for part in parts if not isinstance(part, str)]
     after = [{"type": "text", "text": part} if isinstance(part, str) else place_of(part) for part in parts]
@@ -288,13 +288,13 @@ def _messages(prompt: Any) -> list[Message]:
     chat = isinstance(messages, Sequence) and all(is_message(m) or content_parts(m) for m in messages)
     if not chat or not messages:
         raise NotTRL(
-            f"the prompt {prompt!r:.80} is neither a text nor a list of messages with `role` and a text `content`"
+            f"the prompt {prompt!r:.80} is neither a string nor a list of messages with `role` and string `content`"
         )
     return [dict(message) for message in messages]
 
 
 def is_message(message: object) -> bool:
-    """Whether TRL's trainer takes it as a chat message: `role` and a text `content`."""
+    """Whether TRL's trainer takes it as a chat message: `role` and string `content`."""
     return (
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)

@@ -207,7 +207,7 @@ class Probe:
             hung = isinstance(error, TimeoutError) and timer.expired()
             cause = (error.__cause__ or error) if hung else error
             problem = (
-                f"did not return in {self.timeout:g} s; such an episode waits for its whole time limit, so set a "
+                f"did not return in {self.timeout:g} s; an episode would wait for its whole time limit, so set a "
                 "timeout on the operation that it waits for"
                 if hung
                 else f"raised {type(error).__qualname__}: {str(error)[:300]}; the episode would end as an error of the "

@@ -9,7 +9,7 @@ from ...tapes.value import Value
 
 
 class Finding(Value):
-    """One fault of what was checked, described for its maintainer."""
+    """One fault, described for the maintainer of the checked object."""
 
     check: str
     """Which check found it; a key of `CheckReport.checks`."""

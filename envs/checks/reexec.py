@@ -1,7 +1,7 @@
 """Re-execution: applies the recorded actions again in a fresh environment, with the recorded seed.
 
 Each observation, reward and end is compared with the recorded one, without the fields that the environment declares as
-varying (`Environment.varies`). Several executions show which fields differ between them, and so what to declare. No
+varying (`Environment.varies`). Several executions show which fields differ between them and so must be declared. No
 agent runs and no model is called. Irreversible environments are refused.
 """
 
@@ -79,7 +79,7 @@ class Moment:
     turn: int | None
     """None at `reset` and for the episode as a whole."""
     step: int | None
-    """Index of the recorded observation, else of the action; None for the episode as a whole."""
+    """Index of the recorded observation, or of the action without one; None for the episode as a whole."""
     values: dict[str, JsonValue] = field(default_factory=dict)
     """Plain values by field."""
 
@@ -135,7 +135,7 @@ def _unable(tape: Tape, env: AnyEnvironment) -> str | None:
     return None
 
 
-# What was recorded
+# The recorded episode
 
 
 def _recorded(tape: Tape) -> Iterator[Moment]:
@@ -353,7 +353,7 @@ def reexec_run(
 ) -> Verdicts:
     """Execute the recorded actions again, on the named tapes of a run or on all closed tapes of a split.
 
-    env: `module:name` of an environment class or factory; None: that of the run's configuration. masks: field -> the
+    env: `module:name` of an environment class or factory. None takes the run's configuration. masks: field -> the
     regex of the part that may differ, None for the whole field. times: executions of each tape; with two or more, the
     verdicts name the fields that vary (`proposed_masks`). seconds: wall clock of one execution.
     """
@@ -367,12 +367,12 @@ def reexec_run(
 
 
 def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
-    """The fields that varied between executions -> what to declare in `Environment.varies`."""
+    """Field that varied between executions -> its entry for `Environment.varies`."""
     return _merged(item for verdict in verdicts for item in verdict.proposed.items())
 
 
 def own_environment(identity: Identity) -> EnvironmentFactory | None:
-    """A demo's environment with the settings on the tape, where the tape was recorded in one; None for any other.
+    """A demo's environment with the settings on the tape, if the tape was recorded in one; None for any other.
 
     A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
     caller or the run's configuration names it.
@@ -388,14 +388,14 @@ def own_environment(identity: Identity) -> EnvironmentFactory | None:
 
 
 def _factory(name: str | None) -> EnvironmentFactory | None:
-    """The factory called `name`; None without a name. UsageError where the name is that of something else."""
+    """The factory called `name`; None without a name. UsageError if the name belongs to another object."""
     if name is None:
         return None
     return cast("EnvironmentFactory", load_function(name, "an environment class or a function that makes one"))
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
-    """The check of one tape, made in each worker process. name: None for the environment on each tape, where that is
+    """The check of one tape, made in each worker process. name: None for the environment on each tape, if it is
     Tapereel's own."""
     named = _factory(name)
 

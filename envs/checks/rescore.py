@@ -48,7 +48,7 @@ async def rescore(
     """(the verdict on the recorded components, the records of components that are not recorded).
 
     Every recorded component of these sources must come out again; components of other sources are not compared. If a
-    source fails there are no new records: their sum would lack that source and be another reward. `layer`: the later
+    source fails, nothing new is recorded: the sum would lack that source and be another reward. `layer`: the later
     scoring to compare with, and the layer of new records; None compares with the rewards recorded during the episode.
     """
     if not tape.closed:
@@ -284,12 +284,12 @@ class FailureKind(Value):
 
     source: str
     where: str | None
-    """`file:line in function`; None where no line is known."""
+    """`file:line in function`; None if no line is known."""
     tapes: int
     tape: str
     """The first tape of that kind."""
     first: str
-    """What the first failure says."""
+    """The message of the first failure."""
 
 
 def rescore_run(

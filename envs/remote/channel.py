@@ -52,6 +52,8 @@ class Channel:
         self._session, self._socket, self._largest = session, socket, largest
         self._received: asyncio.Queue[str | Exception] = asyncio.Queue(maxsize=1)
         self._end: Exception | None = None
+        self._sent = 0
+        """Characters of the last message that was sent."""
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -84,6 +86,7 @@ class Channel:
         """Send a message. Raises the errors of `receive` if the connection is gone."""
         if self._end is not None:
             raise self._end
+        self._sent = len(text)
         try:
             await self._socket.send_str(text)
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
@@ -141,7 +144,8 @@ class Channel:
             return SessionLost(f"{self.url}: the server shut down, and the episode's environment with it")
         if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
             return BadAnswer(
-                f"{self.url}: a message was longer than the other side accepts, or than {self._largest} bytes"
+                f"{self.url}: a message was too long: the last one sent has {self._sent} characters, which may be more "
+                f"than the server's message_bytes, and `largest` accepts {self._largest} bytes; increase that limit"
             )
         if code in (aiohttp.WSCloseCode.POLICY_VIOLATION, aiohttp.WSCloseCode.PROTOCOL_ERROR):
             return Refused(f"{self.url}: the server closed the connection: {str(message.extra or code)[:200]}")

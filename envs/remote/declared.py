@@ -27,7 +27,7 @@ StepT = TypeVar("StepT", bound=Step)
 
 
 class Undeclared(TapereelError, TypeError):
-    """An environment doesn't declare its kinds of steps; the message says what to write."""
+    """An environment doesn't declare its kinds of steps; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Declared:
         if effect != self.effect:
             raise WrongEnvironment(
                 f"on the server the effect of {name[:80]!r} is {effect[:40]!r}; here it is {self.effect!r}. Both must "
-                "be equal: the effect decides what is durable on disk before an action"
+                "be equal, because the effect decides which records are durable on disk before an action"
             )
 
     def action(self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None) -> Action:

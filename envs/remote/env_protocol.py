@@ -60,7 +60,7 @@ class Item(Message):
 
     @classmethod
     def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
-        """The step, as plain values. BadPicture where a picture's bytes are missing."""
+        """The step, as plain values. BadPicture if a picture's bytes are missing."""
         sent = files_of(step) if files else {}
         return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"), files=sent)
 
@@ -81,7 +81,7 @@ class Item(Message):
 
 
 def files_of(value: Step | Task) -> dict[str, str]:
-    """The PNGs of the pictures of a step or task, in base64, by name. BadPicture where one's bytes are missing."""
+    """The PNGs of the pictures of a step or task, in base64, by name. BadPicture if the bytes of one are missing."""
     sent: dict[str, str] = {}
     for picture in pictures_of(value):
         if picture.data is None:
@@ -220,7 +220,7 @@ class Fault(Message):
     """The class name of the exception."""
     message: str
     frame: str | None = None
-    """`file:line in function` where it was raised."""
+    """`file:line in function` that raised it."""
 
 
 Answer = Result | Fault

@@ -83,7 +83,7 @@ class Host:
         self._thread: EnvironmentThread | None = None
 
     async def answer(self, call: Call) -> Answer:
-        """Carry out the call. Raises CancelledError where the caller was cancelled, and KeyboardInterrupt."""
+        """Carry out the call. Raises CancelledError if the caller was cancelled, and KeyboardInterrupt."""
         try:
             return await self._code(self._do(call), f"{self._declared.name}.{call.t}", self._seconds)
         except TimedOut as error:

@@ -2,7 +2,7 @@
 
 `with Pool(Simulator, processes=4) as pool:` makes a factory; each episode has a process to itself. If a call takes too
 long, its process is killed together with its child processes, and the episode fails. A new process replaces it; other
-episodes are not affected. Messages are those of `env_protocol.py`, as lines over pipes; nothing is pickled.
+episodes are not affected. The messages of `env_protocol.py` go over pipes as lines; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class LineProcess:
     def __init__(
         self, command: Sequence[str], *, largest: int = 1 << 20, environment: Mapping[str, str] | None = None
     ) -> None:
-        """largest: size limit of an answer, in bytes. environment: variables besides those of this process."""
+        """largest: size limit of an answer, in bytes. environment: variables to add to this process's."""
         self._largest = largest
         self._process = subprocess.Popen(
             command,

@@ -39,7 +39,7 @@ class Proxy(Environment[Action]):
     """Base class of remote environments. `_exchange` sends a call and returns its answer."""
 
     def __init__(self, declared: Declared, *, location: str = "", call_seconds: float | None = None) -> None:
-        """location: the place where the environment runs, for messages; by default its name. call_seconds: time limit
+        """location: the environment's address, for messages; by default its name. call_seconds: time limit
         of a call; None for no limit."""
         self.environment = declared.name
         """Class name of the remote environment."""

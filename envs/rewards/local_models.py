@@ -24,7 +24,7 @@ class NotAModel(TapereelError, ValueError):
 
 
 class LocalOptions(TypedDict, total=False):
-    """The options of `LocalReward`, which says what they mean."""
+    """The options of `LocalReward`, which documents them."""
 
     device: str
     put_away: str | None
@@ -34,7 +34,7 @@ class LocalOptions(TypedDict, total=False):
 
 
 class LocalReward:
-    """Scores texts with a model that returns one logit for each: as `logits`, as `score`, or as a bare tensor."""
+    """Scores samples with a model that returns one logit for each: as `logits`, as `score`, or as a bare tensor."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class LocalReward:
     ) -> None:
         """
         folder: model and tokenizer in Hugging Face format, or a model of the hub as `org/name@revision`. If the
-            tokenizer has a chat template, the text is the rendered messages, else the query.
-        device: the device for scoring; put_away: the device between scores; None keeps it on `device`.
-        batch: texts of one forward pass. length: maximum tokens of a text, which is truncated on the left; None for the
-            model's maximum.
+            tokenizer has a chat template, the rendered messages are scored, otherwise the query.
+        device: the device for scoring. put_away: the device between scores; None keeps it on `device`.
+        batch: samples of one forward pass. length: maximum tokens of a sample, which is truncated on the left; None for
+            the model's maximum.
         dtype: type of the weights, such as `bfloat16`; None for the stored type.
         """
         if batch < 1:
@@ -79,11 +79,11 @@ class LocalReward:
         # One batch at a time: another thread must not move the model to `put_away` during a forward pass.
         with self._lock:
             self._load()
-            texts = [self._text(sample) for sample in samples]
+            queries = [self._text(sample) for sample in samples]
             self.model.to(self.device)
             try:
                 with torch.inference_mode():
-                    parts = [self._forward(texts[k : k + self.batch]) for k in range(0, len(texts), self.batch)]
+                    parts = [self._forward(queries[k : k + self.batch]) for k in range(0, len(queries), self.batch)]
             finally:
                 if self.put_away is not None:
                     self.model.to(self.put_away)
@@ -117,11 +117,11 @@ class LocalReward:
             return self.tokenizer.apply_chat_template(list(sample.messages), tokenize=False)
         return sample.query
 
-    def _forward(self, texts: list[str]) -> list[float]:
+    def _forward(self, queries: list[str]) -> list[float]:
         longest = self.length or getattr(self.model.config, "max_position_embeddings", None)
         templated = bool(getattr(self.tokenizer, "chat_template", None))
         ready = self.tokenizer(
-            texts,
+            queries,
             return_tensors="pt",
             padding=True,
             truncation=longest is not None,
@@ -132,10 +132,10 @@ class LocalReward:
             input_ids=ready["input_ids"].to(self.device), attention_mask=ready["attention_mask"].to(self.device)
         )
         scores = answer if hasattr(answer, "numel") else answer["score"] if "score" in answer else answer["logits"]
-        if scores.numel() != len(texts):
+        if scores.numel() != len(queries):
             raise WrongAnswer(
-                f"the model in {self.folder} returns the shape {tuple(scores.shape)} for {len(texts)} texts: a reward "
-                "model needs one output (num_labels=1)"
+                f"the model in {self.folder} returns the shape {tuple(scores.shape)} for {len(queries)} samples: a "
+                "reward model needs one output (num_labels=1)"
             )
         return scores.float().reshape(-1).cpu().tolist()
 

@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 
 
 class NotVerified(TapereelError, RuntimeError):
-    """The reference can't be parsed, or an answer was not checked in time; the message says which."""
+    """The reference can't be parsed, or an answer was not checked in time; the message names it."""
 
 
 class MathVerifier:
@@ -103,9 +103,9 @@ def math_reward(
     reference: Callable[[Tape], object] = reference_of,
     verifier: MathVerifier | None = None,
 ) -> RewardSource[Tape]:
-    """A source that scores 1.0 if the answer is equal to the reference, else 0.0, also for an answer that is not
-    mathematics. A timeout, or a reference that is not mathematics, leaves the tape unscored. A task without a reference
-    has no score."""
+    """A source that scores 1.0 if the answer is equal to the reference and otherwise 0.0, also for an answer that
+    isn't mathematics. A timeout, or a reference that isn't mathematics, leaves the tape unscored. A task without a
+    reference has no score."""
     verify = verifier or MathVerifier(timeout=timeout)
 
     async def score(tape: Tape) -> float | None:

@@ -40,7 +40,7 @@ def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
 
 
 def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
-    """All named rewards together; None for no names. UsageError if a name is not that of a reward."""
+    """All named rewards together; None for no names. UsageError if a name doesn't belong to a reward."""
     every: list[RewardSource[Any]] = []
     for name in names:
         found = load_reward(name)

@@ -21,7 +21,7 @@ def layer_of(tape: Tape) -> list[Reward]:
 
 
 def counted(tape: Tape) -> list[Reward]:
-    """The rewards that count in training: those on the tape and those of the group layer.
+    """The rewards that count in training, from the tape and from the group layer.
 
     Empty if one of them failed: the tape is then unscored, because a partial sum would be a wrong reward.
     """
@@ -36,7 +36,7 @@ def training_reward(tape: Tape) -> float | None:
 
 def comparable(tape: Tape) -> bool:
     """Whether the tape can be trained on, and no reward is beyond REWARD_LIMIT, as earlier versions recorded them: with
-    such a reward, no attempt of the group has a finite advantage."""
+    one, no attempt of the group has a finite advantage."""
     return tape.trains and not any(abs(r.weight * r.value) > REWARD_LIMIT for r in counted(tape))
 
 

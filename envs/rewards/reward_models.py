@@ -1,4 +1,4 @@
-"""Reward models: their input (texts, reference answer, label and id of a tape), batching, and models behind a URL.
+"""Reward models: their input (prompt, answer, reference, label and id of a tape), batching, and models behind a URL.
 
 Scores are requested for single tapes, while models score many at once: `Batched` collects the requests. `HttpReward`
 sends many samples in one POST request; every answer is validated.
@@ -73,7 +73,7 @@ def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = Non
     """The tape's last call as a sample.
 
     decode: converts token ids to text with special tokens, like a tokenizer's `decode`. With it, prompt and query are
-    exactly the sampled text; without it, they are the messages as `role: content`.
+    exactly the sampled text. Without it, they are the messages as `role: content`.
     """
     call = next((c for c in reversed(tape.calls) if c.finish not in ("error", "cancelled")), None)
     if call is None:
@@ -194,7 +194,7 @@ class RewardServerFailed(TapereelError, ConnectionError):
 
 
 class HttpOptions(TypedDict, total=False):
-    """The options of `HttpReward`, which says what they mean."""
+    """The options of `HttpReward`, which documents them."""
 
     tries: int
     wait: float
@@ -217,14 +217,14 @@ class HttpReward:
         key_variable: str | None = None,
     ) -> None:
         """
-        tries: how often a request is sent at most; wait: seconds before the second try, doubled before each further
+        tries: how often a request is sent at most. wait: seconds before the second try, doubled before each further
             try; the server's `Retry-After` takes precedence. timeout: seconds of one try.
         key_variable: the environment variable with the bearer token; the token and `headers` are never recorded.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
-                f"{url!r} is not the address of a reward model; write it as in http://127.0.0.1:5000/score"
+                f"{url!r} is not the address of a reward model. Write it as in http://127.0.0.1:5000/score"
             )
         if tries < 1:
             raise ValueError(f"tries must be at least 1, not {tries}")
@@ -242,7 +242,7 @@ class HttpReward:
             except _TryAgain as again:
                 if k == self.tries - 1:
                     raise RewardServerFailed(
-                        f"reward model {self.name} did not answer in {self.tries} tries; the last one: {again}"
+                        f"reward model {self.name} did not answer in {self.tries} tries, the last time because: {again}"
                     ) from again.__cause__
                 pause = self.wait * 2**k if again.after is None else again.after
                 await asyncio.sleep(min(pause, LONGEST_WAIT))
@@ -312,7 +312,7 @@ class HttpReward:
         if sorted(map(str, ids)) != sorted(wanted):
             odd = next((i for i in ids if ids.count(i) > 1 or i not in wanted), None)
             what = f"{odd!r:.80}" if odd is not None else f"no {next(i for i in wanted if i not in ids)!r}"
-            raise WrongAnswer(f"{who} returned other ids than those of the request: {what}")
+            raise WrongAnswer(f"{who} returned ids that differ from the request's: {what}")
         by_id = dict(zip(ids, scores, strict=True))
         return checked([by_id[i] for i in wanted], samples, who)
 

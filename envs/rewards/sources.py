@@ -29,7 +29,7 @@ SECONDS = 600.0
 
 
 class NoReward(UsageError, TypeError):
-    """The object is not a reward function; the message says what is accepted."""
+    """The object is not a reward function; the message lists the accepted forms."""
 
 
 class RewardFailed(TapereelError, RuntimeError):
@@ -79,7 +79,7 @@ class RewardSource(Generic[SubjectT]):
 
 
 AnySource = RewardSource[Never]
-"""A source of any subject. A caller must know what it scores, or cast."""
+"""A source of any subject. A caller must know its subject, or cast."""
 
 
 class Rewards(Generic[SubjectT]):

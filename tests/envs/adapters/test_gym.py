@@ -279,7 +279,7 @@ def test_a_whole_episode_on_a_tape():
     tape = asyncio.run(rollout(agent, lake, task=None, engine=engine, limits=Limits(turns=20)))
     assert (tape.status, tape.reward, tape.turns) == (Status.FINISHED, 1.0, 7)
     assert [r.value for r in tape.rewards] == [0.0] * 6 + [1.0]
-    assert [str(o) for o in tape.observations][2:4] == ["8", "9 is no action here; the actions are Discrete(4)"]
+    assert [str(o) for o in tape.observations][2:4] == ["8", "9 isn't a valid action; the actions are Discrete(4)"]
     assert tape.begin.env.config == {
         "env": "FrozenLake-v1",
         "make": {"is_slippery": False},
