@@ -23,10 +23,10 @@ from pydantic import JsonValue
 
 from ...tapes import BadPicture, Picture
 from ...tapes.common.arguments import check_arguments
-from ...tapes.errors import MissingExtra
+from ...tapes.errors import BadArgument, MissingExtra
 from ..blocking import in_thread
 from ..environment import Effect
-from .tools import CHARACTERS, SECONDS, BadTool, Tool, ToolFailed, ToolsLost, as_text, worst
+from .tools import CHARACTERS, SECONDS, Tool, ToolFailed, ToolsLost, as_text, worst
 
 START_SECONDS = 60.0
 """Time limit for a server to start and list its tools, in seconds; long, since it may have to be downloaded."""
@@ -157,7 +157,9 @@ class McpServer:
         by_name = {tool.name: tool for tool in found}
         missing = [name for name in self._only if name not in by_name]
         if missing:
-            raise BadTool(f"MCP server {self.name} has no tool {missing[0]!r}; it has {', '.join(by_name) or 'none'}")
+            raise BadArgument(
+                f"MCP server {self.name} has no tool {missing[0]!r}; it has {', '.join(by_name) or 'none'}"
+            )
         return [by_name[name] for name in self._only]
 
     def _tool(self, found: Any, session: _Session) -> Tool:

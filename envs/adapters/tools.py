@@ -32,7 +32,7 @@ from ...tapes import (
 from ...tapes.common.arguments import check_arguments
 from ...tapes.common.text import storable
 from ...tapes.decoding import DATA_URL
-from ...tapes.errors import BadPicture, MissingExtra
+from ...tapes.errors import BadArgument, BadPicture, MissingExtra
 from ...tapes.messages import text_of
 from ...tapes.pictures import Visual
 from ...tapes.records import Message
@@ -45,10 +45,6 @@ SECONDS = 30.0
 """Default time limit of a tool, in seconds."""
 CHARACTERS = 20_000
 """Default size limit of a result, in characters: about 5,000 tokens."""
-
-
-class BadTool(TapereelError, TypeError):
-    """A function can't be offered as a tool; the message names it and the remedy."""
 
 
 class ToolFailed(TapereelError, ValueError):
@@ -156,15 +152,17 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError) as error:
-        raise BadTool(f"{name} has no readable signature: wrap it in a function with type hints") from error
+        raise BadArgument(f"{name} has no readable signature: wrap it in a function with type hints") from error
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             what = str(parameter).partition(":")[0]
-            raise BadTool(
+            raise BadArgument(
                 f"tool {name}: a model passes arguments by name, so {what} can't be offered; use named parameters"
             )
         if parameter.annotation is parameter.empty:
-            raise BadTool(f"tool {name}: parameter {parameter.name!r} has no type hint; add one, its schema needs it")
+            raise BadArgument(
+                f"tool {name}: parameter {parameter.name!r} has no type hint; add one, its schema needs it"
+            )
     adapter: TypeAdapter[Any] = TypeAdapter(cast(Any, function))
     schema = adapter.json_schema()
     for part in schema.get("properties", {}).values():
@@ -368,6 +366,6 @@ def _by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
     named: dict[str, Tool] = {}
     for one in tools:
         if one.name in named:
-            raise BadTool(f"two tools have the name {one.name!r}: rename one of them")
+            raise BadArgument(f"two tools have the name {one.name!r}: rename one of them")
         named[one.name] = one
     return named

@@ -32,13 +32,13 @@ from ...tapes import (
     Picture,
     Status,
     Tape,
-    TapereelError,
     Task,
     ToolCalls,
     ToolResults,
     Video,
 )
 from ...tapes.decoding import DATA_URL, decoded
+from ...tapes.errors import BadArgument
 from ...tapes.messages import frames_of, heard, text_of
 from ...tapes.pictures import Visual
 from ...tapes.steps import Prompt, content_parts, place_of
@@ -55,19 +55,15 @@ _NOT_TOOLS = ("reset", "get_reward")
 _NO_STATE = "no TRL trainer runs here, so there is no trainer state"
 
 
-class NotTRL(TapereelError, TypeError):
-    """A class, row or function doesn't follow TRL's conventions; the message names it and the missing part."""
-
-
 def trl_row(row: Mapping[str, JsonValue]) -> Task:
     """A row of TRL data as a task: the prompt is its public part, every other column is private.
 
-    NotTRL if the row has no `prompt`, or if it is neither text nor messages. Use None if `reset` returns the whole
+    BadArgument if the row has no `prompt`, or if it is neither text nor messages. Use None if `reset` returns the whole
     prompt.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
-        raise NotTRL(
+        raise BadArgument(
             f"a row needs a column `prompt`, a string or a list of messages; this is {has}. If `reset` returns the "
             "whole prompt, set it to None"
         )
@@ -157,11 +153,11 @@ class TRLEnvironment(ToolEnvironment):
         if isinstance(factory, Mapping):
             name = row.pop("environment", None)
             if name not in factory:
-                raise NotTRL(f"the row names the environment {name!r}; there are {', '.join(map(repr, factory))}")
+                raise BadArgument(f"the row names the environment {name!r}; there are {', '.join(map(repr, factory))}")
             factory = factory[name]
         made = factory() if factory is not None else None
         if made is not None and not callable(getattr(made, "reset", None)):
-            raise NotTRL(f"{type(made).__qualname__} has no method `reset`; a TRL environment class must have one")
+            raise BadArgument(f"{type(made).__qualname__} has no method `reset`; a TRL environment class must have one")
         return made
 
 
@@ -198,11 +194,11 @@ async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None
 
 
 def _accepted(function: TRLReward, arguments: dict[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments that the function accepts. NotTRL if it requires a missing one."""
+    """The arguments that the function accepts. BadArgument if it requires a missing one."""
     parameters = _parameters(function)
     for name, why in missing.items():
         if name in parameters and parameters[name].default is inspect.Parameter.empty and name not in arguments:
-            raise NotTRL(f"{_name(function)} requires `{name}`: {why}. Give the parameter a default, or remove it")
+            raise BadArgument(f"{_name(function)} requires `{name}`: {why}. Give the parameter a default, or remove it")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return arguments
     return {name: value for name, value in arguments.items() if name in parameters}
@@ -214,7 +210,7 @@ def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValu
         (score,) = scores
         value = None if score is None else float(score)
     except (TypeError, ValueError) as error:
-        raise NotTRL(
+        raise BadArgument(
             f"{_name(function)} returned {scores!r:.80} for one completion: a reward function must return a list with "
             "one number, or None, for each"
         ) from error
@@ -276,7 +272,7 @@ async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Messag
     parts = [addition] if isinstance(addition, str) else await as_parts(addition)
     if isinstance(parts, str):
         what = f"{type(instance).__qualname__}.reset returned {type(addition).__name__}"
-        raise NotTRL(f"{what}, but only a string, content parts with an image, or None can be recorded")
+        raise BadArgument(f"{what}, but only a string, content parts with an image, or None can be recorded")
     before = content_parts(last) or [{"type": "text", "text": last["content"]}]
     shown = [part for part in parts if not isinstance(part, str)]
     after = [{"type": "text", "text": part} if isinstance(part, str) else place_of(part) for part in parts]
@@ -287,7 +283,7 @@ def _messages(prompt: Any) -> list[Message]:
     messages = [{"role": "user", "content": prompt or ""}] if prompt is None or isinstance(prompt, str) else prompt
     chat = isinstance(messages, Sequence) and all(is_message(m) or content_parts(m) for m in messages)
     if not chat or not messages:
-        raise NotTRL(
+        raise BadArgument(
             f"the prompt {prompt!r:.80} is neither a string nor a list of messages with `role` and string `content`"
         )
     return [dict(message) for message in messages]

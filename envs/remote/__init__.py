@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .declared import Declared, Undeclared
+from .declared import Declared
 from .pool import Pool
 from .remote_errors import (
     BadAnswer,
@@ -51,7 +51,6 @@ __all__ = [
     "Service",
     "ServiceLimits",
     "SessionLost",
-    "Undeclared",
     "Unreachable",
     "WrongEnvironment",
 ]

@@ -18,16 +18,12 @@ from typing import Any, TypeVar
 
 from pydantic import JsonValue, ValidationError
 
-from ...tapes.errors import TapereelError
+from ...tapes.errors import BadArgument
 from ...tapes.steps import Action, Answer, Observation, Step, Text
 from ..environment import AnyEnvironment, Effect, Environment
 from .remote_errors import BadAnswer, WrongEnvironment
 
 StepT = TypeVar("StepT", bound=Step)
-
-
-class Undeclared(TapereelError, TypeError):
-    """An environment doesn't declare its kinds of steps; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Declared:
         observations = {kind.kind: kind for kind in every if issubclass(kind, Observation)}
         for what, found in (("actions", actions), ("observations", observations)):
             if not found:
-                raise Undeclared(
+                raise BadArgument(
                     f"{env.__qualname__} doesn't declare which kinds of {what} it has; set `kinds = (...)` to their "
                     "classes on it"
                 )
@@ -153,7 +149,7 @@ def _environment_class(thing: Any) -> type[AnyEnvironment]:
     found = _returned(thing) if callable(thing) else None
     if isinstance(found, type) and issubclass(found, Environment):
         return found
-    raise Undeclared(
+    raise BadArgument(
         f"{thing!r:.80} doesn't say which environment it makes; annotate its return type, or pass "
         "declared=Declared.of(TheClass)"
     )

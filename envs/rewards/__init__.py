@@ -8,11 +8,10 @@ they are in `tapereel.agents.runs.judge`. Imports `envs` and `tapes`, and no opt
 
 from ...tapes.store.summary import GROUP_LAYER
 from .named_rewards import as_rewards, load_rewards
-from .sources import NoReward, RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
+from .sources import RewardFailed, Rewards, RewardSource, Score, Scored, Scorer, rewarded
 
 __all__ = [
     "GROUP_LAYER",
-    "NoReward",
     "RewardFailed",
     "RewardSource",
     "Rewards",

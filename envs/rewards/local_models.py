@@ -12,15 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from ...tapes import Tape, TapereelError
+from ...tapes import Tape
 from ...tapes.common.hub import NotFound, model_folder
-from ...tapes.errors import MissingExtra
+from ...tapes.errors import MissingExtra, UsageError
 from .reward_models import Sample, WrongAnswer, model_source, sample_of
 from .sources import RewardSource
-
-
-class NotAModel(TapereelError, ValueError):
-    """The folder doesn't hold a loadable model and tokenizer."""
 
 
 class LocalOptions(TypedDict, total=False):
@@ -59,7 +55,7 @@ class LocalReward:
         try:
             self.folder = str(model_folder(folder))
         except NotFound as error:
-            raise NotAModel(f"a reward model: {error}") from error
+            raise UsageError(f"a reward model: {error}") from error
         self.device, self.put_away, self.batch = device, put_away, batch
         self.length, self.dtype = length, dtype
         self.model: Any = None
@@ -105,7 +101,7 @@ class LocalReward:
             )
             model: Any = AutoModelForSequenceClassification.from_pretrained(self.folder, **options).eval()
         except (OSError, ValueError) as error:
-            raise NotAModel(f"{self.folder} has no reward model in Hugging Face format: {error}") from error
+            raise UsageError(f"{self.folder} has no reward model in Hugging Face format: {error}") from error
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:

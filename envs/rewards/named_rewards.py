@@ -15,10 +15,10 @@ from typing import Any, cast
 
 from ...tapes import Tape
 from ...tapes.common.redact import holds_secret, without_secrets
-from ...tapes.errors import UsageError
+from ...tapes.errors import BadArgument, UsageError
 from ..load_named import load_function, load_named
 from .reward_models import ModelScore, Sample, WrongAnswer, http_reward, model_source
-from .sources import NoReward, Rewards, RewardSource, Scorer
+from .sources import Rewards, RewardSource, Scorer
 
 FUNCTION = "reward_func"
 FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "references": "reference", "ids": "id"}
@@ -33,7 +33,7 @@ def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
         return Rewards([found])
     if callable(found) and not isinstance(found, type):
         return Rewards([RewardSource(score=cast(Scorer[Tape], found))])
-    raise NoReward(
+    raise BadArgument(
         f"{name or 'the reward'} is a {type(found).__name__}; a reward must be a Rewards, a RewardSource, or a "
         "function from a tape to a number, named numbers or None"
     )

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 from ...tapes import Action, Tape, TapereelError
 from ...tapes.common.stats import check_reward
 from ...tapes.common.text import storable
-from ...tapes.errors import RunStopped, UsageError
+from ...tapes.errors import RunStopped
 from ...tapes.records import Reward
 from ...tapes.store.summary import GROUP_LAYER
 from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScorer, check_factory, new_environment
@@ -26,10 +26,6 @@ from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScore
 SubjectT = TypeVar("SubjectT", contravariant=True)
 SECONDS = 600.0
 """Default time limit of a source, in seconds."""
-
-
-class NoReward(UsageError, TypeError):
-    """The object is not a reward function; the message lists the accepted forms."""
 
 
 class RewardFailed(TapereelError, RuntimeError):

@@ -15,9 +15,10 @@ from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 from tapereel.agents.rendering.renderer import Renderer
 from tapereel.envs import Outcome, Rewards, Taskset
-from tapereel.envs.adapters.trl import NotTRL, TRLEnvironment, completion_ids, trl_reward, trl_row
+from tapereel.envs.adapters.trl import TRLEnvironment, completion_ids, trl_reward, trl_row
 from tapereel.envs.rewards import rewarded
 from tapereel.tapes import Answer, NotATape, Status, Tape, Text, ToolCalls
+from tapereel.tapes.errors import BadArgument
 
 # -- as somebody wrote them for GRPOTrainer ---------------------------------------------------------------------------
 
@@ -290,7 +291,7 @@ def test_rewards_that_a_run_names_come_beside_those_of_the_instance() -> None:
     ],
 )
 def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentence: str) -> None:
-    with pytest.raises(NotTRL, match=sentence):
+    with pytest.raises(BadArgument, match=sentence):
         trl_row(row)
     assert trl_row({"prompt": None, "goal": 1}).public == {"prompt": None}
 
@@ -298,8 +299,8 @@ def test_a_row_without_a_prompt_is_refused_where_it_is_written(row: Any, sentenc
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ([0.1, 0.2], r"NotTRL: .*\[0\.1, 0\.2\]"),
-        (0.5, r"NotTRL: .*\b0\.5\b"),
+        ([0.1, 0.2], r"BadArgument: .*\[0\.1, 0\.2\]"),
+        (0.5, r"BadArgument: .*\b0\.5\b"),
     ],
 )
 def test_a_function_that_breaks_the_contract_ends_the_episode_unscored(given: Any, sentence: str) -> None:

@@ -22,8 +22,9 @@ import pytest
 from tapereel.agents import ChatAgent, ScriptedEngine, rollout
 from tapereel.envs import Outcome
 from tapereel.envs.adapters.mcp import McpServer
-from tapereel.envs.adapters.tools import BadTool, Tool, ToolEnvironment, ToolFailed, ToolsLost
+from tapereel.envs.adapters.tools import Tool, ToolEnvironment, ToolFailed, ToolsLost
 from tapereel.tapes import Answer, CauseType, MissingExtra, Picture, Status, Tape, Task, ToolCalls, ToolResults
+from tapereel.tapes.errors import BadArgument
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parents[1] / "mcp_server.py"
@@ -137,7 +138,7 @@ def test_an_effect_is_what_is_declared_else_what_is_hinted_else_irreversible(add
     reads = McpServer.http(address, only=["lookup"])
     asyncio.run(tools_of(reads))
     assert reads.effect == "pure"
-    with pytest.raises(BadTool, match=r"'fly'.*lookup"):
+    with pytest.raises(BadArgument, match=r"'fly'.*lookup"):
         asyncio.run(tools_of(McpServer.http(address, only=["fly"])))
 
 

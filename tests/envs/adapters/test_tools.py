@@ -17,7 +17,6 @@ from pydantic import BaseModel, Field
 from tapereel.agents import ChatAgent, Limits, ReplayEngine, Request, ScriptedEngine, rollout
 from tapereel.envs import Outcome, check_env
 from tapereel.envs.adapters.tools import (
-    BadTool,
     Tool,
     ToolEnvironment,
     ToolFailed,
@@ -41,6 +40,7 @@ from tapereel.tapes import (
     ToolResults,
     Video,
 )
+from tapereel.tapes.errors import BadArgument
 
 
 class Place(BaseModel):
@@ -132,11 +132,11 @@ def test_what_can_be_no_tool_is_refused_with_the_reason():
     def many(*numbers: int) -> int:
         return sum(numbers)
 
-    with pytest.raises(BadTool, match=r"\bbare\b.*'a'"):
+    with pytest.raises(BadArgument, match=r"\bbare\b.*'a'"):
         tool(bare)
-    with pytest.raises(BadTool, match=r"\bmany\b.*\*numbers"):
+    with pytest.raises(BadArgument, match=r"\bmany\b.*\*numbers"):
         tool(many)
-    with pytest.raises(BadTool, match="'add'"):
+    with pytest.raises(BadArgument, match="'add'"):
         Sums(add)
     with pytest.raises(ValueError, match=r"parallel.*\b1\b.*\b0\b"):
         ToolEnvironment([], parallel=0)

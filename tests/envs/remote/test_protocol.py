@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tapereel.envs import Calculator, Environment, GymEnvironment, Outcome
-from tapereel.envs.remote import BadAnswer, Declared, RemoteFault, Undeclared, WrongEnvironment
+from tapereel.envs.remote import BadAnswer, Declared, RemoteFault, WrongEnvironment
 from tapereel.envs.remote.env_protocol import (
     PROTOCOL,
     Item,
@@ -24,6 +24,7 @@ from tapereel.envs.remote.env_protocol import (
 )
 from tapereel.tapes import Action, Answer, Text
 from tapereel.tapes.common.stats import REWARD_LIMIT
+from tapereel.tapes.errors import BadArgument
 
 from .worlds import Deeds, Give, Guess, GuessNumber, Hint, Secret, Telling, making
 
@@ -51,7 +52,7 @@ class Silent(Environment[Any]):
     ],
 )
 def test_what_declares_nothing_is_refused_with_what_to_write(thing: Any, told: str):
-    with pytest.raises(Undeclared, match=told):
+    with pytest.raises(BadArgument, match=told):
         Declared.of(thing)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tapereel.envs.rewards.local_models import LocalReward, NotAModel, local_reward
+from tapereel.envs.rewards.local_models import LocalReward, local_reward
 from tapereel.envs.rewards.reward_models import Sample
+from tapereel.tapes.errors import UsageError
 
 from ..scored import failure, scores, tapes
 
@@ -131,10 +132,10 @@ def sample_of_tape(tape: Any) -> Sample:
 
 def test_a_folder_that_is_not_there_is_refused_where_it_is_written(tmp_path: Path):
     for folder in (tmp_path / "none", "nofolder"):
-        with pytest.raises(NotAModel, match=re.escape(repr(str(folder)))):
+        with pytest.raises(UsageError, match=re.escape(repr(str(folder)))):
             local_reward(folder)
 
 
 def test_a_folder_without_a_model_leaves_the_tape_unscored(tmp_path: Path):
     (records,) = scores([local_reward(tmp_path, name="rm")], *tapes(["a"]))
-    assert f"NotAModel: {tmp_path}" in failure(records)
+    assert f"UsageError: {tmp_path}" in failure(records)
