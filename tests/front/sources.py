@@ -49,25 +49,32 @@ def text(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-@cache
-def tree(name: str) -> ast.Module:
-    """The parsed module, by its path from the root."""
-    return ast.parse(text(name))
+def outline(name: str) -> ast.Module:
+    """The parsed module without the bodies of its functions: what it says of itself, its classes and signatures."""
+    return _parsed(name)[0]
 
 
-@cache
 def imports(name: str) -> tuple[Import, ...]:
     """Every import of a module, wherever in the file, also for type checkers alone."""
+    return _parsed(name)[1]
+
+
+@cache
+def _parsed(name: str) -> tuple[ast.Module, tuple[Import, ...]]:
+    # Bodies aren't kept: with a million more nodes, each garbage collection takes longer, and importing torch has many.
+    tree = ast.parse(text(name))
     package = ["tapereel", *name.split("/")[:-1]]
     found: list[Import] = []
-    for node in _statements(tree(name).body):
+    for node in list(_statements(tree.body)):
         if isinstance(node, ast.Import):
             found += [Import(node.lineno, 0, alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             found += [Import(node.lineno, node.level, module, alias.name) for alias in node.names]
-    return tuple(found)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = []
+    return tree, tuple(found)
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -21,7 +21,7 @@ import tapereel
 from tapereel.tapes.common.extras import extra_of
 
 from ..contract.extras import SMOKES
-from .sources import FLOORS, ROOT, imports, text, tree
+from .sources import FLOORS, ROOT, imports, outline, text
 
 ORDER = FLOORS[: FLOORS.index("cli")]
 """The floors that another one may import."""
@@ -162,7 +162,7 @@ def test_every_public_function_is_typed():
     bare = [
         f"{path}:{line} {name}({', '.join(args)})"
         for path in _modules()
-        for name, line, args in _untyped(tree(path).body)
+        for name, line, args in _untyped(outline(path).body)
     ]
     assert bare == []
 
@@ -183,7 +183,7 @@ def test_no_public_signature_has_any():
     loose = [
         f"{path}:{line} {name}: {annotation}"
         for path in _modules()
-        for name, line, annotation in _annotations(tree(path).body)
+        for name, line, annotation in _annotations(outline(path).body)
         if re.search(r"\bAny\b", annotation)
     ]
     assert loose == [], "name the type: a Protocol, a TypeVar, a TypedDict, JsonValue, object"
@@ -234,9 +234,11 @@ def test_each_public_name_exists_and_there_are_few(module: str):
 
 
 def test_the_front_door_tells_type_checkers_what_it_tells_python():
-    (block,) = [n for n in tree("__init__.py").body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    static = {alias.name: node.module for node in imports for alias in node.names}
+    (block,) = [
+        n for n in outline("__init__.py").body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    ]
+    inside = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    static = {alias.name: node.module for node in inside for alias in node.names}
     assert static == tapereel._HOME
     assert sorted(tapereel.__all__) == sorted(tapereel._HOME)
     with pytest.raises(AttributeError, match="no attribute 'Taep'"):

@@ -143,7 +143,7 @@ def test_every_room_says_what_it_is_for():
     short = []
     for name in files():
         if name.endswith("__init__.py"):
-            text = ast.get_docstring(sources.tree(name)) or ""
+            text = ast.get_docstring(sources.outline(name)) or ""
             if len(text.split()) < 8:
                 short.append(name)
     assert short == []
