@@ -43,7 +43,7 @@ NESTED = (
 """The classes of `finetune` whose objects nest during one update, from the outside in.
 
 Classes in one set are alternatives and count once. A set counts when `finetune`, apart from `inspect`, defines one of
-its classes at the top of a module. The list is kept by hand: add a class that takes such a place under a new name.
+its classes at the top of a module. The list is kept by hand: add a class that takes over a place here.
 """
 
 
@@ -77,7 +77,7 @@ HABITS = {
 }
 
 WORDING = re.compile(r"[A-Za-z]{2,}[,;:]? [a-z]{2,}")
-"""Two words of a sentence. A value, a path, a setting or one name is no wording."""
+"""Two words of a sentence. A value, a path, a setting or a single name doesn't count."""
 
 
 class Sources:
@@ -164,7 +164,7 @@ def exceptions(sources: Sources) -> int:
 def pins(sources: Sources) -> list[str]:
     """The tests that match the wording of an error: two words of a sentence in a row.
 
-    They stand in `match=` of `pytest.raises`, or in a string that is looked for in `str(error.value)`.
+    The words are in `match=` of `pytest.raises`, or in a string that is searched for in `str(error.value)`.
     """
 
     def texts(node: ast.AST) -> Iterator[str]:
