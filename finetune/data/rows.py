@@ -23,6 +23,7 @@ from ...tapes.messages import image_parts
 from ...tapes.places import Place, keys, shared_length
 from ...tapes.records import Label, Sampling, Tokens
 from ...tapes.steps import Step, role_of
+from .answers import reflections, repeated
 
 if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
@@ -61,6 +62,8 @@ class Row:
     answered: tuple[str | None, ...] = ()
     """Digest of the observation that each call answered, aligned to `calls`: the newest one when its turn began, so
     equal digests are equal observations. None for a call before any observation; empty for a row of no tape."""
+    replies: tuple[str | None, ...] = ()
+    """Text of each call's answer, aligned to `calls`; None for a call without text, empty for a row of no tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
     """(tokens, ids) of each call: the distribution of its first so many tokens lacks these ids. Empty: of none."""
@@ -100,6 +103,16 @@ class Row:
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
+
+    def repeated(self) -> NDArray[np.int64]:
+        """(calls,) number of the repeated 4-grams of each call's own tokens (`answers.repeated`)."""
+        tokens = self.input_ids[self.own]
+        return np.array([repeated(tokens[self.call == c]) for c in range(len(self.calls))], dtype=np.int64)
+
+    def reflections(self) -> NDArray[np.float64]:
+        """(calls,) number of the words of reflection in each call's text; NaN if the text is unknown."""
+        replies = self.replies or (None,) * len(self.calls)
+        return np.array([np.nan if text is None else reflections(text) for text in replies], dtype=np.float64)
 
     def labels(self) -> NDArray[np.int64]:
         """(L,) the token id where it is the agent's own, -100 elsewhere."""
@@ -271,6 +284,7 @@ class _Building:
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
     answered: list[str | None] = field(default_factory=list)
+    replies: list[str | None] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)
 
     def ids(self) -> NDArray[np.int32]:
@@ -310,6 +324,7 @@ class _Building:
         self.bars.append((barring, call.barred or ()) if known is not None else (0, ()))
         self.agents.append(call.by)
         self.answered.append(answered)
+        self.replies.append(call.text)
 
     def done(self, tape: Tape, group: str) -> Row:
         counts = [c[0] for c in self.columns]
@@ -329,6 +344,7 @@ class _Building:
             calls=tuple(self.calls),
             agents=tuple(self.agents),
             answered=tuple(self.answered),
+            replies=tuple(self.replies),
             versions=tuple(self.versions),
             bars=tuple(self.bars) if any(ids for _, ids in self.bars) else (),
         )

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -162,6 +163,7 @@ def prepare_batches(
     sizes: number of episodes of each rollout batch, in the order of `episodes`; empty: one rollout batch. Raises
     BadBatch if the sizes don't add up to the number of episodes.
     """
+    _count_answers(rows, context)
     if len(sizes) < 2:
         return prepare(recipe, stream, context)
     if sum(sizes) != len(episodes):
@@ -189,6 +191,15 @@ def prepare_batches(
         if target is not None and batch.target is not None:
             target[mine] = batch.target
     return Batch(recipe=recipe, stream=stream, advantage=advantage, entered=entered, selected=selected, target=target)
+
+
+def _count_answers(rows: Sequence[Row], context: Context) -> None:
+    """Add the repetitions and reflections of the answers with own tokens to the metrics."""
+    for row in rows:
+        has = np.bincount(row.call, minlength=len(row.calls)) > 0
+        for name, counts in (("answer/repeated", row.repeated()), ("answer/reflections", row.reflections())):
+            known = counts[has & ~np.isnan(counts)]
+            context.sums.put(name, float(known.sum()), len(known))
 
 
 def _advantages(
