@@ -1,7 +1,7 @@
 """`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions that a script starts with.
 
 They take objects: an agent, an environment class or factory, any iterable of tasks, and a model. They work in a script
-and in a notebook. What they record is what the command line records.
+and in a notebook. They record the same as the command line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(
 ) -> Run:
     """Roll the agent out over the tasks, and record every episode.
 
-    `out`: the run directory; None: a new one below `runs/`. `attempts`: episodes of each task. `resume`: continue the
+    `out`: the run directory. None: a new one below `runs/`. `attempts`: episodes of each task. `resume`: continue the
     run in `out`. `settings`: any setting of `tapereel run` by its dotted key, as `{"limits.turns": 8}`.
 
     Raises UsageError, before anything is written, if an argument is invalid or `out` holds a run.
@@ -97,7 +97,7 @@ def train(
     settings: Mapping[str, JsonValue] | None = None,
     progress: Progress = silent,
 ) -> Run:
-    """Train a model on the agent's own episodes: rollouts go on while the trainer updates the weights.
+    """Train a model on the agent's own episodes: rollouts continue while the trainer updates the weights.
 
     `model`: a folder in Hugging Face format, or a model of the hub as `org/name` or `org/name@revision`. `updates`:
     optimiser updates of the loop. `recipe`: the objective's name, as `grpo`, or `module:name` (None: the defaults of
@@ -156,7 +156,7 @@ def _folder(out: str | Path | None, agent: AgentSource) -> Path:
 
 
 def _instance(agent: AgentSource) -> Agent | None:
-    """The agent as an object, for replays in this process; None where it was named as text."""
+    """The agent as an object, for replays in this process; None if it was named as text."""
     return None if isinstance(agent, str) else load_agent(agent)
 
 

@@ -79,7 +79,7 @@ class Run:
         return iter(self.tapes())
 
     def tapes(self, split: str | None = None) -> list[Tape]:
-        """The closed tapes, oldest first; `split`: only those recorded for it (`train`, `eval`, ...)."""
+        """The closed tapes, oldest first. With `split`, only tapes recorded for it (`train`, `eval`, ...)."""
         with Store.open(self.path) as store:
             return [store.tape(one.id, refresh=False) for one in store.summaries(split=split, closed=True)]
 
@@ -100,9 +100,9 @@ class Run:
     ) -> Dataset | IterableDataset:
         """The rows of the closed tapes that fit, as a Hugging Face dataset with the columns of `tapereel export`.
 
-        agents: paths of the agents whose tokens are labels; None: all. tokenizer: a folder; it tokenizes tapes that
+        agents: paths of the agents whose tokens are labels. None: all. tokenizer: a folder; it tokenizes tapes that
         hold only text, which are an error without it, and adds the text columns. streaming: an IterableDataset that
-        reads tape by tape. Raises NothingToExport where no tape has a row (streaming: when it is iterated).
+        reads tape by tape. Raises NothingToExport if no tape has a row (streaming: when it is iterated).
         """
         from ..interchange.row_files import run_dataset
 
@@ -149,7 +149,7 @@ class Run:
     ) -> Verdicts:
         """Run the agent's code again on recorded answers, and compare every request and step.
 
-        `agent`: an object or `module:name`; None: the agent that the run was made with. `tapes`: ids; empty: all closed
+        `agent`: an object or `module:name`. None: the agent that the run was made with. `tapes`: ids. Empty: all closed
         tapes of the split. No model and no environment is needed.
         """
         from ...agents.replay.replayer import replay_run
@@ -159,7 +159,7 @@ class Run:
     def reproduce(self, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
         """Derive a checkpoint again from the base weights and the tapes, and compare bit for bit.
 
-        `checkpoint`: a folder, its name or its update; None: the last one and every other on the way to it.
+        `checkpoint`: a folder, its name or its update. None: the last one and every other on the way to it.
         """
         from ..inspect.reproducer import reproduce
 
@@ -179,8 +179,8 @@ class Run:
         """Continue a recorded episode from a turn, `n` times, and record the continuations in this run.
 
         `turn`: the first turn that is new, counted from 0. `agent`, `env`: as in `replay`. `model`: a folder or a list
-        of answers; None: the recorded model. Raises PrefixUnverified where the environment does not return to the
-        recorded state; `unverified` continues nevertheless.
+        of answers. None: the recorded model. Raises PrefixUnverified if the environment does not return to the
+        recorded state; `unverified` continues anyway.
         """
         from ...agents.replay.branching import branch_run
 

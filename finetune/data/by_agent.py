@@ -23,7 +23,7 @@ AT = "@"
 
 
 def addressed(name: str) -> str | None:
-    """The path of the agent that a reward component belongs to; None where all agents share it."""
+    """The path of the agent that a reward component belongs to; None if all agents share it."""
     _, at, path = name.rpartition(AT)
     return path if at and path else None
 
@@ -37,7 +37,7 @@ class TurnRewards:
     alone: dict[str, NDArray[np.float64]]
     """path -> rewards of each turn that only this agent gets."""
     shared: NDArray[np.float64] | None
-    """Rewards of each turn that all agents get; None where there are none, which is not zero."""
+    """Rewards of each turn that all agents get; None if there are none, which is not zero."""
     components: dict[str, float]
     """Unweighted sum of each component, by name."""
 
@@ -97,7 +97,7 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """BadBatch where a reward is for a path that no agent has: no token would be trained by it."""
+    """BadBatch if a reward is for a path that no agent has: no token would be trained by it."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:

@@ -30,7 +30,7 @@ Pin = tuple[str, ...]
 
 
 class ChangedTape(TapereelError, ValueError):
-    """A tape differs from what an update read: a record of it, or one of its layers then, was changed or removed."""
+    """A tape has changed since an update read it: one of its records or layers was edited or removed."""
 
 
 def pin_of(tape: Tape) -> Pin:
@@ -41,7 +41,7 @@ def pin_of(tape: Tape) -> Pin:
 def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
     """The tape with the layers that `pin` names and none that were added later.
 
-    ChangedTape where its digest differs, or a layer of the pin is missing.
+    ChangedTape if the digest differs or a layer of the pin is missing.
     """
     if tape.digest != pin[0]:
         raise ChangedTape(
@@ -65,12 +65,12 @@ def _layer_digest(layer: Record) -> str:
 
 
 def known(number: float) -> float | None:
-    """The number, or None where it isn't finite: JSON has no NaN."""
+    """The number, or None if it isn't finite: JSON has no NaN."""
     return number if math.isfinite(number) else None
 
 
 def episode_of(tape: Tape) -> Episode:
-    """What the objective must know of a closed tape."""
+    """The `Episode` of a closed tape: its reward, group and end."""
     earned = turn_rewards(tape)
     total = training_reward(tape)
     assert tape.status is not None

@@ -43,8 +43,8 @@ class Row:
     own: NDArray[np.int32]
     """(n,) positions in `input_ids` of the tokens that an agent of this run produced; never 0."""
     old: NDArray[np.float32]
-    """(n,) log-prob at sampling, log softmax(logits / temperature). NaN where it is unknown (authored text), or not
-    that of the distribution drawn from (temperature 0, top-p, top-k): good for imitation, no RL data."""
+    """(n,) log-prob at sampling, log softmax(logits / temperature). NaN if it is unknown (authored text), or if
+    the token was drawn from another distribution (temperature 0, top-p, top-k): such tokens serve imitation, not RL."""
     temperature: NDArray[np.float32]
     """(n,) at which it was sampled; 1 where `old` is NaN."""
     version: NDArray[np.int32]
@@ -66,15 +66,15 @@ class Row:
     """Text of each call's answer, aligned to `calls`; None for a call without text, empty for a row of no tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(tokens, ids) of each call: the distribution of its first so many tokens lacks these ids. Empty: of none."""
+    """(tokens, ids) of each call: the distribution of its first `tokens` tokens lacks these ids. Empty without bars."""
     teacher: NDArray[np.float32] | None = None
-    """(n,) log-prob under a teacher behind an engine; None: not asked."""
+    """(n,) log-prob under a teacher behind an engine. None: not asked."""
     episode: str = ""
-    """Name of the `Episode` whose reward trains the tokens; empty: the tape's own episode."""
+    """Name of the `Episode` whose reward trains the tokens. Empty: the tape's own episode."""
     places: tuple[Place, ...] = ()
     """Which of `input_ids` stand for pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
-    """The PNG of a picture of `places`, by the name of its file; None: the row has none. Blocks."""
+    """The PNG of a picture of `places`, by the name of its file. None: the row has none. Blocks."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -99,7 +99,7 @@ class Row:
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def plain(self) -> NDArray[np.float32]:
-        """(n,) `old`, and NaN where the distribution lacked ids: for a trainer that scores with whole ones."""
+        """(n,) `old`, with NaN for tokens whose distribution lacked ids: for a trainer that scores whole ones."""
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
@@ -115,7 +115,7 @@ class Row:
         return np.array([np.nan if text is None else reflections(text) for text in replies], dtype=np.float64)
 
     def labels(self) -> NDArray[np.int64]:
-        """(L,) the token id where it is the agent's own, -100 elsewhere."""
+        """(L,) the token id of the agent's own tokens, -100 elsewhere."""
         labels = np.full(len(self.input_ids), IGNORED, dtype=np.int64)
         labels[self.own] = self.input_ids[self.own]
         return labels
@@ -132,8 +132,8 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
     """The rows of a closed tape.
 
     `agents`: only tokens of calls by these paths are own; the others' are context (None: all are own). `renderer`
-    tokenizes the text of calls that recorded none (a scripted agent, an API); without one such a call is a NotATape
-    error that says so. Tokens inherited by a fork are context here: they belong to the parent.
+    tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Without a renderer, such a call
+    raises NotATape. Tokens inherited by a fork are context here: they belong to the parent.
     """
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
@@ -240,7 +240,7 @@ def _continuation(
 def _tokens_of(
     tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
 ) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
-    """(all prompt ids, or None where the call recorded them as a delta; completion ids; pictures of these ids)"""
+    """(all prompt ids, or None if the call recorded them as a delta; completion ids; pictures of these ids)"""
     if call.completion is not None and call.prompt is not None:
         return None, call.completion, call.places
     layer = layers.get(call.call)

@@ -20,7 +20,7 @@ def count(segment: Tensor, n: int) -> Tensor:
 
 
 def mean(x: Tensor, segment: Tensor, n: int) -> Tensor:
-    """(n,) mean of x over each segment; 0 where it is empty."""
+    """(n,) mean of x over each segment; 0 for an empty segment."""
     return total(x, segment, n) / count(segment, n).clamp(min=1).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The stream: the packed 1-D own tokens of a batch, with id columns and small tables beside them.
+"""The stream: the packed 1-D own tokens of a batch, with id columns and small tables.
 
 Only the agents' own tokens are in a stream: there are no masks, no padding and no sentinel values. So misaligned
 columns, means over padding and 0/0 can't occur. Unknown is NaN, so a missing number shows instead of counting as 0.
@@ -31,33 +31,33 @@ class BadBatch(TapereelError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What the objective needs to know of one tape, which may have any number of rows."""
+    """The objective's view of one tape, which may have any number of rows."""
 
     tape: str
-    """Its id; `id#path` where it is one agent's part of the tape."""
+    """Its id; `id#path` for one agent's part of the tape."""
     group: str
     reward: float | None
     """Total of the episode; None when it is unscored, which is not zero."""
     turn_rewards: Sequence[float] | NDArray[np.floating] | None = None
     """Reward of each turn; they add up to `reward`. None: the whole reward came with the last turn."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Reward components by name, for recipes that weigh them anew."""
+    """Reward components by name, for recipes that weigh them differently."""
     status: Status = Status.FINISHED
     cause: CauseType | None = None
     bootstrap: float | None = None
-    """Value of the state at which the episode was cut off; None: what a critic says, 0 without one."""
+    """Value of the state at which the episode was cut off. None: the critic's value, or 0 without a critic."""
     length: int | None = None
-    """Tokens that count against the length limit; None: the number of own tokens in the batch."""
+    """Tokens that count against the length limit. None: the number of own tokens in the batch."""
     fork: str | None = None
     """Names the turn at which this episode was forked from its parent: continuations of one turn share it."""
     alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
     """path -> rewards of each turn that are that agent's alone (components named `name@path`), part of `reward`."""
     shared: Sequence[float] | NDArray[np.floating] | None = None
-    """Rewards of each turn that all agents share; None where there are none."""
+    """Rewards of each turn that all agents share; None if there are none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
     """(tape, call, start, end) of completions that a label says are not the agent's: context, wherever they stand."""
     pin: tuple[str, ...] = ()
-    """Digest of the tape, then of each layer it was read with; empty where the episode is from no tape."""
+    """Digest of the tape, then of each layer it was read with; empty if the episode is from no tape."""
 
     @property
     def trains(self) -> bool:
@@ -77,7 +77,7 @@ class Episodes:
     cut: Tensor
     """(E,) bool: ended by truncation or a limit, so that it bootstraps. An error of the agent's code is terminal."""
     bootstrap: Tensor
-    """(E,) float64: the value beyond the end that was given; 0 where the end is terminal, NaN where it is unknown."""
+    """(E,) float64: the value beyond the end that was given; 0 if the end is terminal, NaN if it is unknown."""
     length: Tensor
     """(E,) int64."""
     group: Tensor
@@ -108,7 +108,7 @@ class Stream:
     token: Tensor
     """(T,) int64 id."""
     old: Tensor
-    """(T,) log-prob at sampling; NaN where unknown (authored text)."""
+    """(T,) log-prob at sampling; NaN if unknown (authored text)."""
     temperature: Tensor
     """(T,) at which it was sampled."""
     version: Tensor
@@ -134,9 +134,9 @@ class Stream:
     teacher: Tensor | None = None
     """(T,) log-prob under the teacher; None when the recipe has none."""
     anchor: Tensor | None = None
-    """(T,) log-prob under the weights that the rollout batch met; None: not computed."""
+    """(T,) log-prob under the weights that the rollout batch met. None: not computed."""
     entropy: Tensor | None = None
-    """(T,) entropy of the policy that the rollout batch met; None: not computed."""
+    """(T,) entropy of the policy that the rollout batch met. None: not computed."""
     value: Tensor | None = None
     """(T,) critic's value of the state before the token; None without a critic."""
     after: Tensor | None = None
@@ -167,13 +167,13 @@ class Stream:
 
     @property
     def ends(self) -> Tensor:
-        """(T,) bool: the last token of each answer, but of the last answer only where the episode was cut off."""
+        """(T,) bool: the last token of each answer, but of the last answer only if the episode was cut off."""
         follows = self.following
         return torch.where(follows < 0, self.episodes.cut[self.episode], self.call[follows] != self.call)
 
     @property
     def beyond(self) -> Tensor:
-        """(E,) float64 value of the state at each episode's end: 0 where it is terminal, NaN where it is unknown."""
+        """(E,) float64 value of the state at each episode's end: 0 if it is terminal, NaN if it is unknown."""
         given, last = self.episodes.bootstrap, (self.following < 0).nonzero()[:, 0]
         if self.after is None:
             return given
@@ -193,7 +193,7 @@ class Stream:
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
             raise BadBatch(
-                f"episode {twice!r} is in the batch twice: give each tape one Episode, also where it has several rows"
+                f"episode {twice!r} is in the batch twice: give each tape one Episode, even if it has several rows"
             )
         unknown = next((row.taught_by for row in rows if row.taught_by not in index), None)
         if unknown is not None:
@@ -262,7 +262,7 @@ def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
 
 
 def impossible(old: Tensor) -> Tensor:
-    """Where log-probs at sampling are no log-probs of sampled tokens. NaN is an unknown log-prob."""
+    """True for numbers that can't be log-probs of sampled tokens. NaN is an unknown log-prob, so it is False."""
     return (old > LOGPROB_SLACK) | old.isinf()
 
 

@@ -63,13 +63,13 @@ class TokenLine(Value):
     temperature: float | None = None
     """Temperature at sampling; None for authored text."""
     logprob: float | None = None
-    """Log-prob at sampling; None where unknown."""
+    """Log-prob at sampling; None if unknown."""
     reward: float | None = None
     """Reward of the token's turn; rewards of the whole episode count on its last turn."""
     fate: str | None = None
-    """Fate in the last update that took the tape: `trained`, `stale`, `filtered`, `context`; None: no update."""
+    """Fate in the last update that took the tape: `trained`, `stale`, `filtered`, `context`. None: no update."""
     advantage: float | None = None
-    """Advantage in that update; None where it had none, or where it can't be computed again."""
+    """Advantage in that update; None if it had none or if it can't be computed again."""
     weight: float | None = None
     """Weight in that update's loss; None for a token outside the loss."""
 
@@ -95,11 +95,11 @@ class UseLine(Value):
     update: int
     phase: str
     recipe: str | None
-    """None where `recipes.json` has none that can be used here."""
+    """None if `recipes.json` has none that can be used here."""
     trained: int
     """Tokens of this tape with a weight."""
     skipped: str | None
-    """Why the update was not applied; None where it was."""
+    """Why the update was not applied; None if it was."""
 
 
 class Explanation(Value):
@@ -124,7 +124,7 @@ class Explanation(Value):
 
 @dataclass
 class Explainer:
-    """Explains the tapes of one run. decode: gives the text of a token id; renderer: tokenizes authored text."""
+    """Explains the tapes of one run. decode: gives the text of a token id. renderer: tokenizes authored text."""
 
     store: Store
     decode: Callable[[int], str] | None = None
@@ -310,7 +310,7 @@ class _Taken:
     groups: dict[str, list[float | None]]
     """Group -> rewards of its tapes."""
     problem: str = ""
-    """Why advantages can't be computed; empty where they can, or where the recipe has none."""
+    """Why advantages can't be computed; empty if they can, or if the recipe has none."""
 
 
 @dataclass
@@ -348,7 +348,7 @@ def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
 
 
 def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
-    """Why a recipe's advantages can't be computed from the tapes alone; empty where they can."""
+    """Why a recipe's advantages can't be computed from the tapes alone; empty if they can."""
     if recipe is None:
         return f"the run has no recipes.json with the recipe of phase {phase!r}"
     if isinstance(recipe, UsageError):
@@ -367,7 +367,7 @@ def _no_trainer(phase: str) -> Any:
 def token_reader(
     run: Path, named: str | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
-    """(decoder of a token id, renderer) of the tapes' own tokenizer; (None, None) where that is missing or another."""
+    """(decoder of a token id, renderer) of the tapes' own tokenizer; (None, None) if that is missing or another."""
     folder = named or tokenizer_folder(run)
     if folder is None:
         log.warning("the run has no tokenizer, so tokens are shown as numbers: name the folder of one")

@@ -9,7 +9,7 @@ update read them. Gradients are computed and compared, no weights change, and th
     cosine    between the gradients of all weights: 1 where two recipes pull the same way.
 
 1. Norms are before clipping. An update of several mini-batches or epochs is computed whole, at its first weights.
-2. Running statistics of a recipe (a reward scale) are the run's for the run's own recipe, and begin anew otherwise.
+2. Running statistics of a recipe (a reward scale) are the run's for the run's own recipe, and start empty otherwise.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class RecipeLine(Value):
     recipe: str
     loss: float | None
     grad_norm: float | None
-    """None where no token has a gradient."""
+    """None if no token has a gradient."""
     cosine: float | None
-    """Cosine with the first recipe's gradient; None where either gradient is missing."""
+    """Cosine with the first recipe's gradient; None if either gradient is missing."""
     mean_advantage: float | None
     """Mean |advantage| of the tokens that enter the loss; None for a recipe without advantages."""
     clipped: float | None
-    """Share of live tokens whose surrogate is clipped; None where the recipe clips nothing."""
+    """Share of live tokens whose surrogate is clipped; None if the recipe clips nothing."""
     tokens: int
     """Tokens with a weight in the loss."""
     dropped: int
@@ -86,7 +86,7 @@ class RecipeLine(Value):
     skipped: str | None
     """Why the update would not be applied."""
     recorded: bool | None
-    """Whether token weights, loss and gradient norm equal the ledger bit for bit; None where they need not be equal:
+    """Whether token weights, loss and gradient norm equal the ledger bit for bit. None if they need not be equal:
     for another recipe than the run's, or an update of several steps."""
     gained: tuple[TokenShift, ...]
     """Tokens whose |pull| grows most against the first recipe's."""
@@ -129,10 +129,10 @@ def lab(
 ) -> LabReport:
     """Compute recorded updates of the run under each recipe, and compare the others with the first recipe.
 
-    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). updates: numbers from 0; None: the
-    loop's last. policy: a trained player of the run; None: the loop's own policy. tokens: number of tokens to list with
-    the largest gain, and with the largest loss. UsageError where an update, a policy or a recipe doesn't exist; Unknown
-    where the base weights are gone.
+    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). updates: numbers from 0. None: the
+    loop's last. policy: a trained player of the run. None: the loop's own policy. tokens: number of tokens to list with
+    the largest gain, and with the largest loss. UsageError if an update, a policy or a recipe doesn't exist; Unknown
+    if the base weights are gone.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
@@ -168,7 +168,7 @@ def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
 
 
 def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
-    """The policy's lineage, and where its checkpoints are."""
+    """The policy's lineage and the directory of its checkpoints."""
     living = store.lineages().living
     own, *others = checkpoint_folders(run)
     last = [one.state["lineage"] for one in checkpoints(own)]

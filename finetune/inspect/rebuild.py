@@ -30,7 +30,7 @@ Settings = TypeVar("Settings", bound=Config)
 
 
 class Unknown(TapereelError, ValueError):
-    """The run's base weights or its configuration can't be rebuilt; says what is missing."""
+    """The run's base weights or its configuration can't be rebuilt; names the missing part."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RebuiltRun:
     @classmethod
     def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
         """Of the run in the directory `run`, open as `store`. scratch: an empty directory for what the history writes.
-        Unknown where the beginning can't be rebuilt."""
+        Unknown if the beginning can't be rebuilt."""
         if not (run / CONFIG).exists():
             if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
                 return cls._of_control(run, store, scratch, lineage)

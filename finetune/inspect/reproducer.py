@@ -63,7 +63,7 @@ class Reproduction(Value):
 
     run: str
     checkpoint: str | None
-    """Directory of the checkpoint; None where only the ledger was compared."""
+    """Directory of the checkpoint; None if only the ledger was compared."""
     lineage: str
     outcome: Outcome
     base: str
@@ -81,14 +81,14 @@ class Reproduction(Value):
     tapes: int = 0
     """Tapes that were trained on, each with the digest that its updates pinned."""
     digest: str | None = None
-    """Of the derived weights; None where a difference ended the derivation."""
+    """Of the derived weights; None if a difference ended the derivation."""
     difference: Difference | None = None
     """Only for `diverged`."""
     reason: str | None = None
     """Why the comparison is not possible; only for `unverifiable`."""
     seconds: float = 0.0
     players: dict[str, Reproduction] = Field(default={})
-    """Results of the last checkpoints of the run's other policies, by name; empty where one checkpoint was named."""
+    """Results of the last checkpoints of the run's other policies, by name; empty if one checkpoint was named."""
 
     @computed_field
     @property
@@ -112,7 +112,7 @@ class Reproduction(Value):
 
 
 def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-    """Derive a checkpoint of the run in the directory `run` again; default: its last, and each one before it.
+    """Derive a checkpoint of the run in the directory `run` again. The default is the last one, and each one before it.
 
     checkpoint: the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. Without
     it, `run` may also be the directory of a checkpoint inside its run. UsageError if no such checkpoint exists,
@@ -168,7 +168,7 @@ def _run_of(checkpoint: Path) -> Path:
 
 
 def _find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint named by a directory, `update-000040` or `40`; None: the last. UsageError without one."""
+    """The checkpoint named by a directory, `update-000040` or `40`. None: the last. UsageError without one."""
     if not found and name is None:
         raise UsageError(
             f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"
@@ -214,7 +214,7 @@ class _Walk:
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
-        """How torch or this machine differs from those of an update so far; empty where they don't differ."""
+        """How torch or this machine differs from an update's so far; empty if they don't differ."""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)

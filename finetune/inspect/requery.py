@@ -126,7 +126,7 @@ class Scored:
 
     @property
     def gap(self) -> NDArray[np.float64]:
-        """(n,) |log-prob - recorded log-prob| in nats; NaN where the weights give no number."""
+        """(n,) |log-prob - recorded log-prob| in nats; NaN if the weights give no number."""
         return np.abs(self.logprob - self.row.old.astype(np.float64))
 
 
@@ -142,7 +142,7 @@ def requery_run(
 ) -> tuple[Verdicts, str | None]:
     """(the verdicts, why there are none) of the named tapes, or of all closed tapes of a split with sampled tokens.
 
-    model: a checkpoint or model folder that every token is compared with; None: the weights of each token's own
+    model: a checkpoint or model folder that every token is compared with. None: the weights of each token's own
     version, from the run's checkpoints. tolerance: the largest difference that counts as equal, in nats. threads: of
     torch.
     """
@@ -175,7 +175,7 @@ def requery_run(
 
 
 def _begun(run: str | Path) -> list[str]:
-    """The model folders that the run began with, those of its players included."""
+    """The model folders that the run began with, its players' included."""
     settings = recorded_settings(run)
     policies = (settings, *(settings.get("players") or {}).values())
     folders = ((policy.get("engine") or {}).get("model") for policy in policies)

@@ -36,7 +36,7 @@ class TrainingInsight:
         return self._decode
 
     def forget(self) -> None:
-        """Drop what was read from the ledger: training has added updates."""
+        """Forget the ledger's content, because training has added updates."""
         self._explainer = Explainer(self._store, self._decode, self._renderer)
 
     def explain(self, tape: str) -> dict[str, object]:
@@ -84,7 +84,7 @@ class TrainingInsight:
 
 
 def _by_call(values: Iterable[tuple[str, int, float | None]]) -> dict[str, list[float | None]]:
-    """call -> values by index in its completion, from (call, index, value); None where there is none."""
+    """call -> values by index in its completion, from (call, index, value); None if there is none."""
     known: dict[str, list[float | None]] = {}
     for call, at, value in values:
         column = known.setdefault(call, [])

@@ -1,4 +1,4 @@
-"""A corpus of plain texts that the loop imitates beside its rollouts (`loop.corpus`), as tapes of the run.
+"""A corpus of plain text that the loop imitates in addition to its rollouts (`loop.corpus`), as tapes of the run.
 
 So resume and `reproduce` read the run alone. A text has no chat template: it is encoded between the begin and the end
 of sequence that the tokenizer has. Control tokens in it stay text.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversation], str]:
-    """(each part of each distinct text, the digest of all texts). UsageError where one can't be read."""
+    """(each part of each distinct text, the digest of all texts). UsageError if one can't be read."""
     made: list[Conversation] = []
     try:
         rows = load_tasks(config.path, count=config.count, dataset=config)

@@ -34,7 +34,7 @@ class Format:
     write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
     """Tapes -> records. A string in place of a record is the reason why a tape has no record."""
     read: Callable[[Mapping[str, object], str], list[Conversation]]
-    """(record, stem of the file's name) -> conversations. ValueError says what is wrong with the record."""
+    """(record, stem of the file's name) -> conversations. ValueError for a wrong record."""
 
 
 ENDINGS = (".jsonl", ".parquet")

@@ -181,7 +181,7 @@ def _tools(tools: tuple[dict[str, JsonValue], ...], *, known: bool) -> Tools | N
 
 
 def _seen(messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...]) -> Iterator[Step]:
-    """The observations before a call: tool results if all messages are, else one prompt with the messages."""
+    """The observations before a call: tool results if all messages are, otherwise one prompt with the messages."""
     if not messages:
         return
     if all(message["role"] == "tool" for message in messages):

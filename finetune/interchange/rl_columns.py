@@ -169,7 +169,7 @@ def records(
 ) -> Iterator[Mapping[str, object]]:
     """The rows of closed tapes one by one, as mappings of column to value; one tape is in memory at a time.
 
-    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
+    agents: paths of the agents whose tokens are labels. None: all. renderer: tokenizes tapes that hold only text, and
     spells the text columns. images: with the files of pictures. Without a renderer, a tape of text is an error that
     says so; with `counts`, which counts tapes, rows and tokens, it is left out and counted.
     """

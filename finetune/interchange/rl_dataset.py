@@ -1,10 +1,10 @@
 """RL fine-tuning over Hugging Face `datasets`: advantages over the dataset, padded batches, one step on a batch.
 
 `populate_rl_data` decides which tokens train, with which advantages and weights, over whole groups; `collate` pads;
-`rl_step` computes the loss of a batch. The columns are those of `rl_columns`; null is read as NaN. The objective's
+`rl_step` computes the loss of a batch. It has the columns of `rl_columns`, and null is read as NaN. The objective's
 terms compute every number, as in the trainer; the functions here only move numbers between columns and tensors.
 
-1. A log-prob stands at the index of its token. Right-aligning log-probs by their count would misplace them if the
+1. A log-prob is at the index of its token. Right-aligning log-probs by their count would misplace them if the
    targets are not the last contiguous block.
 2. A tape is one episode of its group, for any number of rows. Its status decides whether it trains and counts in its
    group, as in the trainer.
@@ -72,7 +72,7 @@ class RLConfig(Value):
     use_advantages: bool = True
     """False: a token's loss is weighed by its raw reward, not by its advantage."""
     epsilon: float | None = Field(default=None, ge=0, le=1)
-    """Clip range of the ratio, if the recipe clips; None: the recipe's own."""
+    """Clip range of the ratio, if the recipe clips. None: the recipe's own."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL to the reference model in the loss (k3)."""
     reward_minus_kl_coef: float = Field(default=0.0, ge=0)
@@ -266,7 +266,7 @@ class _Columns:
             raise BadBatch(f"column {empty!r} is NaN in every row whose status may train: {REMEDY[empty]}")
 
     def refuse(self, name: str, bad: Tensor) -> None:
-        """BadBatch for the first own token where `bad` (own tokens,) is True."""
+        """BadBatch for the first own token for which `bad` (own tokens,) is True."""
         if bool(bad.any()):
             at = int(self.own.nonzero()[0][int(bad.int().argmax())])
             row = int(np.searchsorted(self.starts, at, side="right")) - 1

@@ -1,6 +1,6 @@
 """The rows of a run's tapes as a Hugging Face dataset: in memory, streamed, or as a JSONL, Parquet or dataset folder.
 
-The columns are those of `rl_columns`. An unknown number is null in JSONL and NaN elsewhere, never 0. All of these
+The rows have the columns of `rl_columns`. An unknown number is null in JSONL and NaN elsewhere, never 0. All of these
 convert 1,000 rows at a time.
 """
 
@@ -50,7 +50,7 @@ def export(
 ) -> Exported:
     """Write the rows of closed `tapes` to `path`.
 
-    agents: paths of the agents whose tokens are labels; None: all. renderer: tokenizes tapes that hold only text, and
+    agents: paths of the agents whose tokens are labels. None: all. renderer: tokenizes tapes that hold only text, and
     adds the text columns. images: with the pictures' files. UsageError if `path` exists, if it has an ending other than
     .jsonl, .parquet or none (a dataset folder), and for JSONL with `images`. NothingToExport if no tape has a row;
     nothing is written.

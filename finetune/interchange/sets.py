@@ -21,9 +21,9 @@ from .imported import Conversation, Said, checked_messages
 
 _Score = Annotated[float | None, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT, allow_inf_nan=False)]
 _COMMON = (
-    "steps and their types: what is kept are messages",
+    "steps and their types: messages are kept",
     "who the agent and the environment were, seeds, times, versions of the policy, sampling, tools of single calls",
-    "the private part of the task, reward components and layers: what is kept is the reward",
+    "the private part of the task, reward components and layers: the reward is kept",
 )
 SFT_LOSES = (*_COMMON, "token ids and log-probs")
 PREFERENCE_LOSES = (*SFT_LOSES, "attempts that are neither the best nor the worst of their group")
@@ -41,7 +41,7 @@ class Turn(NamedTuple):
     tools: tuple[dict[str, JsonValue], ...]
 
     def follows(self, earlier: Turn) -> bool:
-        """Whether the messages begin with those of `earlier` and its reply."""
+        """Whether the messages begin with the messages of `earlier` and its reply."""
         said = [*earlier.messages, earlier.reply]
         return self.messages[: len(said)] == said
 
@@ -61,7 +61,7 @@ def turns_of(tape: Tape) -> list[Turn]:
 class SFTRow(BaseModel):
     """One conversation, or a prompt and a completion.
 
-    Each message of the assistant in a conversation is a call. With a prompt, only those of the completion are.
+    Each message of the assistant in a conversation is a call. With a prompt, only the completion's messages are.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -215,7 +215,7 @@ def read_preference(record: Mapping[str, object], stem: str) -> list[Conversatio
 
 def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Mapping[str, object] | str:
     """The row in TRL's form for pictures: every content is a list of parts, and the column `images` has the picture of
-    each part `{"type": "image"}`, in order. A reason where TRL's form can't hold the row. image: what stands in the
+    each part `{"type": "image"}`, in order. A reason if TRL's form can't hold the row. image: the value of the
     column, by the name of the file."""
     names: list[str] = []
     made: dict[str, object] = dict(row)
@@ -259,5 +259,5 @@ def _task(prompt: list[Message]) -> Task:
 def _tools(text: str | None) -> tuple[dict[str, JsonValue], ...]:
     found = json.loads(text) if text else []
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
-        raise ValueError("`tools` is no list of function schemas")
+        raise ValueError("`tools` isn't a list of function schemas")
     return tuple(found)

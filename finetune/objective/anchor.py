@@ -82,7 +82,7 @@ class Anchor(Term):
 def over_unit(x: Tensor, per: Per, index: Tensor, stream: Stream, combine: str = "mean") -> Tensor:
     """(n,) mean or sum of x (n,) over the turn or episode of each token in `index` (n,).
 
-    `index` must hold all entering tokens of each unit, or the mean is that of a part.
+    `index` must hold all entering tokens of each unit, or the mean covers only a part.
     """
     if per == "token":
         return x

@@ -49,7 +49,7 @@ class Baseline(Term):
 
 
 class GroupBaseline(Baseline):
-    """What is subtracted from a reward, and the divisor of the difference."""
+    """Subtracts a statistic of the unit's set from its reward, and may divide by a deviation."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
     """The comparison, as listed above."""

@@ -10,7 +10,7 @@ two turns are not time steps: they neither discount nor interrupt the bootstrap.
 share one step: r is the turn's sum, V the value before its first token, and all tokens of the turn get the result.
 
 After the last step, V is 0 if the episode terminated. If it was cut off (truncated, or at a limit), V is the critic's
-value of the state after the last own token, or the episode's `bootstrap` where that is given.
+value of the state after the last own token, or the episode's `bootstrap` if that is given.
 The critic's target is A + V.
 """
 
@@ -116,7 +116,7 @@ AnyCredit = Annotated[Credit, Kinds(TimeCredit)]
 
 
 def unit_of_token(units: int, stream: Stream) -> Tensor:
-    """(T,) the unit of each token: its episode if there are as many units as episodes, else its turn."""
+    """(T,) the unit of each token: its episode if there are as many units as episodes, otherwise its turn."""
     return stream.episode if units == len(stream.episodes.tape) else stream.turn
 
 

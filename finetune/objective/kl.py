@@ -1,7 +1,7 @@
 """Estimators of the KL between two policies from the log-probs of a sampled token. d = lp - ref.
 
     k1 = d          expected value KL(pi || ref); as a loss its expected gradient is 0
-    k2 = d^2 / 2    as a loss its expected gradient is exactly that of KL(pi || ref)
+    k2 = d^2 / 2    as a loss its expected gradient is exactly the gradient of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
 The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. The mean k1 per token
@@ -58,6 +58,6 @@ class Adaptive(Term):
     """Number of episodes over which the coefficient changes by at most 20 %."""
 
     def next(self, beta: float, kl: float, episodes: int) -> float:
-        """The coefficient of the next update. kl: nats per token; episodes: number of episodes of this update."""
+        """The coefficient of the next update. kl: nats per token. episodes: number of episodes of this update."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return beta * max(0.0, 1 + error * episodes / self.horizon)

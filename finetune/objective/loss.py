@@ -3,7 +3,7 @@
 `prepare` computes everything that doesn't depend on the trained weights: which tokens enter, and their advantages. It
 runs once per rollout batch, on whole groups. `Part.loss` computes the loss of any subset of the tokens of one optimiser
 batch. The weights w are fixed for that batch, and loss = sum_t w_t l_t over the subset. The losses and gradients of
-disjoint subsets (micro-batches, ranks) therefore add up to those of the whole batch.
+disjoint subsets (micro-batches, ranks) therefore add up to the whole batch's.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ def prepare_batches(
     """The batch of `stream`, which was made of `rows` and `episodes`, and may have several rollout batches.
 
     A term that compares over a batch (`by = batch`) compares within each rollout batch. The token weights are computed
-    once, over all of them, so without such a term the gradient equals that of one large batch.
+    once, over all of them, so unless a term compares over a batch, the gradient equals one large batch's.
 
-    sizes: number of episodes of each rollout batch, in the order of `episodes`; empty: one rollout batch. Raises
+    sizes: number of episodes of each rollout batch, in the order of `episodes`. Empty: one rollout batch. Raises
     BadBatch if the sizes don't add up to the number of episodes.
     """
     _count_answers(rows, context)
@@ -180,7 +180,7 @@ def prepare_batches(
         first += size
         names = {episode.tape for episode in own}
         part = Stream.of([row for row in rows if row.taught_by in names], own, dtype=stream.old.dtype)
-        # A rollout batch's tokens stand in `part` in the same order as in `stream`, so a mask selects their columns.
+        # A rollout batch's tokens have the same order in `part` as in `stream`, so a mask selects their columns.
         columns = {name: column[mine] for name in _COLUMNS if (column := getattr(stream, name)) is not None}
         parts.append((mine, prepare(recipe, part.having(**columns), context)))
     advantage = torch.zeros(len(stream), dtype=torch.float64)

@@ -33,7 +33,7 @@ class Score(Term):
     temperature: Literal["recorded", "one"] = "recorded"
     """T: the temperature at which each token was sampled, or 1."""
     head: Literal["weights", "float32"] = "weights"
-    """Dtype of the output layer's product: that of its weights, or float32 if the weights are narrower. The engine that
+    """Dtype of the output layer's product: the weights' own, or float32 if the weights are narrower. The engine that
     samples must use the same dtype, or the log-probs of sampler and trainer differ by its rounding."""
     entropy: bool = False
     """True: report the exact entropy of every token. A regulariser that needs the entropy gets it in any case."""
@@ -117,7 +117,7 @@ class Recipe(Term):
     @property
     def bootstraps(self) -> bool:
         """True if a critic values the states at which episodes were cut off. Not with a reward that is placed whole at
-        the end: its values count what was earned before the cut, so a value at the cut would count it twice."""
+        the end: its values include the reward before the cut, so a value at the cut would count that reward twice."""
         return self.credit.bootstraps and self.reward.per == "turn"
 
     @property
@@ -151,7 +151,7 @@ class Recipe(Term):
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     def unfit(self, tokens: int) -> list[str]:
-        """What the terms say that can't work as meant if an episode has at most `tokens` own tokens."""
+        """The warnings of terms that can't work as meant if an episode has at most `tokens` own tokens."""
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]

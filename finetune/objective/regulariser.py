@@ -8,8 +8,8 @@
 
 The coefficient of a KL is fixed or adaptive (`kl.Adaptive`); an adaptive one changes after each optimiser step.
 
-1. k1 as a loss is invalid: its expected gradient is 0. The expected gradient of k2 is that of KL(pi || ref), and the
-   expected gradient of k3 is that of KL(ref || pi).
+1. k1 as a loss is invalid: its expected gradient is 0. k2 has the expected gradient of KL(pi || ref), and k3 the
+   expected gradient of KL(ref || pi).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class KL(Regulariser):
     beta: float = Field(default=0.0, ge=0)
     """KL coefficient; with `adaptive`, the coefficient of the first update."""
     adaptive: Adaptive | None = None
-    """Controller of the coefficient; None: the coefficient is fixed."""
+    """Controller of the coefficient. None: the coefficient is fixed."""
 
     @field_validator("estimator")
     @classmethod

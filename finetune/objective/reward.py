@@ -27,7 +27,7 @@ class Reward(Term):
     reduce: Literal["sum", "mean", "max"] = "sum"
     """How the rewards of an episode's turns are combined (per = episode). `sum` is the recorded reward."""
     components: dict[str, float] | None = None
-    """Weight by name of the reward component; None: the recorded total."""
+    """Weight by name of the reward component. None: the recorded total."""
 
     def __call__(self, stream: Stream, context: Context) -> Tensor:
         """(E,) or (N,) float64 rewards, NaN for an unscored unit."""

@@ -3,14 +3,14 @@
 Groups and episodes are dropped first; T and E count the rest. Tokens are dropped afterwards and still count in T, so
 dropping a token doesn't raise the weight of the others. For each reason a metric is the share that was dropped.
 
-    flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; where
-                 the baseline compares by fork, the continuations of one point are what has to differ
+    flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; if
+                 the baseline compares by fork, the continuations of one point have to differ
     bounds       drop episodes whose reward lies outside [low, high]
     keep         of each group's episodes, the `keep` best, or the `keep` with the widest spread (half best, half worst)
     mean_bounds  drop groups whose mean reward lies outside [low, high]
     entropy_top  tokens: of each episode the share with the highest entropy, at least one
-    kl_mask      tokens: drop where (lp - old)^2 / 2 is above this
-    shift_mask   tokens: drop where the advantage has already moved the probability its way by more than this
+    kl_mask      tokens: drop if (lp - old)^2 / 2 is above this
+    shift_mask   tokens: drop if the advantage has already moved the probability its way by more than this
 
 1. An episode enters only when its status allows training. A recipe with advantages also needs its reward, and trains
    only on tokens whose log-prob at sampling is known.
@@ -19,7 +19,7 @@ dropping a token doesn't raise the weight of the others. For each reason a metri
 3. `keep_when = after_baseline` is the order of earlier versions, for their recorded runs: the statistics are of all
    scored episodes, and `keep` comes last.
 4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six
-   decimals, because those of equal contexts differ by rounding, which depends on the micro-batches.
+   decimals, because equal contexts give entropies that differ by rounding, which depends on the micro-batches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Select(Term):
     bounds: tuple[float | None, float | None] | None = None
     """Rewards (low, high) that enter, None for an open end; an unscored episode is outside."""
     keep: int | None = Field(default=None, ge=1)
-    """Number of episodes kept in each group; None: all."""
+    """Number of episodes kept in each group. None: all."""
     keep_how: Literal["best", "spread"] = "best"
     """Which episodes of a group `keep` keeps."""
     keep_when: Literal["before_baseline", "after_baseline"] = "before_baseline"
@@ -54,11 +54,11 @@ class Select(Term):
     """Mean rewards (low, high) of the groups that enter, None for an open end; a group without a scored episode is
     outside."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
-    """Share of each episode's tokens that keep their loss; None: all."""
+    """Share of each episode's tokens that keep their loss. None: all."""
     kl_mask: float | None = Field(default=None, gt=0)
-    """Largest (lp - old)^2 / 2 of a token that keeps its loss; None: any."""
+    """Largest (lp - old)^2 / 2 of a token that keeps its loss. None: any."""
     shift_mask: float | None = Field(default=None, gt=0)
-    """Largest change of a token's probability in the direction of its advantage; None: any."""
+    """Largest change of a token's probability in the direction of its advantage. None: any."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
         """(E,) bool: episodes that may enter and that count in their group."""
@@ -97,7 +97,7 @@ class Select(Term):
         return entered, compared
 
     def _within(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(E,) bool: those of `entered` whose reward lies within `bounds`."""
+        """(E,) bool: episodes of `entered` whose reward lies within `bounds`."""
         if self.bounds is None:
             return entered
         outside = ~_inside(stream.episodes.reward, self.bounds)
@@ -105,7 +105,7 @@ class Select(Term):
         return entered & ~outside
 
     def _kept(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(E,) bool: those of `entered` that `keep` keeps."""
+        """(E,) bool: episodes of `entered` that `keep` keeps."""
         if self.keep is None:
             return entered
         table = stream.episodes
@@ -146,7 +146,7 @@ class Select(Term):
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """(n,) bool: the tokens of `index` that keep their loss at the current log-probs lp (n,); None: all."""
+        """(n,) bool: the tokens of `index` that keep their loss at the current log-probs lp (n,). None: all."""
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:

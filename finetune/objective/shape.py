@@ -105,7 +105,7 @@ class RewardKL(Shape):
     estimator: Estimator = "k1"
     """Estimator of the KL."""
     adaptive: Adaptive | None = None
-    """Controller of the coefficient; None: the coefficient is fixed."""
+    """Controller of the coefficient. None: the coefficient is fixed."""
 
     measure: ClassVar[str] = "kl/reward"
     """Name of the metrics of this KL."""
@@ -162,7 +162,7 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """(T,) float64 KL estimates between sampler and reference model; 0 where the sampler's log-prob is unknown."""
+    """(T,) float64 KL estimates between sampler and reference model; 0 if the sampler's log-prob is unknown."""
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"

@@ -84,7 +84,7 @@ class PPO(Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Upper bound on r for A < 0 (dual clip); None: no bound."""
+    """Upper bound on r for A < 0 (dual clip). None: no bound."""
     per: Per = "token"
     """The unit of the ratio: for a turn or an episode, the geometric mean of its tokens' ratios."""
 
@@ -125,7 +125,7 @@ class CISPO(_Local):
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cispo"] = "cispo"
     low: float | None = Field(default=None, ge=0, le=1)
-    """The weight is at least 1 - low; None: no bound."""
+    """The weight is at least 1 - low. None: no bound."""
     cap: float = Field(default=5.0, gt=0)
     """The weight is at most `cap`."""
 

@@ -28,7 +28,7 @@ class Term(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Why the term can't work as meant if an episode has at most `tokens` own tokens; None: it can. A training run
+        """Why the term can't work as meant if an episode has at most `tokens` own tokens. None: it can. A training run
         warns of it at its start."""
         return None
 
@@ -78,9 +78,8 @@ class Kinds:
         self.kinds = kinds
 
     def __get_pydantic_core_schema__(self, base: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        union: Any = reduce(or_, self.kinds)
-        several = len(self.kinds) > 1
-        closed = handler.generate_schema(Annotated[union, Field(discriminator="kind")] if several else union)
+        union = Annotated[reduce(or_, self.kinds), Field(discriminator="kind")]
+        closed = handler.generate_schema(self.kinds[0] if len(self.kinds) == 1 else union)
 
         def validate(
             value: Any, validate_kinds: core_schema.ValidatorFunctionWrapHandler, info: core_schema.ValidationInfo
@@ -218,7 +217,7 @@ class Sums:
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Means by name, and `name/std`, `name/min` and `name/max` where they are known. For display only: means don't
+        """Means by name, and `name/std`, `name/min` and `name/max` if they are known. For display only: means don't
         add up over parts."""
         means = {name: value / n for name, value, n in self.items() if n}
         means |= {f"{name}/std": std for name in means if (std := self.std(name)) is not None}
@@ -243,7 +242,7 @@ class Moments:
     def take(self, n: float, mean: float, m2: float) -> None:
         """Merge the moments of a batch (Chan et al.).
 
-        The result is that of one pass over all values. Sums of squares would cancel when the mean is large.
+        The result equals one pass over all values. Sums of squares would cancel when the mean is large.
         """
         if n == 0:
             return

@@ -30,11 +30,11 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """The recipe of that name, with `changes` to the constants of its terms.
 
-    run: a run directory. A run that began there with a recipe of the package goes on with the constants that it
-    recorded, also where the present version of the package has others.
+    run: a run directory. A run that began there with a recipe of the package continues with its recorded
+    constants, even if this version of the package has others.
 
     `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an
-    unknown name and for an object that is no recipe.
+    unknown name and for an object that isn't a recipe.
     """
     recipe = _own_recipe(name) if ":" in name else RECIPES.get(name)
     if recipe is None:
@@ -56,14 +56,14 @@ def _own_recipe(name: str) -> Recipe:
         raise UsageError(f"recipe {name!r} can't be loaded: {error}") from error
     if not isinstance(found, Recipe):
         raise UsageError(
-            f"recipe {name!r} is {found!r:.80}, which is no Recipe: assign a Recipe to that name, as in "
+            f"recipe {name!r} is {found!r:.80}, which isn't a Recipe: assign a Recipe to that name, as in "
             "`mine = get_recipe('grpo').but(...)`"
         )
     return found
 
 
 BEFORE = (("credit", "bootstrap", False), ("select", "keep_when", "after_baseline"))
-"""(term, constant, value that computes what a recipe computed that was recorded before the constant was there)."""
+"""(term, constant, value): recipes recorded before the constant existed behave as with this value."""
 
 
 class BrokenRecipes(TapereelError, ValueError):
@@ -77,7 +77,7 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
-    """The recipe of each phase, or why it can't be used here; empty where the run has no such file.
+    """The recipe of each phase, or why it can't be used here; empty if the run has no such file.
 
     The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes where
     the file holds no recipes.

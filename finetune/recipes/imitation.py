@@ -34,11 +34,11 @@ minor_sft = Recipe(
     baseline=GroupBaseline(kind="none"),
     surrogate=MinorNLL(beta=0.1, per="episode"),
 )
-"""minor_sft: cross-entropy that fades as the model outgrows where it started.
+"""minor_sft: cross-entropy that fades as the model outgrows the reference.
 
     loss = -1/T sum_t (2 / beta) log sigmoid(beta mean_episode(lp - ref))        beta 0.1
 
-At lp = ref its gradient is that of cross-entropy; it is 2 sigmoid(-beta mean(lp - ref)) of it elsewhere.
+The gradient is cross-entropy's times 2 sigmoid(-beta mean(lp - ref)), which is 1 at lp = ref.
 
 Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
 
@@ -56,7 +56,7 @@ distill = Recipe(
     surrogate=NoSurrogate(),
     regulariser=(KL(to="teacher", estimator="k3", beta=1.0),),
 )
-"""distill: come to a teacher on the tokens at hand; nothing is rewarded.
+"""distill: move towards a teacher on the batch's tokens, without rewards.
 
     loss = 1/T sum_t k3_t,  k3 = exp(teacher - lp) - 1 - (teacher - lp)
 

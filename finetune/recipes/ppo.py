@@ -22,10 +22,10 @@ The critic learns A_t + V_t with its own loss, optimiser and schedule (`finetune
 
 Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 
-1. Time runs over own tokens only: what the environment says between two turns is no step, and the value before it
-   bootstraps from the value after it.
+1. Time runs over own tokens only: the environment's tokens between two turns aren't steps, so the value before them
+   bootstraps from the value after them.
 2. An episode that was cut off (truncated, or at a limit) bootstraps from the critic's value of the state after its last
-   own token; what the environment says there is not read, since no prompt was made of it.
+   own token. The environment's last observation isn't read, because no prompt was made of it.
 """
 
 ppo_kl = ppo.but(
@@ -47,7 +47,7 @@ where beta is fixed (`adaptive` null, beta 0.02).
 
 1. The target is per token: their 6 nats for an answer of 24 tokens. So it doesn't depend on the answers' length.
 2. The KL is measured on every update's batch, against the log-probs at sampling, over the tokens that enter.
-3. The reference is the model that the run's settings name; there is no reward model in the recipe.
+3. The reference is the model that the run's settings name; the recipe has no reward model.
 4. The mean of rewards isn't whitened, and the loss of the critic has no coefficient, since its optimiser is its own.
 """
 
@@ -57,7 +57,7 @@ decoupled_ppo = Recipe(
     anchor=Anchor(to="recomputed", weight="truncate", high=2.0),
     surrogate=PPO(low=0.2, high=0.2),
 )
-"""decoupled_ppo: the ratio against the weights that met the batch, and a capped weight for what the sampler differed.
+"""decoupled_ppo: the ratio against the weights that met the batch, and a capped weight that corrects for the sampler.
 
     A_i = (r_i - mean_group) / (std_group + 1e-9)
     loss = -1/T sum_t min(exp(prox_t - old_t), 2) min(r_t A_i, clip(r_t, 0.8, 1.2) A_i),  r_t = exp(lp_t - prox_t)

@@ -16,10 +16,10 @@ reinforce = Recipe(
 
 Source: TapeAgents 0.1.16, finetune.rl with `algo: reinforce`.
 
-1. Group statistics are over episodes; there they are over training texts, so that a tape with more model calls weighs
-   more in its group's mean.
-2. A group whose rewards are all equal gives exactly 0; there, up to 1e-3 from rounding.
-3. beta is 0: no reference model is needed. Its KL, where set, is k3.
+1. Group statistics are over episodes. There they are over model calls, so a tape with more calls weighs more in its
+   group's mean.
+2. A group whose rewards are all equal gives exactly 0. There it gives up to 1e-3 by rounding.
+3. beta is 0: no reference model is needed. Its KL, if set, is k3.
 """
 
 reinforce_plain = Recipe(
@@ -85,6 +85,6 @@ reinforce_pp_baseline = Recipe(
 
 Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262), the variant for several answers per prompt.
 
-1. gamma is 1, as there: the advantage of an answer is that of each of its tokens.
-2. beta is 0: no reference model is needed. Its KL, where set, is k2, whose gradient is that of KL(pi || ref).
+1. gamma is 1, as there: each token gets its answer's advantage.
+2. beta is 0: no reference model is needed. Its KL, if set, is k2, which has the gradient of KL(pi || ref).
 """

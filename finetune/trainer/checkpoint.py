@@ -56,7 +56,7 @@ class Checkpoint:
         return self._load("trainer.pt")
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by name. BadCheckpoint where their digest differs from the recorded one."""
+        """The policy's parameters by name. BadCheckpoint if their digest differs from the recorded one."""
         weights = self._load("policy.pt")
         found = weights_digest(weights)
         if found != self.state["digest"]:
@@ -69,7 +69,7 @@ class Checkpoint:
     def taught(self) -> dict[str, tuple[str, ...]]:
         """tape -> (its digest, digests of the layers it was read with), for every tape that was trained on.
 
-        Empty where the checkpoint was written without the list. BadCheckpoint where the file's digest differs."""
+        Empty if the checkpoint was written without the list. BadCheckpoint if the file's digest differs."""
         about = self.state.get("taught")
         if about is None:
             return {}
@@ -224,7 +224,7 @@ def checkpoint_folders(run: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in that directory. BadCheckpoint where there is none."""
+    """The checkpoint in that directory. BadCheckpoint if there is none."""
     try:
         state = json.loads(read_file(path / STATE))
         return Checkpoint(path, int(state["update"]), state)

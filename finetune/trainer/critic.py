@@ -1,7 +1,7 @@
 """The critic: a value for each own token, with its own loss, optimiser and schedule, apart from the policy's gradient.
 
 The value of a token is the value of the state before it, computed from the hidden state that predicts the token. The
-state after an answer has a value too, with the target of the policy's next token: an episode that was cut off goes on
+state after an answer has a value too, with the target of the policy's next token: an episode that was cut off continues
 with it. A critic has its own body (`Critic.of`, a copy of the policy's), or only a head that reads the policy's states
 without gradient (`Critic.on`: cheaper, and its states improve with the policy's).
 """
@@ -40,7 +40,7 @@ class Value(Term):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """Distance that a value may move from its old value before its loss loses its gradient; None: no bound."""
+    """Distance that a value may move from its old value before its loss loses its gradient. None: no bound."""
 
     def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
         """(n,) losses."""
@@ -68,7 +68,7 @@ class Critic(nn.Module):
         model: nn.Module | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """model: what `body` is a part of: the policy, or a copy of its own that sees; None where the critic owns the
+        """model: what `body` is a part of: the policy, or a copy of its own that sees; None if the critic owns the
         body alone. vision: how `model` sees."""
         super().__init__()
         reference = next(body.parameters())
@@ -88,7 +88,7 @@ class Critic(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
-        """A critic with a copy of the model's body, and of its tower where it sees."""
+        """A critic with a copy of the model's body, and of its tower if it sees."""
         body, output = parts(model)
         if vision is None:
             return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
@@ -244,7 +244,7 @@ class CriticTrainer:
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
         """Steps towards target (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made of `rows`.
 
-        The metrics are those of the first pass; a skipped pass is counted in any case.
+        The metrics describe the first pass. A skipped pass is counted in any case.
         """
         assert stream.value is not None, "a stream that `valued` made"
         sums, old = Sums(), stream.value
@@ -265,7 +265,7 @@ class CriticTrainer:
         return sums
 
     def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
-        """One optimiser step; False where a number wasn't finite on any rank."""
+        """One optimiser step; False if a number wasn't finite on any rank."""
         context = Context(sums=sums, add_up=self.ranks.add_up)
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)

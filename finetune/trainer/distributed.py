@@ -69,7 +69,7 @@ class Processes:
         self.model = model
         self.make_trainer = make_trainer
         self.work = copy.deepcopy(model) if ranks.sharded else model
-        """The model that is trained; a copy where it is sharded, since `model` must stay whole to sample."""
+        """The model that is trained; a copy if it is sharded, since `model` must stay whole to sample."""
         ranks.shard(self.work)
         self.member: Trainer
         """This rank's own trainer."""

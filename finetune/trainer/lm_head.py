@@ -72,7 +72,7 @@ class _LogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[at] = grad @ weight
             if grad_weight is not None:
-                # In place where it can be: a temporary of the weight's size costs more than the product itself.
+                # In place if it can be: a temporary of the weight's size costs more than the product itself.
                 if grad.dtype == grad_weight.dtype:
                     grad_weight.addmm_(grad.t(), hidden[at])
                 else:

@@ -44,7 +44,7 @@ class Scores(NamedTuple):
 
 
 def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
-    """Scores of a micro-batch's tokens, with gradient where it is enabled."""
+    """Scores of a micro-batch's tokens, with gradient if it is enabled."""
     return read_out(model, states(parts(model)[0], micro, model), micro, how, entropy=entropy)
 
 
@@ -57,7 +57,7 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
             "a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
             "tapes out of RL data, or score with temperature 1"
         )
-    # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in that of the weights.
+    # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in the weights' dtype.
     with torch.autocast(hidden.device.type, enabled=False):
         wide = how.head == "float32"
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
@@ -72,7 +72,7 @@ def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
     """(n, D) the hidden states that predict the micro-batch's tokens. model: computes the features of its pictures."""
     prefix, rest = inputs(body, micro, model)
     if prefix is None:
-        # No mask, no cache: where rows are packed, the model knows by restarting indices where one ends.
+        # No mask, no cache: if rows are packed, the model knows by restarting indices where one ends.
         hidden = body(**rest, use_cache=False).last_hidden_state
     else:
         cache = body(**prefix, use_cache=True).past_key_values
@@ -101,7 +101,7 @@ def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | N
 def reaching(hidden: Tensor, modules: Sequence[nn.Module]) -> Tensor:
     """`hidden`, with a gradient of 0 to every trained weight of `modules`.
 
-    Else a tower's weights would have a gradient only where a micro-batch shows a picture. Then ranks with and without
+    Else a tower's weights would have a gradient only if a micro-batch shows a picture. Then ranks with and without
     one would sum different sets of gradients, and wait for each other until the time limit.
     """
     weights = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
@@ -181,7 +181,7 @@ def packs(model: nn.Module) -> bool:
 
 
 def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """A context in which the model's body forwards in `dtype`; None: in the dtype of its weights."""
+    """A context in which the model's body forwards in `dtype`. None: in the dtype of its weights."""
     return nullcontext() if dtype is None else torch.autocast(next(model.parameters()).device.type, dtype)
 
 
@@ -205,5 +205,5 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
 
 
 def _checkpointing(model: nn.Module) -> str:
-    """What transformers calls it: activation checkpointing since 5.22, where the older name warns."""
+    """What transformers calls it: activation checkpointing since 5.22, whose older name warns."""
     return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"

@@ -42,10 +42,10 @@ class Pictures:
     shown: tuple[tuple[Place, Callable[[str], bytes]], ...]
     """A place of each picture, and what gives the bytes of its files."""
     where: Tensor
-    """(B, P + L) int64: index of each token, those of the shared prefix first, into `features`; -1: it takes none."""
+    """(B, P + L) int64: index of each token, the shared prefix's first, into `features`. -1: it takes none."""
 
     def features(self, model: nn.Module) -> Tensor:
-        """(N, levels, D) the features of all pictures, with gradient where the tower or the projector is trained."""
+        """(N, levels, D) the features of all pictures, with gradient if the tower or the projector is trained."""
         return self.vision.features(model, [self.vision.pixels(place, file) for place, file in self.shown])
 
 
@@ -66,11 +66,11 @@ class Micro:
     there: Tensor
     """(B, L) bool: not padding."""
     prefix: Tensor | None
-    """(P,) int64 ids that all rows begin with, forwarded once; None: no shared prefix."""
+    """(P,) int64 ids that all rows begin with, forwarded once. None: no shared prefix."""
     packed: Tensor | None = None
-    """(1, L) int64 index of each token in its own row, where rows are packed into one; None: they are padded."""
+    """(1, L) int64 index of each token in its own row, where rows are packed into one. None: they are padded."""
     positions: Tensor | None = None
-    """(axes, B, P + L) int64 rotary positions, those of the shared prefix first; None: the body counts the tokens."""
+    """(axes, B, P + L) int64 rotary positions, the shared prefix's first. None: the body counts the tokens."""
     pictures: Pictures | None = None
     """None: no row shows a picture, and the body gets token ids alone, as of a text model."""
     barred: Tensor | None = None
@@ -94,7 +94,7 @@ def plan(
     pack: bool = False,
     vision: Vision | None = None,
 ) -> list[Micro]:
-    """Micro-batches that together hold every own token once, or those of them that are `live` (T,) bool.
+    """Micro-batches that together hold every own token once, or only the `live` (T,) bool ones.
 
     Rows without such a token are left out. A row that is longer than `micro_tokens` is a micro-batch by itself, and so
     is one whose pictures have more patches. share: rows of a group may be batched behind their shared prefix, where
@@ -167,7 +167,7 @@ class _Batches:
     vision: Vision | None
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
-        """The rows in this order, cut where one more would exceed the budget."""
+        """The rows in this order, cut before one more would exceed the budget."""
         groups: list[list[int]] = []
         group: list[int] = []
         longest, total, patches = 0, 0, dict[int, int]()

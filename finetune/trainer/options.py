@@ -19,7 +19,7 @@ class StepOptions:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float | None = 1.0
-    """Largest gradient norm; None: no bound."""
+    """Largest gradient norm. None: no bound."""
     schedule: Schedule = Schedule()
     micro_tokens: int = MICRO_TOKENS
     """Tokens of a micro-batch, at most; a longer row is a micro-batch of its own."""
@@ -41,4 +41,4 @@ class TrainerOptions(StepOptions):
     ema: float | None = None
     """Decay of a running average of the weights, which is kept in `Trainer.averaged`."""
     pack: bool | None = None
-    """Rows end to end instead of padded; None: packed if the attention kernel supports variable lengths."""
+    """Rows end to end instead of padded. None: packed if the attention kernel supports variable lengths."""

@@ -9,7 +9,7 @@ unless all ranks can: a rank that stepped alone would train other weights from t
 processes with a part of each weight (FSDP2). `distributed.py` says who rolls out and how the ranks get their rows.
 
 1. accelerate's DDP and torch's DDP are not used. Both divide each rank's gradient by the number of ranks, right
-   only for means over equal parts. DDP, like FSDP, also hangs where one rank has fewer micro-batches than another.
+   only for means over equal parts. DDP, like FSDP, also hangs if one rank has fewer micro-batches than another.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Ranks:
         return micros
 
     def shard(self, model: nn.Module) -> None:
-        """Leaves each rank its part of every weight, where the ranks shard weights. A second call changes nothing.
+        """Leaves each rank its part of every weight, if the ranks shard weights. A second call changes nothing.
 
         Call it before an optimiser is made: sharding replaces the parameters, and an optimiser of the old ones would
         step on tensors that no forward pass reads.
@@ -79,7 +79,7 @@ class Ranks:
         """Replaces every gradient by its sum over all ranks; a missing gradient counts as 0."""
 
     def clip(self, parameters: Iterable[nn.Parameter], bound: float | None) -> float:
-        """Norm of the gradient of all weights; scales the gradient down to norm `bound` where it is longer."""
+        """Norm of the gradient of all weights; scales the gradient down to norm `bound` if it is longer."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:

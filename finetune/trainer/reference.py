@@ -27,10 +27,10 @@ from .ranks import Ranks
 
 
 class OtherModel:
-    """A model beside the policy, with the same token ids."""
+    """A second model with the policy's token ids."""
 
     vision: Vision | None = None
-    """How `model` sees, where it isn't the policy's; None: it reads text alone."""
+    """How `model` sees, if not as the policy does. None: it reads text alone."""
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
@@ -40,18 +40,18 @@ class OtherModel:
         return f"{self.name} sha256:{self.digest}"
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
-        """(T,) log-probs of the own tokens of `rows`; `score` gives those of a model."""
+        """(T,) log-probs of the own tokens of `rows`; `score` gives a model's."""
         return score(self.model)
 
     def end_update(self) -> None:
         """Called after each update of the policy, which doesn't change this model."""
 
     def state_dict(self) -> dict[str, object]:
-        """What a checkpoint holds of it."""
+        """The state that a checkpoint holds."""
         return {"digest": self.digest}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continues from `state_dict`. BadBatch where it is of another model."""
+        """Continues from `state_dict`. BadBatch if it is of another model."""
         if state["digest"] != self.digest:
             raise BadBatch(
                 f"the checkpoint was compared with weights of digest {state['digest']}, and here it is {self}: put the "
@@ -60,7 +60,7 @@ class OtherModel:
 
 
 class ServedTeacher(OtherModel):
-    """A teacher behind an engine. The run records what it says, so that no update asks it twice."""
+    """A teacher behind an engine. The run records its log-probs, so no update asks for them twice."""
 
     def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
         """ask: from rows to the log-probs of their own tokens, at temperature 1; it may block."""
@@ -112,8 +112,8 @@ class EarlierWeights(OtherModel):
         decay: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """weights: by name, whole; None: those that `model` has now. After each `every` updates they become
-        decay * weights + (1 - decay) * policy; None: never."""
+        """weights: by name, whole. None: those that `model` has now. After each `every` updates they become
+        decay * weights + (1 - decay) * policy. None: never."""
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)  # it replaces the parameters, so they are read after it
         self.model, self.name, self.every, self.decay = model, name, every, decay
@@ -158,7 +158,7 @@ class EarlierWeights(OtherModel):
 
 def _known(column: NDArray[np.float32] | None) -> NDArray[np.float32]:
     if column is None:
-        raise BadBatch("a row lacks what the teacher behind an engine said of it: `History.taught_rows` brings it")
+        raise BadBatch("a row lacks the log-probs of the teacher behind an engine: `History.taught_rows` adds them")
     return column
 
 

@@ -66,7 +66,7 @@ class Trainer(PolicyTrainer):
         vision: Vision | None = None,
     ) -> None:
         """reference, teacher: frozen models, or the policy with `EarlierWeights`. ranks: the processes that step
-        together. vision: how `model` sees; None: a model of text."""
+        together. vision: how `model` sees. None: a model of text."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )
@@ -150,7 +150,7 @@ class Trainer(PolicyTrainer):
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
         if top or recomputed:
             now = self._score(self.model, rows, self.vision, entropy=top)
-            # An anchor where the recipe has none would change the KL in the reward, which reads it.
+            # An anchor that the recipe doesn't ask for would change the KL in the reward, which reads it.
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
@@ -213,7 +213,7 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr), grads
 
     def pull(self, prepared: Prepared) -> Tensor:
-        """(T,) the loss's gradient by each own token's log-prob: below 0 where a step makes the token likelier."""
+        """(T,) the loss's gradient by each own token's log-prob: below 0 if a step makes the token likelier."""
         part = prepared.batch.part(None, self.ranks.add_up)
         found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
         return found[0] if found else torch.full((len(part.live),), float("nan"))
@@ -314,7 +314,7 @@ class Trainer(PolicyTrainer):
         context: Context,
         done: Accumulated,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """(tensors to run backward from, their gradients; None: 1). Sets `done.skipped` where a number isn't finite."""
+        """(tensors to run backward from, their gradients; None: 1). Sets `done.skipped` if a number isn't finite."""
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
             return [], None
@@ -363,7 +363,7 @@ class Trainer(PolicyTrainer):
         return out
 
     def _load(self, micros: Sequence[Micro]) -> Load | None:
-        """The assignment of tokens to experts over all ranks; None where the recipe doesn't balance it."""
+        """The assignment of tokens to experts over all ranks; None if the recipe doesn't balance it."""
         if not self.recipe.balance:
             return None
         body = parts(self.model)[0]

@@ -24,7 +24,7 @@ from .reference import OtherModel
 
 
 class TrainerState(TypedDict):
-    """The state of a trainer besides the weights."""
+    """The state of a trainer, apart from the weights."""
 
     optimizer: dict[str, Any]
     steps: int
@@ -51,7 +51,7 @@ class UpdateStats:
     loss: float
     """Sum of w l over the tokens of this process; NaN when it wasn't finite."""
     parts: dict[str, float]
-    """The loss by its terms: `policy` (the surrogate) and each regulariser. They add up to it; empty where no token was
+    """The loss by its terms: `policy` (the surrogate) and each regulariser. They add up to it; empty if no token was
     trained on, or it wasn't finite."""
     grad_norm: float
     """Before clipping; NaN when the update was skipped before."""
@@ -64,7 +64,7 @@ class UpdateStats:
     advantage: Tensor
     """(T,) float64: the advantage of each own token."""
     shown: tuple[Sequence[Row], Stream, Tensor] | None = None
-    """Demonstrations that were trained on beside the batch: their rows, their stream, and their tokens' weights."""
+    """Demonstrations that were trained on with the batch: their rows, their stream, and their tokens' weights."""
 
     @property
     def applied(self) -> bool:
@@ -108,7 +108,7 @@ def together(steps: Sequence[UpdateStats]) -> UpdateStats:
     """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
     averaged.
 
-    `mismatch` and `moved` are those of the first step alone. After it the weights differ from the sampler's on purpose,
+    `mismatch` and `moved` belong to the first step alone. After it the weights differ from the sampler's on purpose,
     so a later mismatch says nothing of the numerics of sampler and trainer.
     """
     if len(steps) == 1:
@@ -155,19 +155,19 @@ class Prepared:
 
 
 class PolicyTrainer(ABC):
-    """What a training run uses of a trainer: of one process (`Trainer`) or of several (`DistributedTrainer`)."""
+    """A trainer as a training run uses it: one process (`Trainer`) or several (`DistributedTrainer`)."""
 
     model: nn.Module
     recipe: Recipe
     ranks: Ranks
     others: Mapping[str, OtherModel]
-    """`reference` and `teacher`, as far as there are any."""
+    """`reference` and `teacher`, those that the trainer has."""
     vision: Vision | None
     options: TrainerOptions
     steps: int
     """Updates applied."""
     version: str | None = None
-    """Name of the present weights in rows, for `Stream.fresh`; None: unknown."""
+    """Name of the present weights in rows, for `Stream.fresh`. None: unknown."""
 
     @abstractmethod
     def prepare(
@@ -182,7 +182,7 @@ class PolicyTrainer(ABC):
         """Advantages and everything else that is computed once per rollout batch.
 
         several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
-        batches: episodes of each rollout batch, in order, where there are several; a term that compares `by = batch`
+        batches: episodes of each rollout batch, in order, if there are several. A term that compares `by = batch`
         compares within one of them.
         """
 
@@ -192,7 +192,7 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """One optimiser step on a prepared batch, or on those of its episodes in `episodes` (E,) bool."""
+        """One optimiser step on a prepared batch, or on its episodes `episodes` (E,) bool."""
 
     @abstractmethod
     def end_update(self) -> None:
@@ -200,7 +200,7 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
-        """All state besides the weights that the next update depends on: tensors, numbers and strings only. Tensors are
+        """All state but the weights that the next update depends on: tensors, numbers and strings only. Tensors are
         whole, also where weights are sharded."""
 
     @abstractmethod
@@ -258,7 +258,7 @@ def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) 
 
 
 def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
-    """The rows in `parts` parts, each tape whole; empty parts where there are no rows."""
+    """The rows in `parts` parts, each tape whole. Parts may be empty."""
     tapes = list(dict.fromkeys(row.tape for row in rows))
     if tapes and len(tapes) < parts:
         raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give at least {parts}")
