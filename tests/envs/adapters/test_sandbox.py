@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -348,6 +349,31 @@ def test_all_share_one_self_test_and_one_that_can_not_be_made_is_made_again():
     assert Counted.starts == 1 + 1 + 8
     assert asyncio.run(begin(2)) == [True] * 2
     assert Counted.starts == 1 + 1 + 8 + 2
+
+
+@pytest.mark.timeout(30)
+def test_a_self_test_outlives_the_episode_that_asked_first(monkeypatch: pytest.MonkeyPatch):
+    release = threading.Event()
+
+    async def probes(name: str) -> str:
+        await asyncio.to_thread(release.wait)
+        return ""
+
+    async def main() -> None:
+        first, second = (asyncio.create_task(sandbox_module._working("bubblewrap")) for _ in range(2))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.wait([first])
+        release.set()
+        assert first.cancelled()
+        assert await second == "bubblewrap"
+
+    monkeypatch.setattr(sandbox_module, "_tests", {})
+    monkeypatch.setattr(sandbox_module, "_self_test", probes)
+    try:
+        asyncio.run(main())
+    finally:
+        release.set()
 
 
 SHORT_OF_DESCRIPTORS = """
