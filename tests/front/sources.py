@@ -59,6 +59,12 @@ def imports(name: str) -> tuple[Import, ...]:
     return _parsed(name)[1]
 
 
+def length(source: str) -> int:
+    """The number of statements of a module. Docstrings and comments don't count."""
+    nodes = _statements(ast.parse(source).body)
+    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes)
+
+
 @cache
 def _parsed(name: str) -> tuple[ast.Module, tuple[Import, ...]]:
     # Bodies aren't kept: with a million more nodes, each garbage collection takes longer, and importing torch has many.

@@ -21,7 +21,7 @@ import tapereel
 from tapereel.tapes.common.extras import extra_of
 
 from ..contract.extras import SMOKES
-from .sources import FLOORS, ROOT, imports, outline, text
+from .sources import FLOORS, ROOT, imports, length, outline, text
 
 ORDER = FLOORS[: FLOORS.index("cli")]
 """The floors that another one may import."""
@@ -138,19 +138,14 @@ def _all_files() -> list[str]:
     return [*_modules(), *_sources("tests", "examples", "benchmarks")]
 
 
-def _statements(module: ast.Module) -> int:
-    nodes = [node for node in ast.walk(module) if isinstance(node, ast.stmt)]
-    return sum(not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)) for node in nodes)
-
-
 def test_a_file_is_one_idea():
-    lengths = {name: _statements(tree(name)) for name in _all_files()}
+    lengths = {name: length(text(name)) for name in _all_files()}
     assert {name: n for name, n in lengths.items() if n > LONGEST} == {}, "a file this long is two ideas"
 
 
 def test_explanations_do_not_count_as_length():
     code = '"""A module."""\nx = 1\n"""A value."""\n\n\ndef f(): # why\n    """What."""\n    return x\n'
-    assert _statements(ast.parse(code)) == 3
+    assert length(code) == 3
 
 
 def test_every_module_says_what_it_is():
