@@ -191,7 +191,7 @@ def test_an_update_s_weights_come_from_the_nearest_checkpoint(trained: Path, mon
         applied.append(epochs[0].update)
         return apply_again(history, epochs)
 
-    for module in ("history.history", "inspect.lab"):
+    for module in ("loop.history", "inspect.lab"):
         monkeypatch.setattr(importlib.import_module(f"tapereel.finetune.{module}"), "apply_again", counted)
     assert [c.update for c in checkpoints(trained / "checkpoints")] == [2, 3]
     lab(trained, ["own"], [2])

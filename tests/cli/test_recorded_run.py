@@ -26,10 +26,10 @@ LAST_READER = "9dc43d5"
 SHOWN = {"text": "question   53", "tools": "ZeroDivisionError", "pictures": "[picture "}
 """Name of a run -> what its tapes show."""
 REFUSED = {
-    "replay": ["replay", "run"],
-    "replay with names": ["replay", "run", "--agent", "tapereel:ChatAgent", "--tokenizer", "model"],
-    "replay --env": ["replay", "run", "--env"],
-    "replay --model": ["replay", "run", "--model", "model"],
+    "replay agent": ["replay", "agent", "run"],
+    "replay agent with names": ["replay", "agent", "run", "--agent", "tapereel:ChatAgent", "--tokenizer", "model"],
+    "replay env": ["replay", "env", "run"],
+    "replay model": ["replay", "model", "run", "--model", "model"],
     "reproduce": ["reproduce", "run"],
     "reproduce a checkpoint": ["reproduce", "run", "update-000001"],
     "branch": ["branch", "run", "01", "--at", "1"],

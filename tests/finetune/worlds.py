@@ -9,7 +9,17 @@ from hypothesis import strategies as st
 
 from tapereel.finetune.data.rows import Row
 from tapereel.finetune.data.stream import Episode, Stream
-from tapereel.finetune.objective import Anchor, Baseline, Credit, EpisodeKL, Reward, Select, Term, Weigh, Whiten
+from tapereel.finetune.objective import (
+    Anchor,
+    EpisodeKL,
+    GroupBaseline,
+    Reward,
+    Select,
+    Term,
+    TimeCredit,
+    Weigh,
+    Whiten,
+)
 from tapereel.tapes.records import Status
 
 from ..oracles.world import Attempt, Said, World
@@ -151,16 +161,16 @@ SHAPE = st.lists(
 )
 PRICE = st.one_of(st.just([]), _terms("token_kl", beta=st.just(0.1), estimator=ESTIMATORS).map(lambda w: [w]))
 BASELINE = _terms(
-    *choices(Baseline, "kind"),
-    by=_any(Baseline, "by"),
+    *choices(GroupBaseline, "kind"),
+    by=_any(GroupBaseline, "by"),
     eps=st.sampled_from([1e-9, 1e-4, 0.1]),
-    ddof=_any(Baseline, "ddof"),
+    ddof=_any(GroupBaseline, "ddof"),
 )
 CREDIT = st.one_of(
     st.just({"kind": "broadcast"}),
     _terms(
-        *(kind for kind in choices(Credit, "kind") if kind != "broadcast"),
-        clock=_any(Credit, "clock"),
+        *(kind for kind in choices(TimeCredit, "kind") if kind != "broadcast"),
+        clock=_any(TimeCredit, "clock"),
         gamma=st.sampled_from([1.0, 0.9, 0.0]),
         lam=st.sampled_from([1.0, 0.95, 0.0]),
     ),

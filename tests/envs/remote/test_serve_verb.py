@@ -50,7 +50,7 @@ def test_it_serves_in_processes_with_a_token_and_ends_when_told(tmp_path: Path, 
         assert server.end(signal.SIGTERM) == Exit.HOLDS
     log = (tmp_path / "log").read_text()
     assert token not in log
-    assert log.splitlines()[-1] == "ending"
+    assert log.splitlines()[-1] == "stopping"
 
 
 @pytest.mark.parametrize(
