@@ -323,9 +323,9 @@ def test_a_fault_at_a_server_is_the_answer_to_its_call(caplog: pytest.LogCapture
             for place, names in (("step", (*RAISED, *STUCK)), ("close", RAISED)):
                 await meets(lambda: RemoteEnvironment(service.url, Named), place, names)
             for name in (*RAISED, *STUCK):  # the client leaves, and the server closes the environment
-                session = service.begin()
+                session = service._begin()
                 await session.carry_out(ResetCall(id=1, task=Task(private=f"close:{name}")))
-                service.end(session)
+                service._finish(session)
             await until(lambda: not service.occupied)
 
     asyncio.run(served())
