@@ -56,7 +56,10 @@ def check_arguments(target: TargetT) -> TargetT:
             wrong = _wrong((name, value, hints[name])) if name in hints else None
             if wrong is not None:
                 owner = target.__qualname__.removesuffix(".__init__")
-                raise BadArgument(f"{owner}(): {wrong[0]} is {shown(wrong[1])}; it must be {_expected(wrong[2])}")
+                place, found, hint = wrong
+                raise BadArgument(
+                    f"{owner}(): {place} is {shown(found)}; it must be {_expected(hint)}{_lacking(found, hint)}"
+                )
         return target(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -73,6 +76,18 @@ def _expected(hint: Any) -> str:
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(map(_expected, get_args(hint)))
     return re.sub(r"\b(?:\w+\.)+|~", "", "None" if hint is NoneType else inspect.formatannotation(hint))
+
+
+def _lacking(value: object, hint: Any) -> str:
+    """The members of the protocol in `hint` that `value` lacks, as the end of a message. Empty without a protocol."""
+    for kind in (hint, *get_args(hint)):
+        if is_protocol(kind):
+            return f", and it lacks {', '.join(_missing(value, kind))}"
+    return ""
+
+
+def _missing(value: object, protocol: type) -> list[str]:
+    return [name for name in sorted(get_protocol_members(protocol)) if not hasattr(value, name)]
 
 
 class _Absent(type):
@@ -151,7 +166,7 @@ def _is_a(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
         wanted, _ = _apart(args[0])
         return isinstance(value, type) and (not isinstance(wanted, type) or issubclass(value, wanted))
     if is_protocol(kind):
-        return all(hasattr(value, name) for name in get_protocol_members(kind))
+        return not _missing(value, kind)
     if kind is tuple and ... not in args and isinstance(value, tuple):
         return len(value) == len(args)
     if isinstance(value, bool | str | bytes | bytearray):  # a str isn't a sequence here, and True isn't a number

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypedDict, Unpack
 
 import numpy as np
@@ -186,3 +187,17 @@ def test_a_class_is_checked_by_its_constructor_and_its_public_methods() -> None:
         Shop("3")  # type: ignore[arg-type]
     with pytest.raises(BadArgument, match=r"Shop.sell\(\): n"):
         Shop(3).sell("1")  # type: ignore[arg-type]
+
+
+class Closed(Named, Protocol):
+    def close(self) -> None: ...
+
+
+def test_the_members_that_a_value_lacks_are_named() -> None:
+    @check_arguments
+    def take(one: Closed | None) -> None: ...
+
+    take(None)
+    with pytest.raises(BadArgument) as error:
+        take(SimpleNamespace(close=print))  # type: ignore[arg-type]
+    assert str(error.value).endswith("lacks name")
