@@ -138,13 +138,19 @@ class Judge:
         request = Request(
             messages=messages, prompt=prompt, places=places, sampling=sampling, seed=seed, path="judge", picture=file
         )
-        async with self._free(), asyncio.timeout(self.timeout):
-            was = guest.get()
-            guest.set(False)  # the judge's engine isn't part of the environment that asks it
-            try:
+        timer = asyncio.timeout(self.timeout)
+        was = guest.get()
+        try:
+            async with self._free(), timer:
+                guest.set(False)  # the judge's engine isn't part of the environment that asks it
                 return await self.engine.complete(request)
-            finally:
-                guest.set(was)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            late = f"the judge {self.engine.name} gave no answer within {self.timeout:g} s"
+            raise EngineError(late, retry=True) from error
+        finally:
+            guest.set(was)
 
     def _free(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tapereel.agents import EngineError, Request, ScriptedEngine, rollout
+from tapereel.agents import Completion, EngineError, Request, ScriptedEngine, rollout
 from tapereel.agents.runs.judge import CHARACTERS, Judge, judge_reward, pairwise_reward
 from tapereel.envs import Rewards
 from tapereel.envs.rewards.relative import compared, layer_of, training_reward
@@ -60,6 +60,32 @@ def test_a_grade_becomes_a_reward_with_its_evidence():
         "answers": [{"seed": asked[0].seed, "answer": "It says 4, with score 3 at first.\n\n**Score: 7.5**"}],
     }
     assert json.loads(record.body())["evidence"] == record.evidence
+
+
+class Late(ScriptedEngine):
+    """Its first answers never come."""
+
+    def __init__(self, late: int) -> None:
+        super().__init__(["Score: 10"] * 9)
+        self.late = late
+
+    async def complete(self, request: Request) -> Completion:
+        self.late -= 1
+        if self.late >= 0:
+            await asyncio.Event().wait()
+        return await super().complete(request)
+
+
+def test_a_late_answer_is_asked_for_again():
+    asked = judge_reward(Judge(Late(1), tries=2, timeout=0.2), "Is it right?")
+    (record,) = asyncio.run(Rewards([asked]).score(tapes("4")[0]))
+    assert record.value == 1.0
+    failed, answer = record.evidence["answers"]
+    assert "0.2 s" in failed["failed"]
+    assert answer["answer"] == "Score: 10"
+    with pytest.raises(EngineError) as error:
+        asyncio.run(Judge(Late(2), tries=2, timeout=0.2).ask("system", "user", str))
+    assert error.value.retry
 
 
 def test_a_transcript_cant_close_its_own_marks():
