@@ -1,6 +1,6 @@
 """Agents, their model interface (`LLM`), the engines behind it, and the rollout that records an episode.
 
-Imports neither torch nor transformers until an engine that needs them is used.
+This package imports torch and transformers only when an engine that needs them is used.
 """
 
 if __name__ == "agents":
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         replay: ReplayEngine,
         team: TeamEngine,
     ) -> tuple[tuple[Engine, ...], tuple[TrainableEngine, ...]]:
-        """Never called: the type checker reports an engine that deviates from its protocol here."""
+        """This function is never called. The type checker reports here if an engine deviates from its protocol."""
         return (scripted, hosted), (embedded, remote, replay, team)
 
 

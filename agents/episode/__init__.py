@@ -1,4 +1,4 @@
 """One episode: the agent, its model calls, limits, the recorder, and the rollout that closes the tape.
 
-Imports the engine protocol and `agents.rendering`. Replay, runs and the gateway build on it.
+This package imports the engine protocol and `agents.rendering`. Replay, runs and the gateway build on it.
 """

@@ -1,6 +1,6 @@
-"""Agent: a function from the tape so far to the next steps. An agent keeps no state except its tape.
+"""An agent is a function from the tape so far to the next steps. It keeps no state except its tape.
 
-Local variables inside one `act` are state that no tape records, so resume, fork and replay cut between turns.
+No tape records the local variables inside one `act`, so resume, fork and replay cut between turns.
 """
 
 from __future__ import annotations
@@ -21,19 +21,16 @@ _json: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 
 class Agent:
-    """Subclass, and write `async def act(self, tape, llm)` with `yield`: any thoughts, then one Action.
-
-    The class name in lower case is the agent's name on the tape; set `name` to choose another.
-    """
+    """Base class of agents. Write `async def act(self, tape, llm)` that yields any thoughts, then one Action."""
 
     name: str = ""
 
     patience: ClassVar[float] = 0.0
-    """Seconds for which a replay holds an answer back for answers that were recorded before it. For an agent that asks
-    concurrently from another process, whose requests may arrive in any order."""
+    """Seconds for which a replay holds an answer back until answers that were recorded before it are given. Set it for
+    an agent that asks concurrently from another process, because its requests may arrive in any order."""
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
-        """One turn. Written as `async def act(...)` with `yield`, which makes it an async generator."""
+        """Take one turn. Write it as `async def act(...)` with `yield`, which makes it an async generator."""
         raise NotImplementedError(
             f"{type(self).__qualname__} must define `async def act(self, tape, llm)` with `yield`"
         )
@@ -44,7 +41,7 @@ class Agent:
         return self.name or type(self).__name__.lower()
 
     def identity(self) -> Identity:
-        """Name, class and configuration, as written in `begin`."""
+        """Return the name, class and configuration that `begin` records."""
         return Identity(name=self.path, cls=qualified(type(self)), config=configuration(self))
 
 
@@ -64,7 +61,7 @@ class FunctionAgent(Agent):
 
 
 def agent(function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> FunctionAgent:
-    """Decorator: a plain `async def` generator is an agent.
+    """Decorator that turns a plain `async def` generator into an agent.
 
     ```python
     @agent
@@ -90,21 +87,23 @@ async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterat
             llm.spoke(step, path)
             yield step
     finally:
-        # An agent that stops reading early must not leave the sub-agent's generator open: its cleanup would run later,
-        # in whatever task the garbage collector happens to use.
+        # If an agent stops reading early, the sub-agent's generator must not stay open. Otherwise its cleanup would run
+        # later, in whatever task the garbage collector happens to use.
         close = getattr(steps, "aclose", None)
         if close is not None:
             await close()
 
 
 def qualified(thing: type | Callable[..., object]) -> str:
-    """`module:qualname` of a class or function."""
+    """Return `module:qualname` for a class or function."""
     return f"{thing.__module__}:{thing.__qualname__}"
 
 
 def configuration(thing: object) -> dict[str, JsonValue]:
-    """The public attributes of an instance that are plain values, without secrets. Sub-agents and pydantic models are
-    represented by their own configuration."""
+    """Return the public attributes of an instance that are plain values, without secrets.
+
+    Sub-agents and pydantic models are represented by their own configuration.
+    """
     config: dict[str, JsonValue] = {}
     for key, value in vars(thing).items():
         if key.startswith("_") or key == "name":

@@ -1,7 +1,7 @@
-"""ChatAgent: an agent made from a system prompt and the action types that it may use.
+"""ChatAgent is an agent made from a system prompt and the action types that it may use.
 
 The agent parses the model's answer as one of the action types. An answer that can't be parsed becomes a `ParseError`
-thought on the tape; the next prompt shows the problem to the model, which may try again.
+thought on the tape. The next prompt shows the problem to the model, which may try again.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from .llm import LLM, Reply
 
 
 class TooManyParseErrors(ValueError):
-    """The model's answers could not be parsed as an action; an error of the agent."""
+    """The model's answers could not be parsed as an action. This is an error of the agent."""
 
 
 class ChatAgent(Agent):
-    """An agent that asks the model once a turn and parses the answer as an action.
+    """An agent that asks the model once per turn and parses the answer as an action.
 
-    `ChatAgent("You are helpful.")` answers with the model's text as an `Answer`; in an environment with tools it also
-    makes function calls (the same as `actions=[ToolCalls], plain=Answer`). Otherwise one of these decides:
+    `ChatAgent("You are helpful.")` answers with the model's text as an `Answer`. In an environment with tools it also
+    makes function calls. (This is the same as `actions=[ToolCalls], plain=Answer`.) Otherwise one of these parameters
+    decides:
 
-    - `parse`: a function from the answer's text to an Action. The message of a ValueError that it raises goes to the
-      model.
+    - `parse`: a function from the answer's text to an Action. If it raises a ValueError, the model gets its message.
     - `actions`: Action classes that are offered to the model as tools. A function call (`Reply.tool_calls`) becomes an
       instance of one of them. `ToolCalls` in `actions` accepts any calls unchanged, and also offers the tools of the
       episode's `ToolOffer`. `plain` is the class for an answer without a call: an Action with one field, `text`.
-      Without `plain` this answer is a `ParseError`.
+      Without `plain`, such an answer is a `ParseError`.
 
-    Of several calls in one answer, all are made or none: one that can't be read makes the answer a `ParseError`.
+    Either all calls in an answer are made or none. If one of them can't be read, the answer becomes a `ParseError`.
     """
 
     @check_arguments
@@ -53,10 +53,8 @@ class ChatAgent(Agent):
         temperature: float | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """
-        system: the system prompt. misreads: answers of one turn that may fail to parse before the turn fails.
-        temperature, max_tokens: for this agent's calls. None: the episode's own.
-        """
+        """`system` is the system prompt. `misreads` is how many answers in one turn may fail to parse before the turn
+        fails. `temperature` and `max_tokens` apply to this agent's calls. None means the episode's own value."""
         if parse is not None and actions:
             raise UsageError("ChatAgent takes `parse` or `actions`, not both: each defines how an answer is parsed")
         if plain is not None and (not actions or list(plain.model_fields) != ["text"]):
@@ -103,7 +101,7 @@ class ChatAgent(Agent):
         return self.plain if self.actions else Answer
 
     def _offered(self, tape: Tape) -> list[type[Action] | dict[str, JsonValue]]:
-        """The tools that the model may call: action classes, this agent's own tools, and the tools of the episode."""
+        """Return the tools that the model may call: action classes, this agent's own tools, and the episode's tools."""
         offered: list[type[Action] | dict[str, JsonValue]] = [a for a in self._actions if a is not ToolCalls]
         offered.extend(self.tools)
         if self.parse is None and ToolCalls in self._actions and len(tape) and isinstance(tape[0], ToolOffer):
@@ -112,7 +110,7 @@ class ChatAgent(Agent):
 
     def _parse_reply(self, reply: Reply, offered: bool) -> Action:
         calls, problem = list(reply.tool_calls), reply.problem
-        if self.actions and not offered and not calls:  # `actions=[ToolCalls]` without tools: any tool, by its mark
+        if self.actions and not offered and not calls:  # with `actions=[ToolCalls]` and no tools, any call is read
             read = read_tool_calls(reply.text)
             calls, problem = list(read.calls), read.problem
         if problem:
@@ -132,7 +130,7 @@ class ChatAgent(Agent):
         raise ValueError(f"There is no {calls[0].name!r}. Call one of: {', '.join(self._names())}.")
 
     def _names(self) -> list[str]:
-        """Names of the action classes and of this agent's own tools."""
+        """Return the names of the action classes and of this agent's own tools."""
         names = [a.kind for a in self._actions if a is not ToolCalls]
         return names + [tool_name(tool) for tool in self.tools]
 

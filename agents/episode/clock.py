@@ -1,6 +1,6 @@
-"""The clock, random numbers and ids that an agent gets from its `LLM`: a replay gives the same values again.
+"""The clock, random numbers and ids that an agent gets from its `LLM`. A replay gives the same values again.
 
-All of them follow from the tape: the times of its records and the seed in its `begin`.
+All of them are derived from the tape: from the times of its records and the seed in its `begin`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Clock:
         self._random: dict[tuple[str, int], Random] = {}
 
     def now(self, tape: Tape) -> datetime:
-        """The time (UTC) of the newest record that this agent knows: an observation, its own step, or an answer to it.
+        """Return the time (UTC) of the newest record that this agent knows: an observation, or its own step or call.
 
-        The time stands still between records: it is never read from the machine, because a replay couldn't repeat that.
+        The time stands still between records. It is never read from the machine, because a replay couldn't repeat that.
         """
         path, log = tape.scope, self._recorder.log
         entry = next((entry for entry in reversed(log.entries) if entry.by in (ENV, path)), None)
@@ -35,10 +35,10 @@ class Clock:
         return datetime.fromtimestamp(at, UTC)
 
     def random(self, tape: Tape) -> Random:
-        """This agent's generator for the current turn; a second request in the turn gets the same generator.
+        """Return this agent's generator for the current turn. A second request in the turn gets the same generator.
 
         Each turn has a new generator, so that a fork or a replay that begins at a turn draws the same numbers. The seed
-        is the episode's sampling seed, so the attempts of a group draw differently.
+        is the episode's sampling seed, so the attempts of a group draw different numbers.
         """
         key = (tape.scope, self._recorder.log.turn)
         if key not in self._random:
@@ -47,5 +47,5 @@ class Clock:
         return self._random[key]
 
     def uuid(self, tape: Tape) -> UUID:
-        """A new id (version 4), drawn from `random`."""
+        """Return a new id (version 4), drawn from `random`."""
         return UUID(int=self.random(tape).getrandbits(128), version=4)

@@ -1,7 +1,8 @@
-"""The conversations of one episode with its model: they render each prompt and record each call.
+"""Holds the conversations between one episode and its model. Renders each prompt and records each call.
 
-An agent's path and an optional name identify a conversation. Its calls form a tree: a call extends an earlier call (its
-base) or starts a new row. The leaves of the tree are the tracks; the next prompt continues the one that fits best.
+A conversation is identified by an agent's path and an optional name. Its calls form a tree, in which a call extends an
+earlier call (its base) or starts a new row. The leaves of the tree are the tracks. The next prompt continues the track
+that fits best.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from ..rendering.renderer import Rendered, Renderer, Track
 from .recorder import Recorder
 
 AUTHORED = "authored"
-"""Engine name of calls whose text the agent wrote itself, without a model."""
+"""Engine name in calls whose text the agent wrote itself, without a model."""
 
 
 @dataclass(slots=True)
 class TextTrack:
-    """The leaf of a conversation with an engine without a renderer."""
+    """A leaf in a conversation whose engine has no renderer."""
 
     call: str
     messages: Sequence[Message]
-    """The messages of the request; the reply follows them."""
+    """The messages of the request. The reply follows them."""
     reply: Message
 
     def shared(self, messages: Sequence[Message]) -> int:
-        """How many leading messages of `messages` belong to this conversation, its reply included."""
+        """Return how many leading messages of `messages` belong to this conversation, including its reply."""
         n = shared_prefix(messages, self.messages)
         if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
             return n + 1
@@ -47,19 +48,19 @@ class TextTrack:
 
 @dataclass(slots=True)
 class PendingCall:
-    """A call without its answer: everything that its record needs, except the completion."""
+    """A call that has no answer yet. It holds everything that the call's record needs, except the completion."""
 
     call: str
     path: str
     conversation: str
     request: Request
     rendered: Rendered | None
-    """None for an engine without a renderer."""
+    """None if the engine has no renderer."""
     tools: Tools | None
 
 
 class Conversations:
-    """Every conversation of one episode. Nothing else writes records of calls."""
+    """Every conversation in one episode. No other class writes records of calls."""
 
     def __init__(self, recorder: Recorder, engine: Engine | None) -> None:
         self._recorder = recorder
@@ -67,7 +68,7 @@ class Conversations:
         self._tokens: defaultdict[tuple[str, str], list[Track]] = defaultdict(list)
         self._texts: defaultdict[tuple[str, str], list[TextTrack]] = defaultdict(list)
         self._tools: set[str] = set()
-        """Hashes of the tool lists whose schemas are on the tape."""
+        """Hashes of the tool lists whose schemas are already on the tape."""
 
     @property
     def renderer(self) -> Renderer | None:
@@ -76,12 +77,15 @@ class Conversations:
     def render(
         self, path: str, conversation: str, messages: Sequence[Message], tools: Sequence[dict[str, JsonValue]] | None
     ) -> Rendered | None:
-        """The prompt as token ids, or None without a renderer. Raises ValueError if the messages can't be rendered."""
+        """Return the prompt, or None if there is no renderer. Raises ValueError if the messages can't be rendered."""
         renderer = self.renderer
         return renderer.prompt(messages, tools, self._tokens[path, conversation]) if renderer is not None else None
 
     def tools_record(self, schemas: tuple[dict[str, JsonValue], ...] | None) -> Tools | None:
-        """The offered tools as a call records them. The schemas are written once a tape; later calls have the hash."""
+        """Return the offered tools in the form that a call records.
+
+        The schemas are written once per tape. Later calls have only the hash.
+        """
         if schemas is None:
             return None
         digest = hashlib.sha256(json.dumps(schemas, sort_keys=True).encode()).hexdigest()[:16]
@@ -100,7 +104,7 @@ class Conversations:
     ) -> None:
         """Record the call, however it ended, and make its answer the leaf of its conversation.
 
-        engine: the name to record. Empty: the name of the engine that answered.
+        `engine` is the name to record. If it is empty, the name of the engine that answered is recorded.
         """
         request = pending.request
         engine = engine or completion.engine or (self._engine.name if self._engine is not None else "")
@@ -178,19 +182,20 @@ class Conversations:
         )
         self._recorder.write(record)
         if record.finish == "error" or (record.finish == "cancelled" and not ids):
-            return  # without an answer there is nothing for a later prompt to continue
+            return  # a call without an answer leaves nothing that a later prompt could continue
         renderer = self.renderer
         assert renderer is not None
         track = renderer.track(rendered, call=pending.call, reply=record.reply, completion=ids)
         tracks = self._tokens[pending.path, pending.conversation]
-        # A call that extends its base takes the base's place. A split keeps the base: a later prompt may return to it.
+        # A call that extends its base takes the base's place. After a split the base is kept, because a later prompt
+        # may return to it.
         if base is not None and rendered.split is None and base in tracks:
             tracks[tracks.index(base)] = track
         else:
             tracks.append(track)
 
     def _ids(self, rendered: Rendered, completion: Completion) -> array[int]:
-        """The sampled ids; for text without ids, those that an engine would have sampled."""
+        """Return the sampled ids. For text without ids, return the ids that an engine would have sampled."""
         if completion.ids is not None:
             return completion.ids
         if completion.text is None:
@@ -203,21 +208,21 @@ class Conversations:
         return renderer.completion(rendered, reply)
 
     def write_authored(self, path: str, messages: Sequence[Message], reply: Message, rendered: Rendered | None) -> str:
-        """Record text that the agent wrote without a model. Returns the id of the call."""
+        """Record text that the agent wrote without a model. Return the id of the call."""
         call = self._recorder.new_call_id()
         request = Request(
             messages=messages, prompt=rendered.ids if rendered is not None else None, sampling=Sampling(), seed=0
         )
-        # Without token ids the function calls are part of the step alone.
+        # Without token ids, only the step contains the function calls.
         calls = reply.get("tool_calls") if rendered is not None else None
         completion = Completion(text=reply["content"], tool_calls=tuple(calls) if calls else None)
         self.write(PendingCall(call, path, "", request, rendered, None), completion, finish="stop", engine=AUTHORED)
         return call
 
     def inherit(self, prefix: Tape, calls: Sequence[Call]) -> None:
-        """Continue the conversations of a fork's prefix; its recorded tokens stay the context of what follows.
+        """Continue the conversations of a fork's prefix, so that its recorded tokens remain the context of later calls.
 
-        Without this the fork would tokenize the prefix again, and its rows would no longer extend the recorded ones.
+        Without this, the fork would tokenize the prefix again, and its rows would no longer extend the recorded ones.
         """
         renderer = self.renderer
         for call in calls:

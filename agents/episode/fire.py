@@ -1,13 +1,15 @@
-"""FIRE sampling: the first token of an answer has its own temperature (often 10), the rest the usual one.
+"""FIRE sampling gives the first token of an answer its own temperature, often 10. The rest has the usual one.
 
-A high first temperature spreads the attempts of a group over more beginnings than the model would choose, at the cost
-of some beginnings that it would never choose. The published algorithm, with these deviations:
+A high first temperature spreads the attempts of a group over more beginnings than the model would choose. The cost is
+that some of these are beginnings that it would never choose. This module implements the published algorithm with these
+deviations:
 
-1. It makes two requests to the engine, prompt and prompt + first token, so every engine of tokens supports it. The
-   second request has its own seed; with the same seed both tokens would be drawn with the same random number.
-2. The log-prob of the first token is at its own temperature, and training scores it at that temperature. Both parts are
-   sampled exactly, so the answer is on-policy data like any other.
-3. A first token that ends the answer, or reaches the token limit, is the whole answer, without a second request.
+1. It makes two requests to the engine, one for the prompt and one for the prompt with the first token, so every engine
+   that handles tokens supports it. The second request has its own seed. With the same seed, both tokens would be drawn
+   with the same random number.
+2. The log-prob of the first token is measured at its own temperature, and training scores it at that temperature. Both
+   parts are sampled exactly, so the answer is on-policy data like any other.
+3. If the first token ends the answer or reaches the token limit, it is the whole answer. There is no second request.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ Spans = tuple[tuple[str, int, int], ...]
 
 
 async def complete(engine: Engine, request: Request) -> Completion:
-    """`engine.complete`, with two requests if the first token has its own temperature.
+    """Call `engine.complete`, or make two requests if the first token has its own temperature.
 
-    An engine that returns recorded answers gets one request, because it returns an answer as a whole.
+    An engine that returns recorded answers gets one request, because it returns each answer as a whole.
     """
     hot = request.sampling.first_temperature
     if hot is None or "recorded" in engine.can:
@@ -54,7 +56,7 @@ async def complete(engine: Engine, request: Request) -> Completion:
 class _Rest:
     """Reports the first token together with the tokens of the second request.
 
-    So a retry of the second request voids the first token too, as the listener's `again` promises.
+    So a retry of the second request also withdraws the first token, as the listener's `again` promises.
     """
 
     def __init__(self, listener: Listener, first: array[int]) -> None:
@@ -74,7 +76,10 @@ def _part(request: Request, sampling: Sampling, **changes: float) -> Request:
 
 
 async def _with_rest(engine: Engine, request: Request, first: Completion, rest: Request) -> Completion:
-    """The second request's completion behind the first token. A cancelled one keeps at least the first token."""
+    """Return the first token followed by the second request's completion.
+
+    If the second request is cancelled, at least the first token is kept.
+    """
     reported = False
 
     def on_partial(found: Completion) -> None:
@@ -120,7 +125,7 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
 
 
 def _spans(first: Spans, rest: Sequence[tuple[str, int, int]], n: int) -> Spans:
-    """The spans of both parts, with `rest` moved by `n` tokens. Adjacent spans of one version are merged."""
+    """Return the spans of both parts, with `rest` moved by `n` tokens. Adjacent spans of one version are merged."""
     spans = list(first)
     for version, start, end in rest:
         if spans and spans[-1][0] == version and spans[-1][2] == start + n:

@@ -17,32 +17,34 @@ class Limits(Value):
     """What one episode may use. Reaching a limit ends the episode without an error, and the tape names the limit."""
 
     turns: int | None = Field(default=100, ge=1)
-    """Actions; None for no limit."""
+    """Maximum number of Actions. None means no limit."""
     calls: int | None = Field(default=None, ge=1)
-    """Calls of the model; reaching this limit is recorded as a limit of turns."""
+    """Maximum number of model calls. Reaching this limit is recorded as a limit of turns."""
     tokens: int | None = Field(default=None, ge=1)
-    """Sampled tokens over all calls; a call in flight counts with all tokens that it may still sample."""
+    """Maximum tokens sampled in all calls. A call in flight counts with all tokens that it may still sample."""
     context: int | None = Field(default=None, ge=2)
-    """Tokens of prompt and completion of one call; the engine's own limit applies too."""
+    """Maximum tokens in one call's prompt and completion. The engine's own limit applies too."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of the prompt of one call; a longer prompt is a limit of context, unless `keep_prompt` is set."""
+    """Maximum tokens in one call's prompt. A longer prompt reaches the context limit, unless `keep_prompt` is set."""
     keep_prompt: Literal["start", "end"] | None = None
-    """The part that a long prompt keeps: it is cut to `prompt_tokens`, and leaves room for an answer of `max_tokens` in
-    the context. None: no prompt is cut."""
+    """The part of a long prompt that is kept. The prompt is cut to `prompt_tokens`, and to leave space in the context
+    for an answer of `max_tokens`. None means that no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
-    """Seconds of the agent's own code, of its tools, and of its model calls while the model computes. An episode that
-    reaches this limit is scored and trained on, as at the limit of turns."""
+    """Seconds used by the agent's own code, by its tools, and by its model calls while the model computes. An episode
+    that reaches this limit is scored and trained on, like one that reaches the limit of turns."""
     system_seconds: float | None = Field(default=1800.0, gt=0)
-    """All other seconds of an episode up to its last step: the engine's queue, the environment, Tapereel. The wait for
-    servers that don't answer has its own limit, `engine.patience`. An episode that reaches this limit is never trained
-    on, and is repeated."""
+    """All other seconds in an episode up to its last step, which the engine's queue, the environment and Tapereel use.
+    The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this limit is
+    never trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
-    """Wall clock of each `reset`, `step`, `finish` and `close`; a longer call is an error of the environment."""
+    """Wall-clock seconds for each `reset`, `step`, `finish` and `close`. A longer call is an environment error."""
 
     @classmethod
     def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:
-        """The limits on a tape, with `changes`. A missing one is unlimited. Raises UsageError for a limit that can't be
-        read."""
+        """Return the limits on a tape, with `changes`. A limit that is missing there is unlimited.
+
+        Raises UsageError if a limit can't be read.
+        """
         try:
             return cls.model_validate({**dict.fromkeys(cls.model_fields), **(limits or {}), **changes})
         except ValidationError as error:
@@ -54,8 +56,8 @@ class Limits(Value):
 class LimitReached(BaseException):
     """`LLM` raises this in the agent when a limit is reached.
 
-    Not an Exception, so that an agent's `except Exception` doesn't swallow it. `LLM` also latches the limit: every
-    later call raises it again.
+    It is not an Exception, so that an agent's `except Exception` doesn't swallow it. `LLM` also latches the limit, so
+    every later call raises it again.
     """
 
     def __init__(self, limit: CauseType, message: str) -> None:
@@ -66,19 +68,19 @@ class LimitReached(BaseException):
 class TokenBudget:
     """Tokens that an episode may sample, shared by its concurrent calls.
 
-    Invariant: `used` + tokens held by calls in flight never exceed `limit`. A call that finds no token left waits,
-    first come first served, until another call gives some back. Without the waiting, concurrent calls would together
-    sample more than the limit, or one would fail although tokens remain.
+    Invariant: the sum of `used` and the tokens held by calls in flight never exceeds `limit`. A call that finds no
+    token left waits in order of arrival until another call returns some. Without this wait, concurrent calls would
+    together sample more than the limit, or one would fail although tokens remain.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        """None: no limit, and no call waits."""
+        """None means that there is no limit and no call waits."""
         self.used = 0
-        """Sampled so far."""
+        """Number of tokens sampled so far."""
         self._held = 0
         self._waiting: deque[tuple[asyncio.Future[int], int]] = deque()
-        """(future, tokens wanted) of each waiting call, in order."""
+        """(future, tokens wanted) for each waiting call, in order of arrival."""
 
     @property
     def spent(self) -> bool:
@@ -86,7 +88,10 @@ class TokenBudget:
         return self.limit is not None and self.used >= self.limit
 
     async def take(self, wanted: int) -> int:
-        """Take at least one token and at most `wanted`; return them by `give`. 0 where all are spent."""
+        """Take at least one token and at most `wanted`. Return how many were taken, or 0 if all are spent.
+
+        The caller gives them back with `give`.
+        """
         if self.limit is None:
             return wanted
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -95,18 +100,18 @@ class TokenBudget:
         try:
             return turn.result() if turn.done() else await turn
         except asyncio.CancelledError:
-            # Cancelled after the tokens were assigned, but before the call ran: without this they would be lost.
+            # A call may be cancelled after it got its tokens but before it ran. Without this, they would be lost.
             if not turn.cancelled():
                 self.give(turn.result())
             raise
 
     def hold(self, tokens: int) -> int:
-        """Take `tokens` without regard to the limit, as a replay does; returns them."""
+        """Take `tokens` without regard to the limit, as a replay does. Return their number."""
         self._held += tokens
         return tokens
 
     def give(self, tokens: int) -> None:
-        """Return tokens that `take` or `hold` gave. Add the sampled ones to `used` before."""
+        """Return the tokens that `take` or `hold` gave. The caller must first add the sampled ones to `used`."""
         if self.limit is not None:
             self._held -= tokens
             self._next()
@@ -116,8 +121,8 @@ class TokenBudget:
         while self._waiting:
             left = self.limit - self.used - self._held
             if left < 1 and self._held:
-                return  # a call in flight may give some back
+                return  # a call in flight may return some
             turn, wanted = self._waiting[0]
             self._waiting.popleft()
-            if not turn.done():  # a done future was cancelled: its call no longer waits
+            if not turn.done():  # a done future was cancelled, so its call no longer waits
                 turn.set_result(self.hold(max(min(wanted, left), 0)))

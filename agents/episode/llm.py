@@ -1,8 +1,8 @@
-"""`LLM`: an agent's interface to its model, for one episode.
+"""`LLM` is an agent's interface to its model for one episode.
 
-It takes the speaker from the tape, renders the conversation into the tokens that follow earlier sampled ones, derives
-the seed, counts tokens, enforces limits and records every call with its attempts. An agent never sees more than
-its own conversation.
+It determines from the tape which agent speaks, renders the conversation into the tokens that follow earlier sampled
+ones, and derives the seed. It counts tokens, enforces limits, and records every call with its attempts. An agent never
+sees more than its own conversation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .stop_strings import cut_at_stop
 from .timers import CallTimer, Timers
 
 BACKOFF = 0.5
-"""Seconds before the first retry; each further wait is twice as long."""
+"""Seconds before the first retry. Each further wait is twice as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,17 @@ class Reply:
     """A model's answer."""
 
     text: str
-    """Without the turn-ending token; empty when the model ended at once."""
+    """The answer's text without the turn-ending token. It is empty if the model ended at once."""
     finish: str
-    """`stop`, `length`, `tool_calls` or `abort`; a `length` answer was cut off."""
+    """`stop`, `length`, `tool_calls` or `abort`. A `length` answer was cut off."""
     call: str
     """Id of the call on the tape."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The function calls in the answer, if tools were offered: read from the text, or parsed by the engine."""
+    """The function calls in the answer, if tools were offered. They are read from the text or parsed by the engine."""
     content: str = ""
-    """The text around the calls; the whole text if there are no calls."""
+    """The text around the calls, or the whole text if there are no calls."""
     problem: str = ""
-    """Why a call can't be read, as sentences for the model; empty if all could be read. Yield it
+    """Sentences for the model that explain why a call can't be read. It is empty if all calls could be read. Yield it
     as `ParseError(problem=...)` and ask again."""
     chat_calls: tuple[Message, ...] = ()
     """All calls in the chat format (`CallsRead.chat`)."""
@@ -80,11 +80,11 @@ class ModelFailed(Exception):
 
 
 class RenderFailed(Exception):
-    """The conversation can't be rendered as tokens: the fault of the environment or agent that wrote its content."""
+    """The conversation can't be rendered as tokens because of content that the environment or the agent wrote."""
 
 
 class LLM(Clock):
-    """`reply = await llm(tape, system="...")`. Built by `rollout`, one for each episode."""
+    """`reply = await llm(tape, system="...")`. `rollout` creates one `LLM` for each episode."""
 
     @check_arguments
     def __init__(
@@ -97,7 +97,7 @@ class LLM(Clock):
         sampling: Sampling,
         retries: int = 2,
     ) -> None:
-        """retries: further requests after an engine's error that may pass."""
+        """`retries` is the number of further requests after an engine's error that may be temporary."""
         super().__init__(recorder, seed)
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         self._recorded = cast(CapableEngine, engine) if engine is not None and "recorded" in engine.can else None
@@ -115,17 +115,17 @@ class LLM(Clock):
         self._delegated: list[tuple[Step, str]] = []
         """(step, path) of steps that a sub-agent is about to yield."""
         self._read: list[tuple[Step, str]] = []
-        """(step, call) if the agent names the call that a step was read from."""
+        """(step, call) for each step whose agent named the call that it was read from."""
         self._unread: dict[str, list[str]] = {}
-        """Path -> its calls that no step was read from yet."""
+        """Path -> the calls of that agent from which no step has been read yet."""
         self._newest: dict[str, str] = {}
-        """Path -> its newest answered call of this turn."""
+        """Path -> the newest answered call of that agent in this turn."""
         self.asked = 0
         """Questions put to the engine in this episode."""
         self.latched: LimitReached | None = None
-        """The limit that was reached; every later call raises it again."""
+        """The limit that was reached. Every later call raises it again."""
         self.stopped: EngineStopped | None = None
-        """The error after which no engine answers any more; the episode and the run end with it."""
+        """The error after which no engine answers any more. It ends the episode and the run."""
 
     @property
     def sampled(self) -> int:
@@ -150,15 +150,16 @@ class LLM(Clock):
         seed: int | None = None,
         listener: Listener | None = None,
     ) -> Reply:
-        """Ask the model, as the agent whose view `tape` is.
+        """Ask the model, as the agent whose view is `tape`.
 
         The prompt is `system` and the tape's conversation, or `messages` unchanged. `tools` are step classes or
         function schemas. `conversation` names a further conversation of the same agent, with its own history and seeds.
-        Questions that one agent asks concurrently need one name each, or their order depends on the event loop.
-        `sampling` replaces the episode's for this call, and `seed` is mixed into the call's own. `listener` receives
-        tokens while they are sampled, for display only: not every engine reports them.
-        Waits while concurrent calls hold the rest of a token limit. Raises LimitReached (don't catch it), ModelFailed
-        and RenderFailed.
+        If one agent asks several questions concurrently, each needs its own name, or their order depends on the event
+        loop. `sampling` replaces the episode's sampling parameters for this call, and `seed` is mixed into the call's
+        own seed. `listener` receives tokens while they are sampled. It is for display only, because not every engine
+        reports them.
+        The call waits while concurrent calls hold the rest of a token limit. Raises LimitReached (don't catch it),
+        ModelFailed and RenderFailed.
         """
         if self.engine is None:
             raise ValueError(
@@ -171,19 +172,22 @@ class LLM(Clock):
         exchange.prepare(sampling or self.sampling, temperature, max_tokens, seed, listener)
         return exchange.read(await exchange.sample())
 
-    # Attribution: the rollout asks, for each yielded step, which path yielded it and which calls it was read from
+    # Attribution: for each yielded step, the rollout asks which path yielded it and which calls it was read from
 
     def spoke(self, step: Step, path: str) -> None:
-        """`delegate` calls this: the sub-agent at `path` is about to yield this step."""
+        """`delegate` calls this when the sub-agent at `path` is about to yield this step."""
         if not any(seen is step for seen, _ in self._delegated):
             self._delegated.append((step, path))
 
     def read_from(self, step: Step, call: str) -> None:
-        """The step, about to be yielded, was read from that call alone, whatever else was asked meanwhile."""
+        """Note that the step about to be yielded was read from this call alone, whatever else was asked."""
         self._read.append((step, call))
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
-        """(path, calls) of a step that was just yielded. A step without new calls in its turn shares the newest one."""
+        """Return (path, calls) of a step that was just yielded.
+
+        If its turn has no new calls, the step shares the newest call.
+        """
         path = next((p for seen, p in self._delegated if seen is step), outermost)
         self._delegated.clear()
         source = next((call for seen, call in self._read if seen is step), None)
@@ -198,14 +202,15 @@ class LLM(Clock):
         return path, tuple((call, 0, self._completion_tokens(call)) for call in calls)
 
     def end_turn(self) -> None:
-        """The turn's Action is done: steps that follow come from new calls."""
+        """Note that the turn's Action is done, so that later steps are attributed to new calls only."""
         self._newest.clear()
         self._unread.clear()
 
     def authored(self, tape: Tape, step: Step, path: str) -> tuple[tuple[str, int, int], ...]:
-        """Record a step that the agent wrote without a model (a scripted agent's) as a call; return the step's calls.
+        """Record a step that the agent wrote without a model, as a scripted agent does. Return the step's calls.
 
-        With a renderer the call has tokens, so the tape can be trained on like one that a model wrote.
+        The step is recorded as a call. With a renderer the call has tokens, so the tape can be used for training like
+        one that a model wrote.
         """
         messages = tape.messages(path=path)
         rendered = self._render(path, "", messages, None)
@@ -228,22 +233,23 @@ class LLM(Clock):
             calls[:0] = tape.calls
             tape = tape.parent
         for call in calls:
-            if call.engine != AUTHORED:  # an authored call took no seed
+            if call.engine != AUTHORED:  # an authored call used no seed
                 stream = seed_stream(call.by, call.conversation)
                 self._numbers[stream] = self._numbers.get(stream, -1) + 1
         self._conversations.inherit(prefix, calls)
 
     def number(self, stream: str, n: int) -> None:
-        """Set the number of the stream's newest call (from 0), for a replay that begins at a later turn."""
+        """Set the number of the stream's newest call (from 0). A replay that begins at a later turn needs this."""
         self._numbers[stream] = n
 
     async def close(self) -> None:
-        """The episode has ended: end the calls that helper tasks still make, and let the engine drop the KV cache."""
+        """End the calls that helper tasks still make, and let the engine drop the KV cache, because the episode has
+        ended."""
         self._closed = True
         asking = [task for task in self._asking if task is not asyncio.current_task()]
         for task in asking:
             task.cancel()
-        if asking:  # each records its sampled tokens
+        if asking:  # each cancelled call records its sampled tokens
             await asyncio.wait(asking, timeout=GRACE)
         if self.engine is not None:
             for key in self._cache_keys:
@@ -267,7 +273,7 @@ class LLM(Clock):
         return self.latch(LimitReached(limit, message))
 
     def latch(self, reached: LimitReached) -> LimitReached:
-        """From now on every call raises `reached`, unless an earlier limit was reached."""
+        """Make every later call raise `reached`, unless an earlier limit was reached."""
         self.latched = self.latched or reached
         return self.latched
 
@@ -275,7 +281,7 @@ class LLM(Clock):
         return self._latch(CauseType.TOKENS, f"{self.sampled} tokens sampled, the limit is {self._limits.tokens}")
 
     def _failed(self, error: EngineError) -> ModelFailed | LimitReached:
-        """The exception that the agent gets for an engine's error: the limit of context, or ModelFailed."""
+        """Return the exception that the agent gets for an engine's error: the context limit, or ModelFailed."""
         if isinstance(error, EngineStopped):
             self.stopped = error
         if isinstance(error, PromptTooLong):
@@ -283,7 +289,8 @@ class LLM(Clock):
         return ModelFailed(error_text(error))
 
     def _answered(self, path: str, call: str) -> None:
-        """Later steps of `path` come from this call. Calls without an answer are never attributed: no agent saw one."""
+        """Attribute later steps of `path` to this call. Unanswered calls are never attributed, since no agent saw an
+        answer."""
         self._unread.setdefault(path, []).append(call)
         self._newest[path] = call
         if self._budget.spent:
@@ -299,7 +306,7 @@ class LLM(Clock):
 
 
 class _Exchange:
-    """One call of the model: `prepare` the request, `sample` and record the answer, `read` the reply."""
+    """One call of the model. `prepare` the request, `sample` and record the answer, then `read` the reply."""
 
     def __init__(
         self,
@@ -358,8 +365,8 @@ class _Exchange:
         self._pending = PendingCall(call, path, conversation, request, rendered, tools)
 
     def _check_sight(self) -> None:
-        """Raise RenderFailed if the messages show a picture or video that the engine can't see or that no step or
-        request brought, such as a part that a model wrote."""
+        """Raise RenderFailed if the messages show a picture or video that the engine can't see, or one that comes from
+        no step or request, such as a part that a model wrote."""
         engine, known = self._engine, self._llm.recorder.shown
         for part in (part for message in self._messages for part in content_parts(message)):
             shown = video_in(part) or known.get(str(part.get("media")))
@@ -373,8 +380,8 @@ class _Exchange:
     def _fit(
         self, rendered: Rendered | None, base: Sampling, temperature: float | None, max_tokens: int | None
     ) -> tuple[Rendered | None, Sampling]:
-        """(the prompt, cut if the limits ask for that; the sampling, with at most as many tokens as the context has
-        room for)."""
+        """Return (prompt, sampling). The prompt is cut if the limits ask for that. The sampling asks for at most as
+        many tokens as fit into the context."""
         limits = self._llm._limits
         wanted = base.max_tokens if max_tokens is None else max_tokens
         context = min((size for size in (limits.context, self._engine.context) if size), default=None)
@@ -405,9 +412,10 @@ class _Exchange:
     # sample and record
 
     async def sample(self) -> Completion:
-        """Sample the answer within the episode's limit of tokens, and record the call, however it ends.
+        """Sample the answer within the episode's token limit, and record the call, however it ends.
 
-        Raises ModelFailed and LimitReached, and the first error of the caller's listener."""
+        Raises ModelFailed, LimitReached, and the first error that the caller's listener raised.
+        """
         llm, task = self._llm, asyncio.current_task()
         assert task is not None
         held = 0
@@ -417,7 +425,7 @@ class _Exchange:
             self._pending.request = _limited(self._pending.request, held)
             completion, attempts = await self._complete()
         except asyncio.CancelledError:
-            # Recorded also without an answer: the agent asked, and a replay must know that it gave the question up.
+            # The call is recorded even without an answer: a replay must know that the agent asked and gave up.
             self._record(self._partial[0] if self._partial else Completion(text=None), (), "cancelled")
             raise
         except _Failed as failure:
@@ -427,7 +435,8 @@ class _Exchange:
             self._record(completion, attempts, completion.finish)
             llm._answered(self._path, self._pending.call)
         finally:
-            # On every way out, also cancellation: tokens that are never returned would block concurrent calls forever.
+            # This must also run after a cancellation. Tokens that are never returned would block concurrent calls
+            # forever.
             llm._budget.give(held)
             llm._asking.discard(task)
         if self._listener is not None and self._listener.error is not None:
@@ -435,10 +444,10 @@ class _Exchange:
         return completion
 
     async def _take_tokens(self) -> int:
-        """Take tokens of the episode's limit for this call. Raises LimitReached if all are spent.
+        """Take tokens from the episode's limit for this call. Raises LimitReached if all are spent.
 
-        In a replay the engine knows how many the recorded call had: how long a call waited for the tokens of others
-        depended on how long their answers took, which no tape records.
+        In a replay, the engine knows how many tokens the recorded call had. How long a call waited for the tokens of
+        others depended on how long their answers took, which no tape records.
         """
         llm, request = self._llm, self._pending.request
         if llm._recorded is not None and llm._limits.tokens is not None:
@@ -452,7 +461,7 @@ class _Exchange:
         return held
 
     async def _complete(self) -> tuple[Completion, tuple[Attempt, ...]]:
-        """The completion and every attempt at it. Raises _Failed when no retry helps or no retry is left."""
+        """Return the completion and every attempt at it. Raises _Failed if no retry helps or no retry is left."""
         request, timer = self._pending.request, self._timer
         attempts: list[Attempt] = []
         timer.call()
@@ -478,7 +487,7 @@ class _Exchange:
             timer.end()
 
     def _stopped(self, completion: Completion) -> Completion:
-        """The completion, cut at the first stop string."""
+        """Return the completion, cut at the first stop string."""
         stops: Any = self._pending.request.sampling.extra.get("stop")
         if not stops:
             return completion
@@ -494,12 +503,12 @@ class _Exchange:
     # read
 
     def read(self, completion: Completion) -> Reply:
-        """The agent's reply: the text, and its function calls if tools were offered or the engine parsed some."""
+        """Return the agent's reply. It has function calls if tools were offered or the engine parsed some."""
         text, native = completion.text or "", completion.tool_calls or ()
         call, rendered = self._pending.call, self._pending.rendered
         if self._schemas is None and not native:
             return Reply(text, completion.finish, call, content=text)
-        # A template may open a thought in the prompt, as DeepSeek's does.
+        # A template such as DeepSeek's may open a thought in the prompt.
         thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
         read = read_tool_calls(text, self._schemas or (), native=native, thinking=thinking)
         return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)
@@ -515,7 +524,8 @@ class _Failed(Exception):
 class _SafeListener:
     """Passes tokens to an agent's listener until it raises, and keeps its first error.
 
-    The engine calls it. An agent's error raised there would break the engine's loop for all episodes that share it.
+    The engine calls this object. If an agent's error escaped there, it would break the engine's loop for all episodes
+    that share it.
     """
 
     def __init__(self, listener: Listener) -> None:
@@ -538,7 +548,7 @@ class _SafeListener:
 
 
 def _limited(request: Request, tokens: int) -> Request:
-    """The request, for at most `tokens` tokens."""
+    """Return the request with a limit of at most `tokens` tokens."""
     sampling = request.sampling
     if sampling.max_tokens <= tokens:
         return request

@@ -1,4 +1,4 @@
-"""The recorder writes every record of an episode to the log in memory, and to the journal, if there is one."""
+"""The recorder writes every record of an episode to the log in memory, and to the journal if there is one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Recorder:
         self.journal = journal
         self._calls = 0
         self.shown = self.log.shown
-        """The pictures of the tape's steps and requests, by the names of their files."""
+        """The pictures in the tape's steps and requests, by file name."""
         self.asked: set[str] = set()
-        """Names of those that came with a program's request."""
-        for entry in self.log.entries:  # of a fork's parent, whose files are in this run
+        """Names of the pictures that came with a program's request."""
+        for entry in self.log.entries:  # entries of a fork's parent, whose files are in this run
             self.shown.update({picture.name: picture for picture in pictures_of(entry.step)})
         keep_pictures(begin.task, journal)
         if journal is not None:
@@ -39,7 +39,7 @@ class Recorder:
         return self.log.begin.tape
 
     def write(self, record: Record) -> None:
-        """Append to the log, then to the journal. In this order a record that the log rejects never reaches the
+        """Append the record to the log, then to the journal, so that a record that the log rejects is never written to
         disk."""
         if isinstance(record, StepRecord) and record.media:
             self._show(record.content)
@@ -48,17 +48,19 @@ class Recorder:
             self.journal.append(body)
 
     async def keep(self, step: Step) -> None:
-        """Store the files of the step's pictures without blocking the event loop. A file is durable before a record
-        names it: `write` would wait for it otherwise."""
+        """Store the files of the step's pictures without blocking the event loop.
+
+        A file is durable before a record names it. Without this method, `write` would wait for that.
+        """
         await asyncio.to_thread(self._show, step)
 
     async def keep_asked(self, picture: Picture) -> None:
-        """Store the file of a picture that comes with a program's request, before the call that names it."""
+        """Store the file of a picture from a program's request, before the call that names it is recorded."""
         await asyncio.to_thread(self._show, picture)
         self.asked.add(picture.name)
 
     def asked_in(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Names of the pictures in the messages that came with a program's request."""
+        """Return the names of the pictures in the messages that came with a program's request."""
         if not self.asked:
             return ()
         names = (str(part.get("media")) for part in image_parts(messages))
@@ -72,11 +74,14 @@ class Recorder:
                 self.shown[picture.name] = picture
 
     def picture(self, name: str) -> bytes:
-        """The PNG of a picture on the tape. BadPicture for any other name: no text can name a file. Blocks."""
+        """Return the PNG of a picture on the tape. Blocks.
+
+        Raises BadPicture for any other name, so that no text can name an arbitrary file.
+        """
         return Tape(self.log).picture(name)
 
     def add_layer(self, record: Record) -> None:
-        """Write a record about the tape that is not part of it: the tape's digest doesn't cover it."""
+        """Write a record about the tape that is not part of it. The tape's digest doesn't cover it."""
         self.log.layers.append(record)
         if self.journal is not None:
             self.journal.append(record.body())
@@ -91,7 +96,7 @@ class Recorder:
         return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:
-        """Return when everything written so far would survive a power cut."""
+        """Return when everything written so far would survive a power failure."""
         if self.journal is not None:
             await self.journal.durable()
 

@@ -1,8 +1,9 @@
-"""Rollout: one episode from `reset` to `end`.
+"""The rollout runs one episode from `reset` to `end`.
 
-Errors of the agent, the environment and the model don't raise: each becomes a typed end on the tape, because a failed
-episode is data. Three things do raise: a failing store, because an episode that can't be recorded must stop; and, after
-the tape was closed, cancellation by the caller, and an engine that can answer no episode (`EngineStopped`).
+Errors of the agent, the environment and the model are not raised. Each becomes a typed end on the tape, because a
+failed episode is data. There are three exceptions. A failing store raises, because an episode that can't be recorded
+must stop. Cancellation by the caller, and an engine that can't answer any episode (`EngineStopped`), raise after the
+tape was closed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
 
 NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
-"""What leaves an episode: a failing store, the caller's cancellation (`Supervised` raises no other), Ctrl-C."""
+"""Exceptions that leave an episode: a failing store, the caller's cancellation (`Supervised` raises no other),
+Ctrl-C."""
 
 
 class AgentFault(Exception):
@@ -93,11 +95,12 @@ async def rollout(
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
-    `env` is an instance for this episode alone, or a factory. A bare value as a task is its private part: `reset` sees
-    it, the agent never does. `seed` drives sampling, `env_seed` (default: derived from `seed`) the environment.
-    `fork` is a prefix made by `tape.at_turn(k)`: the environment is restored to it, and the episode continues there.
-    If the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a
-    reason to continue, which is recorded.
+    `env` is an instance for this episode alone, or a factory. If `task` is a bare value, it is the task's private part:
+    `reset` sees it, the agent never does. `seed` drives sampling, and `env_seed` drives the environment. By default
+    `env_seed` is derived from `seed`.
+    `fork` is a prefix made by `tape.at_turn(k)`. The environment is restored to it, and the episode continues there. If
+    the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a reason
+    to continue, which is recorded.
     With a `journal` every record is written as it happens. If the environment isn't `pure`, the intent of an action is
     durable before the action is carried out. If the engine waits for its servers, the episode begins after that wait.
     Raises StoreFailed, EngineStopped and CancelledError. No other error leaves an episode.
@@ -125,13 +128,13 @@ async def rollout(
         at=time.time(),
     )
     if task.pictures:
-        await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would wait for the disk in the event loop
+        await asyncio.to_thread(keep_pictures, task, journal)  # the recorder would block the event loop on the disk
     episode = Episode(agent, env, Recorder(begin, journal, fork), engine=engine, limits=limits, retries=retries)
     return await episode.run()
 
 
 def parent_of(fork: Tape, unverified: str | None = None) -> Parent:
-    """The reference to `fork` on the tape that continues it. unverified: why the environment may differ now."""
+    """Return the reference to `fork` for its continuation. `unverified` explains why the environment may differ."""
     return Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified)
 
 
@@ -170,7 +173,7 @@ class Caller:
 
 
 class Episode:
-    """One episode, with the settings that its recorder's `begin` has. `await episode.run()` once."""
+    """One episode, with the settings in its recorder's `begin`. Await `episode.run()` once."""
 
     def __init__(
         self,
@@ -221,11 +224,11 @@ class Episode:
             status, cause, cancelled = Status.CANCELLED, None, error
         except StoreFailed:
             raise
-        except Exception as error:  # an error of Tapereel's own; other code's errors became ends further in
+        except Exception as error:  # an error in Tapereel itself; errors in other code were already turned into ends
             status, cause = Status.ERROR, _cause(CauseType.OURS, error)
         finally:
             self.timers.stop()
-        if self.llm.stopped is not None and cancelled is None:  # even if the agent continued without an answer
+        if self.llm.stopped is not None and cancelled is None:  # applies even if the agent continued without an answer
             status, cause = Status.ERROR, _cause(CauseType.MODEL, self.llm.stopped)
         try:
             await self.llm.close()
@@ -234,7 +237,7 @@ class Episode:
             status, cause, cancelled = Status.CANCELLED, None, error
         try:
             await self._close()
-        except asyncio.CancelledError as error:  # also while closing: without an `end` the tape would count as crashed
+        except asyncio.CancelledError as error:  # without an `end` the tape would count as crashed
             status, cause, cancelled = Status.CANCELLED, None, error
         for kind, code in ((CauseType.AGENT, self.acting), (CauseType.ENVIRONMENT, self.call.code)):
             self.faults += [Cause(type=kind, message=message) for message in code.left]
@@ -242,7 +245,7 @@ class Episode:
         if cause is not None and status is Status.ERROR:
             self._warn(cause)
         for fault in self.faults:
-            if fault.error is not None:  # code that was left running is in the log already
+            if fault.error is not None:  # code that was left running has already been logged
                 self._warn(fault, kept=True)
         if cancelled is not None:
             raise cancelled
@@ -252,8 +255,11 @@ class Episode:
         return Tape(self.log)
 
     def _warn(self, cause: Cause, *, kept: bool = False) -> None:
-        """Log each distinct fault once, not each episode. Scored answers that can't be parsed are training data: no
-        warning. Another error of the agent is code to repair, whatever its episode earned."""
+        """Log each distinct fault once, not once per episode.
+
+        Scored answers that can't be parsed are training data, so they cause no warning. Any other error of the agent is
+        a bug to repair, whatever its episode earned.
+        """
         misread = cause.error == TooManyParseErrors.__name__ and Tape(self.log).reward is not None
         if not misread and _first_time(cause.type.value, cause.error, cause.frame):
             log.warning(

@@ -1,4 +1,4 @@
-"""Seeds of an episode: every random stream is derived from one seed, so a replay draws the same numbers."""
+"""Seeds of an episode. Every random stream is derived from one seed, so a replay draws the same numbers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import hashlib
 
 
 def derive_seed(seed: int, *parts: str | int) -> int:
-    """The first 8 bytes of SHA-256(seed, parts) as an integer below 2**63.
+    """Return the first 8 bytes of SHA-256(seed, parts) as an integer below 2**63.
 
-    Different `parts` give independent streams: one for each call, attempt, environment and purpose.
+    Different `parts` give independent streams, such as one for each call, attempt, environment and purpose.
     """
     text = "/".join(str(part) for part in (seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def seed_stream(path: str, conversation: str) -> str:
-    """The name of the stream from which the calls of one agent in one conversation take their seeds, one after another.
+    """Return the name of the stream that seeds the calls of one agent in one conversation, one after another.
 
-    Each stream counts its own calls. So the seed of a call doesn't depend on the order in which concurrent agents ask.
+    Each stream counts its own calls. So a call's seed doesn't depend on the order in which concurrent agents ask.
     """
     return f"{path}#{conversation}" if conversation else path

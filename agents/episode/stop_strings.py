@@ -1,4 +1,4 @@
-"""Stop strings for engines that only know stop ids: the answer is cut after it was sampled."""
+"""Stop strings for engines that only know stop ids. The answer is cut after it was sampled."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..engines.engine import Completion
 def cut_at_stop(
     completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
 ) -> Completion:
-    """The completion up to the first stop string, for engines that only know stop ids. decode: ids -> text; None for an
-    engine without a renderer.
+    """Return the completion up to the first stop string, for engines that only know stop ids.
 
-    Sampling goes from left to right, so the kept ids are those that an engine with stop strings would have sampled. The
-    text ends before the stop string; the ids include it, because the model chose them.
+    `decode` turns ids into text. It is None for an engine without a renderer. Sampling goes from left to right, so the
+    kept ids are those that an engine with stop strings would have sampled. The text ends before the stop string. The
+    ids include it, because the model chose them.
     """
     at = _first_stop(completion.text or "", stops)
     if at is None:
@@ -25,8 +25,8 @@ def cut_at_stop(
     if completion.ids is None or decode is None:
         return replace(completion, text=text, finish="stop")
     ids = completion.ids
-    # The shortest prefix with a stop string. A longer prefix contains every stop string of a shorter one, so bisection
-    # is right.
+    # Find the shortest prefix with a stop string. A longer prefix contains every stop string that a shorter one
+    # contains, so bisection finds it.
     lengths = range(1, len(ids))
     n = 1 + bisect_left(lengths, True, key=lambda n: _first_stop(decode(ids[:n]), stops) is not None)
     return replace(

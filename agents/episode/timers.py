@@ -1,12 +1,12 @@
-"""The two timers of an episode: the agent's time and the system's time. One of them runs at any moment.
+"""The two timers of an episode measure the agent's time and the system's time. One of them runs at any moment.
 
 Agent time is the time that the policy causes: the agent's own code, its tools, and its model calls while the model
-computes. An episode that reaches this limit is scored, as at the limit of turns. System time is everything else: the
-engine's queue, retries, the environment and Tapereel, but not the wait for servers that don't answer. Reaching this
-limit is not the policy's fault, so the episode is repeated.
+computes. An episode that reaches this limit is scored, like one that reaches the limit of turns. System time is
+everything else: the engine's queue, retries, the environment and Tapereel, but not the wait for servers that don't
+answer. If an episode reaches this limit, the policy is not at fault, so the episode is repeated.
 
-An engine calls `Request.on_start` when the model begins to compute. If it doesn't, the whole call is system time: a
-policy must not be punished for an unmeasured queue.
+An engine calls `Request.on_start` when the model begins to compute. If it doesn't, the whole call is system time,
+because a policy must not be punished for time in a queue that wasn't measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .limits import LimitReached, Limits
 
 
 class Timers:
-    """Runs from `start` to `stop`. Beyond a limit, `reached` has it, and `on_limit` is called once."""
+    """Measures time from `start` to `stop`. When a limit is reached, `reached` is set and `on_limit` is called once."""
 
     def __init__(self, limits: Limits, engine: Engine | None = None) -> None:
         self._absence = absence_of(engine)
@@ -31,12 +31,12 @@ class Timers:
         self.reached: LimitReached | None = None
         self._limits = {True: limits.agent_seconds, False: limits.system_seconds}
         self._spent = {True: 0.0, False: 0.0}
-        """Seconds of the agent (True) and of the system (False)."""
+        """Seconds spent by the agent (True) and by the system (False)."""
         self._agents = False
         """Whether the agent's timer runs."""
         self._acting = False
         self._calls = self._working = 0
-        """Model calls in flight, and the number of them that a model computes."""
+        """The number of model calls in flight, and how many of them a model is computing."""
         self._since = time.monotonic()
         self._alarm: asyncio.TimerHandle | None = None
         self._running = False
@@ -47,7 +47,7 @@ class Timers:
         return self._spent[True]
 
     def start(self) -> None:
-        """Start the system's timer. Needs a running event loop."""
+        """Start the system's timer. This needs a running event loop."""
         self._running, self._since = True, self._now()
         self._change()
 
@@ -61,7 +61,7 @@ class Timers:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """The agent's code or one of its tools runs inside."""
+        """The agent's code or one of its tools runs inside this context."""
         self._acting = True
         self._change()
         try:
@@ -76,21 +76,21 @@ class Timers:
         self._change()
 
     def worked(self, more: int) -> None:
-        """A model begins (1) or ceases (-1) to work at a call."""
+        """A model begins (1) or ceases (-1) to work on a call."""
         self._working += more
         self._change()
 
     def answered(self) -> None:
-        """A model call, at which no model works any more, ends."""
+        """A model call ends. No model works on it any more."""
         self._calls -= 1
         self._change()
 
     def _change(self) -> None:
-        """Charge the time since the last change, and start the timer that is due now."""
+        """Charge the time since the last change, and start the timer that applies now."""
         if not self._running:
             return
         now = self._now()
-        self._spent[self._agents] += max(now - self._since, 0.0)  # several absent engines of a team count several times
+        self._spent[self._agents] += max(now - self._since, 0.0)  # below 0 if several engines of a team are absent
         self._since = now
         self._check()
         agents = self._acting and (self._working > 0 or not self._calls)
@@ -102,8 +102,8 @@ class Timers:
         limit = self._limits[self._agents]
         if limit is None or self.reached is not None:
             return
-        # The alarm may be early, and then it is set again. So most changes leave it alone. It is at most 10 ms late:
-        # without that, it would ring without a pause where servers go away in the last moment before the limit.
+        # The alarm may ring early, and then it is set again, so most changes leave it alone. It rings at most 10 ms
+        # late. Without this minimum it would ring continuously if servers go away in the last moment before the limit.
         loop = asyncio.get_running_loop()
         due = loop.time() + max(limit - self._spent[self._agents], 0.01)
         if self._alarm is None or due < self._alarm.when():
@@ -112,7 +112,7 @@ class Timers:
             self._alarm = loop.call_at(due, self._ring)
 
     def _now(self) -> float:
-        """Seconds of the running timer's clock. That of the system stands still while no server answers the engine."""
+        """Return the running timer's clock in seconds. The system's clock stops while no server answers the engine."""
         return time.monotonic() - (self._absence.seconds if self._absence is not None and not self._agents else 0.0)
 
     def _ring(self) -> None:
@@ -133,7 +133,8 @@ class Timers:
 
 
 class CallTimer:
-    """One call and its attempts, on the episode's timers. An engine may report its start late, after a cancellation."""
+    """Reports one call and its attempts to the episode's timers. An engine may report a late start, after a
+    cancellation."""
 
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
@@ -149,13 +150,13 @@ class CallTimer:
         self._begun, self._queued = time.perf_counter(), None
 
     def start(self) -> None:
-        """`Request.on_start`: the model works at the attempt."""
+        """`Request.on_start`: the model begins to work on the attempt."""
         if self._queued is None and not self._over:
             self._queued = time.perf_counter() - self._begun
             self._timers.worked(1)
 
     def attempt(self, error: str | None = None) -> Attempt:
-        """The attempt, which has ended: the model no longer computes."""
+        """Return the attempt, which has ended. The model no longer computes."""
         found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
         self._wait()
         return found
