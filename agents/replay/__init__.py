@@ -1,4 +1,4 @@
-"""Replay: agent code run again on recorded answers, compared step by step, and branches of a recorded episode.
+"""Replay runs agent code again on recorded answers and compares it step by step. Recorded episodes can be branched too.
 
-Imports `agents.episode` and the engine protocol.
+This package imports `agents.episode`, `agents.rendering`, `agents.runs`, `agents.setup` and the engine protocol.
 """

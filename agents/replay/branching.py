@@ -1,7 +1,7 @@
-"""Branch: continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
+"""Branching continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
 The environment is restored first and compared with the record. Continuations are rolled out only if it reaches the
-recorded state. Each continuation is a tape of its own, and its `begin` names the parent's digest and the turn. A caller
+recorded state. Each continuation is a separate tape, and its `begin` names the parent's digest and the turn. A caller
 may force continuations of a prefix that can't be verified, and each of them records the reason. `branch` takes a tape
 and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
 """
@@ -40,17 +40,17 @@ from ..setup.setup import EnvSource, SeedConfig, load_env
 from ..setup.team_config import AttemptsConfig, PartnerConfig, RolloutConfig, make_team, speaker_of
 
 SPLIT = "branch"
-"""The default split of continuations: they are for inspection, not for training."""
+"""The default split of continuations, which are for inspection and not for training."""
 
 
 class PrefixUnverified(TapereelError, ValueError):
-    """The turns before the branch can't be verified; nothing was rolled out."""
+    """The turns before the branch can't be verified, and nothing was rolled out."""
 
     def __init__(self, reason: str, *, diverged: bool) -> None:
         super().__init__(f"the episode can't be continued from that turn: {reason}")
         self.reason = reason
         self.diverged = diverged
-        """True: the environment differs from the record. False: it can't be compared."""
+        """True if the environment differs from the record, and False if it can't be compared."""
 
 
 async def branch(
@@ -70,14 +70,15 @@ async def branch(
     concurrency: int = 16,
     unverified: bool = False,
 ) -> list[Tape]:
-    """Continue `tape` after its first `turn` turns, `n` times, as one group; returns the continuations' closed tapes.
+    """Continue `tape` after its first `turn` turns, `n` times, as one group. Return the continuations' closed tapes.
 
     Settings that aren't passed have their recorded values, and so do seeds. The first continuation by the same agent
     and model therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is the
     first continuation's, and the other seeds are derived from it. Another `env_seed` works only if the environment
-    reaches the same state with it. An attempt whose episode can't be trained on is retried once, and both tapes are
-    returned. Raises PrefixUnverified, before anything is rolled out, if the environment doesn't reach the recorded
-    state or acts irreversibly, unless `unverified` is given. Raises ValueError if the tape lacks the turn.
+    reaches the same state with it. If an attempt's episode can't be trained on, it is retried once, and both tapes are
+    returned.
+    Raises PrefixUnverified, before anything is rolled out, if the environment doesn't reach the recorded state or acts
+    irreversibly, unless `unverified` is given. Raises ValueError if the tape lacks the turn.
     """
     if n < 1 or concurrency < 1:
         raise ValueError(f"n is {n} and concurrency {concurrency}; both must be 1 or more")
@@ -106,7 +107,7 @@ async def branch(
 async def _continue(
     prefix: Tape, play: Callable[..., Awaitable[Tape]], n: int, seed: int, concurrency: int
 ) -> list[Tape]:
-    """Play `n` continuations of `prefix` as one group. play: `rollout` with everything that they share."""
+    """Play `n` continuations of `prefix` as one group. `play` is `rollout` with all arguments that they share."""
     group = Group(0, prefix.begin.task, n)
     name = f"branch/{prefix.id}/{prefix.turns}/{uuid.uuid4().hex[:8]}"
 
@@ -119,7 +120,7 @@ async def _continue(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """The prefix of `turn` turns. Raises ValueError if the tape has fewer turns, or the episode ended before."""
+    """Return the prefix of `turn` turns. Raises ValueError if the tape has fewer turns or the episode ended before."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(
@@ -130,7 +131,7 @@ def cut(tape: Tape, turn: int) -> Tape:
 
 
 def recorded_limits(tape: Tape) -> Limits:
-    """The limits of the recorded episode, or the defaults if the tape doesn't record them."""
+    """Return the limits of the recorded episode, or the defaults if the tape doesn't record them."""
     recorded = tape.begin.limits
     return Limits() if recorded is None else Limits.recorded(recorded)
 
@@ -143,7 +144,7 @@ async def doubt_of(
     env_seed: int | None = None,
     limits: Limits | None = None,
 ) -> PrefixUnverified | None:
-    """Why the first `turn` turns can't be verified, or None if a fresh environment reached the recorded state.
+    """Return why the first `turn` turns can't be verified, or None if a fresh environment reached the recorded state.
 
     Raises PrefixUnverified if the environment can't be restored at all, so that no continuation is possible.
     """
@@ -179,12 +180,14 @@ async def doubt_of(
     return None
 
 
-# Branches of a recorded run: configuration, environment and weights come from the run
+# Branches of a recorded run, which take the configuration, environment and weights from the run
 
 
 class BranchConfig(RolloutConfig, AttemptsConfig, SeedConfig):
-    """Settings of the continuations, which are the attempts of one group. The other defaults are the recorded values;
-    the split is `branch`. `seed` is the sampling seed of the first continuation; the other seeds are derived from it.
+    """Settings of the continuations, which are the attempts of one group.
+
+    By default the split is `branch`, and the other settings have their recorded values. `seed` is the sampling seed of
+    the first continuation. The other seeds are derived from it.
     """
 
     env_seed: int
@@ -201,12 +204,12 @@ class Branched:
 
     @property
     def mean_reward(self) -> float | None:
-        """Over the continuations that ended usably and were scored; None without any."""
+        """The mean reward over the continuations that ended usably and were scored, or None if there are none."""
         return mean_of(self.rewards)
 
     @property
     def rewards(self) -> list[float]:
-        """Of the continuations that ended usably and were scored."""
+        """The rewards of the continuations that ended usably and were scored."""
         return [tape.reward for tape in self.tapes if tape.trains and tape.reward is not None]
 
     @property
@@ -228,9 +231,10 @@ def branch_run(
 ) -> Branched:
     """Continue a tape of a run from a turn, with something changed, and record the continuations in the same run.
 
-    tape: an id or its first characters. turn: the first turn that is new, counted from 0. agent, env: objects or
-    `module:name`. model: a folder. None takes the agent, environment or engine of the run's configuration.
-    sets: settings of `BranchConfig`, as `attempts=16` or `("sampling.temperature", 0.5)`.
+    `tape` is an id or its first characters. `turn` is the first turn that is new, counted from 0. `agent` and `env` are
+    objects or `module:name`. `model` is a folder. If one of these three is None, the agent, environment or engine comes
+    from the run's configuration. `sets` are settings of `BranchConfig`, such as `attempts=16` or
+    `("sampling.temperature", 0.5)`.
 
     Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
     PrefixUnverified if the environment doesn't return to the recorded state, unless `unverified` is given.
@@ -244,7 +248,7 @@ def branch_run(
             raise UsageError(
                 f"no environment is named, and {begin.tape} was recorded in {begin.env.cls}: give `env=...`"
             )
-        # Read again: only now are the step classes imported that this tape's steps are made of.
+        # Read the tape again, because the step classes that it needs have only now been imported.
         recorded = store.tape(tape)
     rewards = load_rewards(settings.get("rewards") or ())
     factory = factory if rewards is None else rewarded(factory, rewards)
@@ -269,8 +273,10 @@ async def _branch(
     own: set[str],
     unverified: bool,
 ) -> list[Tape]:
-    """The continuations. The store is opened for writing only after every check has passed. own: as `_check_weights`
-    takes it."""
+    """Return the continuations. The store is opened for writing only after every check has passed.
+
+    `own` is the set that `_check_weights` takes.
+    """
     engine, publishes = await make_team(config.engine, config.players)
     try:
         _check_weights(tape, config, own, publishes)
@@ -298,7 +304,7 @@ async def _branch(
 
 
 def reward_since(tape: Tape, step: int) -> float | None:
-    """The sum of a tape's rewards for the steps from `step` on and for the whole episode; None without any reward.
+    """Sum a tape's rewards for the steps from `step` on and for the whole episode. Return None if there are none.
 
     A fork doesn't repeat the rewards of its inherited steps, so its ancestors' rewards are counted as well.
     """
@@ -313,7 +319,7 @@ def reward_since(tape: Tape, step: int) -> float | None:
 def _config(
     run: str, settings: Mapping[str, Any], tape: Tape, model: str | None, sets: Sequence[Setting]
 ) -> BranchConfig:
-    """The recorded settings, with `model` and `sets` on top."""
+    """Return the recorded settings, overridden by `model` and `sets`."""
     begin = tape.begin
     engine = with_trainer_settings(settings.get("engine") or {}, settings.get("trainer") or {})
     if not _keeps_engine(model, sets):
@@ -338,7 +344,7 @@ def _config(
 
 
 def _keeps_engine(model: str | None, sets: Sequence[Setting]) -> bool:
-    """Whether the model is the one of the run's configuration."""
+    """Whether the model is the one in the run's configuration."""
     return model is None and not _sets_any(sets, "engine.kind", "engine.model", "engine.answers", "engine.policy")
 
 
@@ -366,9 +372,9 @@ def _speaking(players: dict[str, Any]) -> dict[str, Any]:
 def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
     """Raise UsageError if the run's configuration names other weights than the ones that sampled the tape.
 
-    The configuration names the weights that training began with. A tape of a later update was sampled by a checkpoint,
-    and a branch from the first weights would compare two policies without saying so. own: players ("" is the run's
-    engine) whose model is the one of the run's configuration.
+    The configuration names the weights that training began with. A tape from a later update was sampled by a
+    checkpoint, and a branch from the first weights would compare two policies without saying so. `own` holds the
+    players whose model is the one in the run's configuration, where "" is the run's engine.
     """
     for name, publish in publishes.items():
         if name not in own:

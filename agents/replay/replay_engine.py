@@ -1,8 +1,8 @@
-"""ReplayEngine: returns recorded answers in place of a model.
+"""ReplayEngine returns recorded answers in place of a model.
 
 A request is looked up by its agent path and its seed, which numbers the calls of that path. Then its content (messages,
-tools, sampling, token ids) must equal the recorded request. The content is never the key, so identical prompts of a
-group, retries and concurrent sub-agents can't be mixed up. With several tapes the engine serves a whole training loop.
+tools, sampling, token ids) must equal the recorded request. The content is never the key, so identical prompts in a
+group, retries and concurrent sub-agents can't be mixed up. With several tapes, the engine serves a whole training loop.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 64
-"""Rounds of the event loop that an answer waits for answers that were recorded before it. Only concurrent requests
-wait; the bound is for an agent that no longer makes an earlier request."""
+"""Rounds of the event loop for which an answer waits for answers that were recorded before it. Only concurrent requests
+wait. The bound exists because an agent may no longer make an earlier request."""
 
 
 class Diverged(EngineError):
-    """A request differs from the recorded one, or no recorded one is left; `divergence` has the place and both
-    values."""
+    """A request differs from the recorded one, or no recorded request is left.
+
+    `divergence` has the place and both values.
+    """
 
     def __init__(self, divergence: Divergence) -> None:
         d = divergence
@@ -42,14 +44,14 @@ class Diverged(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayStats:
-    """Statistics in the form of other engines'."""
+    """Statistics in the same form as those of other engines."""
 
     busy_seconds: float = 0.0
-    """Always 0: looking up a recorded answer takes no time worth measuring."""
+    """Always 0, because looking up a recorded answer takes no significant time."""
 
 
 class ReplayEngine:
-    """Returns the recorded answers of the tapes. With a renderer it also compares the prompts' token ids.
+    """Returns the recorded answers from the tapes. With a renderer it also compares the prompts' token ids.
 
     With one tape, requests are matched by their order within each path. With several, the seeds select the tape, so the
     rollouts must use the recorded seeds.
@@ -71,11 +73,11 @@ class ReplayEngine:
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
         self.patience = 0.0
-        """Further seconds that an answer waits, for agents whose requests come from another process."""
+        """Additional seconds that an answer waits, for agents whose requests come from another process."""
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
-        """How many leading calls of the queue are answered."""
+        """How many calls at the front of the queue are answered."""
         self.version = "recorded"
         self.changing = False
         self.stats = ReplayStats()
@@ -93,7 +95,7 @@ class ReplayEngine:
 
     @property
     def left(self) -> int:
-        """Recorded answers that were not requested yet."""
+        """Number of recorded answers that were not requested yet."""
         return sum(len(calls) for calls in self._recorded.values())
 
     async def complete(self, request: Request) -> Completion:
@@ -102,18 +104,19 @@ class ReplayEngine:
         return await self.answer(call, request)
 
     def take(self, request: Request) -> tuple[Tape, Call]:
-        """The recorded call for this request; it is not returned again. Raises Diverged if none is left."""
+        """Return the recorded call for this request, and don't return it again. Raises Diverged if none is left."""
         found = self._find(request)
         if found is None:
             raise Diverged(_unrecorded(self._only, request))
         return found.pop()
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """How many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
+        """Return how many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
 
         It gets the recorded max_tokens if concurrent calls may have left no more, and its own max_tokens otherwise. An
-        unrecorded request may have been refused because all tokens were spent. So this waits, as for an answer, until
-        they are spent again. Without the wait, the replay of a token limit would depend on the speed of answers.
+        unrecorded request may have been refused because all tokens were spent. So this method waits until they are
+        spent again, as it would for an answer. Without the wait, the replay of a token limit would depend on the speed
+        of answers.
         """
         found = self._find(request)
         if found is None:
@@ -130,7 +133,7 @@ class ReplayEngine:
         return min(call.sampling.max_tokens, request.sampling.max_tokens) if cut else request.sampling.max_tokens
 
     def _find(self, request: Request) -> list[tuple[Tape, Call]] | None:
-        """The list whose last item is the recorded call for this request; None if none is left."""
+        """Return the list whose last item is the recorded call for this request, or None if no such call is left."""
         found = self._recorded.get((request.path, request.seed))
         if found:
             return found
@@ -143,10 +146,10 @@ class ReplayEngine:
         return None
 
     def _may_be(self, call: Call, conversation: str) -> bool:
-        """Whether a request of this conversation may be the recorded call.
+        """Whether a request in this conversation may be the recorded call.
 
-        A conversation of an external program is named by its first messages. So an unknown name there is a recorded
-        conversation whose first messages changed, and the comparison can say what changed.
+        The first messages of an external program's conversation determine its name. So an unknown name there means a
+        recorded conversation whose first messages changed, and the comparison can say what changed.
         """
         if call.conversation == conversation or not self.patience or self._only is None:
             return call.conversation == conversation
@@ -158,9 +161,9 @@ class ReplayEngine:
             raise Diverged(call_divergence(tape, call, found, cause, f"call {call.call} by {call.by!r}: {sentence}"))
 
     async def answer(self, call: Call, request: Request) -> Completion:
-        """The recorded answer. Concurrent requests are answered in the recorded order of their answers.
+        """Return the recorded answer. Concurrent requests are answered in the recorded order of their answers.
 
-        The listener gets all tokens before that wait, as it got them before the answer while recording.
+        The listener gets all tokens before that wait, because it also got them before the answer while recording.
         """
         found = recorded_answer(call)
         if request.listener is not None and found.ids:
@@ -196,33 +199,35 @@ class ReplayEngine:
                         await self._moved.wait()
 
     def forget(self, cache_key: str) -> None:
-        """This engine keeps nothing by key."""
+        """Do nothing, because this engine keeps nothing by key."""
 
     samplers: Mapping[str, Sampler] = {}
-    """Recorded answers come from no copy of the weights."""
+    """Empty, because recorded answers come from no copy of the weights."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
-        """Note the version alone: the answers, and the versions of their spans, are the recorded ones."""
+        """Store only the version. The answers, and the versions in their spans, remain the recorded ones."""
         self.version = version
 
     async def close(self) -> None:
-        """Does nothing: there is nothing to release."""
+        """Do nothing, because there is nothing to release."""
 
     def skip(self, calls: Sequence[Call]) -> None:
-        """Treat these calls as answered; for a replay that begins after them."""
+        """Treat these calls as answered, for a replay that begins after them."""
         self._answered.update(call.call for call in calls)
         for left in self._recorded.values():
             left[:] = [item for item in left if item[1].call not in self._answered]
 
 
 def _sampled(call: Call) -> int:
-    """Sampled tokens of a call, counted as `LLM` counts them."""
+    """Return the number of sampled tokens in a call, counted as `LLM` counts them."""
     return len(call.completion) if call.completion is not None else call.usage.completion_tokens or 0
 
 
 def recorded_answer(call: Call) -> Completion:
-    """The completion that the engine returned. Ids of a scripted engine's text were made by `LLM`, so they are left
-    out."""
+    """Return the completion that the engine returned.
+
+    If a scripted engine returned only text, `LLM` made the ids, so they are left out.
+    """
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(
         text=call.text,
@@ -237,7 +242,7 @@ def recorded_answer(call: Call) -> Completion:
 
 
 def recorded_error(call: Call) -> EngineError:
-    """The error that ended a recorded call: same class name, same message."""
+    """Return the error that ended a recorded call, with the same class name and message."""
     text = call.attempts[-1].error if call.attempts else None
     name, _, message = (text or "EngineError: the recorded call failed").partition(": ")
     if name == PromptTooLong.__name__:

@@ -1,9 +1,9 @@
-"""Replay: runs the agent's code again on a recorded tape, without a model, a network or an environment.
+"""Replay runs the agent's code again on a recorded tape, without a model, a network or an environment.
 
-The episode is an ordinary rollout. Its engine returns the recorded answers, its environment the recorded observations.
-Every request and every step is compared with the recorded one, in order within each agent's path. The first difference
-ends the replay. Agents never see rewards, so rewards are not compared; `rescore` and `reexec` check them.
-`replay` takes a tape and an agent; `replay_run` takes them from a run.
+The episode is an ordinary rollout. Its engine returns the recorded answers, and its environment returns the recorded
+observations. Every request and every step is compared with the recorded one, in order within each agent's path. The
+first difference ends the replay. Agents never see rewards, so rewards are not compared. `rescore` and `reexec` check
+them. `replay` takes a tape and an agent, and `replay_run` takes them from a run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from .replay_engine import Diverged, ReplayEngine, recorded_answer
 from .script import Script
 
 SECONDS = 60.0
-"""Wall clock that one tape may take."""
+"""Wall-clock seconds that one tape may take."""
 NONDETERMINISM = (
     "Likely causes: the agent's code changed, or it reads a clock, random numbers or the network by itself "
     "(use llm.now, llm.random, llm.uuid, or an action of the environment)"
 )
-"""Appended to a divergence that unchanged but nondeterministic code may cause."""
+"""Text appended to a divergence that unchanged but nondeterministic code may cause."""
 
 
 async def replay(
@@ -54,7 +54,7 @@ async def replay(
     turn: int | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Run `agent` again on `tape`, or on its turn `turn` alone, and compare.
+    """Run `agent` again on `tape`, or only on turn number `turn`, and compare.
 
     With the renderer of the recorded model, token ids are compared too. An agent that reads a clock, random numbers or
     the network diverges if that changes a request or a step.
@@ -101,10 +101,10 @@ def replay_run(
 ) -> Verdicts:
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
-    agent: an object or `module:name`, by default the agent of the run's configuration. An object is replayed in this
-    process, since worker processes find agents by name. imports: `module:name` of anything else that
-    defines steps. tokenizer: a folder, by default the run's own. turn: check this turn alone. jobs: processes, by
-    default as many as pay for their start.
+    `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An object is replayed
+    in this process, because worker processes find agents by name. `imports` holds `module:name` of any other object
+    whose module defines steps. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this turn is
+    checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
     """
     if seconds <= 0:
         raise UsageError(f"seconds is {seconds}; it must be above 0")
@@ -124,11 +124,12 @@ def _plan(
     seconds: float,
     store: Store,
 ) -> Callable[[Tape], Verdict]:
-    """The check of one tape, made in each worker process."""
+    """Return the check of one tape. Each worker process calls this function once."""
     first = next(iter(store.summaries()), None)
     for name in imports:
         load_named(name)
-    # Who names the agent chooses all the code that runs: nothing that the run's configuration names.
+    # If the caller names the agent, the caller chooses all the code that runs, so no code that the run's configuration
+    # names is imported.
     if agent is None:
         import_steps(run)
     begin = store.tape(first.id).begin if first is not None else None
@@ -146,7 +147,7 @@ def _plan(
 
 
 def _unable(tape: Tape, turn: int | None) -> str | None:
-    """Why the tape, or its turn `turn`, can't be replayed; None if it can."""
+    """Return why the tape, or its turn number `turn`, can't be replayed. Return None if it can."""
     unknown = next((step for step in tape if isinstance(step, Unknown)), None)
     if unknown is not None:
         return (
@@ -166,17 +167,17 @@ async def _play(script: Script, agent: Agent, renderer: Renderer | None, seconds
         async with asyncio.timeout(seconds):
             await _episode(script, agent, renderer).run()
     except BaseException as error:
-        # `Over`, or an exception group that contains it if the agent uses a TaskGroup.
+        # The error is `Over`, or an exception group that contains it if the agent uses a TaskGroup.
         if not script.over or isinstance(error, KeyboardInterrupt | SystemExit | asyncio.CancelledError):
             raise
 
 
 def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode:
-    """The rollout that runs the agent again, with the tape's settings."""
+    """Return the rollout that runs the agent again, with the tape's settings."""
     begin = script.tape.begin
     if all(call.prompt is None for call in script.calls):
         renderer = None
-    # Time limits are off: the replay runs at another speed than the recording.
+    # Time limits are off, because the replay runs at a different speed than the recording.
     limits = Limits.recorded(begin.limits, agent_seconds=None, system_seconds=None, environment_seconds=None)
     if begin.limits is None:
         script.notes["limits and sampling: this tape doesn't record them"] = None
@@ -200,11 +201,11 @@ def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode
 
 class _Episode(Episode):
     def _warn(self, cause: Cause, *, kept: bool = False) -> None:
-        """No log line: the fault was logged while recording, or the verdict reports it."""
+        """Log nothing, because the fault was logged while recording, or the verdict reports it."""
 
 
 class _Engine(ReplayEngine):
-    """Returns the recorded answers; a request that differs from the recorded one ends the replay."""
+    """Returns the recorded answers. A request that differs from the recorded one ends the replay."""
 
     def __init__(self, script: Script, renderer: Renderer | None) -> None:
         super().__init__(script.tape, renderer=renderer)
@@ -246,7 +247,7 @@ class _World(Environment[Action]):
         return first[1].step
 
     async def restore(self, task: Any, tape: Tape) -> None:
-        """Nothing to restore: the observations come from the tape."""
+        """Do nothing, because the observations come from the tape."""
 
     async def step(self, action: Action) -> Outcome:
         script = self._script
@@ -274,7 +275,7 @@ class _Checker(Recorder):
                 self._authored[call.by].append(call)
 
     def new_call_id(self) -> str:
-        # Never an id of the tape: the replay of one turn refers to calls of the turns before it.
+        # This must not be an id from the tape, because the replay of one turn refers to calls in the turns before it.
         self._calls += 1
         return f"{self.tape}/replay.{self._calls}"
 
@@ -295,7 +296,7 @@ class _Checker(Recorder):
         super().write(record.model_copy(update={"at": at}))
 
     def _call(self, record: Call) -> Call:
-        """The recorded call that this record repeats."""
+        """Return the recorded call that this record repeats."""
         script, by = self._script, record.by
         if record.engine != "authored":
             then = self._sampled[by, record.seed]

@@ -1,6 +1,6 @@
-"""Script: a tape, read as the script of a replay, and the progress of the replay.
+"""`Script` reads a tape as the script of a replay and tracks the replay's progress.
 
-Compares each request, step and end with the recorded one. At the first difference it names the place and the likely
+It compares each request, step and end with the recorded one. At the first difference it names the place and the likely
 cause.
 """
 
@@ -22,9 +22,9 @@ from ..episode.seeds import derive_seed, seed_stream
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRINTED = re.compile(r"( ended with exit code -?\d+): .*", re.DOTALL)
-"""The errors that a failed program printed: a log, with times and ids of its own in each run."""
+"""The error output of a failed program, a log that has different times and ids in each run."""
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
-"""Exception class as written on older tapes -> its name today, so that the rename isn't a divergence."""
+"""Exception class as written on older tapes -> its current name, so that the rename isn't a divergence."""
 _FROM_OUTSIDE = {
     (Status.ERROR, CauseType.ENVIRONMENT),
     (Status.ERROR, CauseType.OURS),
@@ -34,19 +34,21 @@ _FROM_OUTSIDE = {
     (Status.CRASHED, None),
     (None, None),
 }
-"""(status, cause) of ends that came from outside the agent, at any point of its turn."""
+"""(status, cause) of ends that came from outside the agent and could happen at any point in its turn."""
 
 
 class Over(BaseException):
-    """The replay has ended: it diverged, or reached the end of the tape. Not an Exception, so that agents let it
-    pass."""
+    """The replay has ended because it diverged or reached the end of the tape.
+
+    It is not an Exception, so that agents don't catch it.
+    """
 
 
 class Script:
     """One replay of one tape. Single use."""
 
     def __init__(self, tape: Tape, only: int | None = None) -> None:
-        """The whole tape, or its turn `only`; of a fork only its own turns."""
+        """Replay the whole tape, or only the turn `only`. If the tape is a fork, only its own turns are replayed."""
         self.tape, self.only = tape, only
         log = tape.log
         begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
@@ -58,19 +60,19 @@ class Script:
         """The current turn."""
         cut = log.cuts[only] if only is not None and only > begun else None
         self.prefix = tape.at_turn(only) if cut is not None and only is not None else tape.parent
-        """The turns before, which are not replayed; None without any."""
+        """The turns before the replayed ones, or None if there are none."""
         steps, records = (cut.steps, cut.records) if cut is not None else (tape.inherited, 0)
         self.answered = [call for at, call in log.call_order if at < records]
         """The tape's own calls in those turns."""
         self.turns = turns_of_calls(tape)
         self.calls = [call for at, call in log.call_order if at >= records]
         self.due: dict[int, dict[str, Call]] = defaultdict(dict)
-        """Turn -> the calls that the agent must still make in it."""
+        """Turn -> the calls that the agent must still make in this turn."""
         for call in self.calls:
-            if call.finish != "cancelled":  # the agent may cancel it before the request
+            if call.finish != "cancelled":  # the agent may cancel the call before the request
                 self.due[self.turns[call.call]][call.call] = call
         self.steps: dict[str, deque[tuple[int, Entry]]] = defaultdict(deque)
-        """Path -> (index, entry) of its steps that are still to come."""
+        """Path -> (index, entry) of this path's steps that are still to come."""
         self.reactions: dict[int, Observation] = {}
         for index, entry in enumerate(tape.entries[steps:], start=steps):
             self.steps[entry.by].append((index, entry))
@@ -80,22 +82,22 @@ class Script:
         self.found: Divergence | None = None
         self.checked = {"calls": 0, "prompts": 0, "steps": 0}
         self.notes: dict[str, None] = {}
-        """The parts that aren't checked, as keys in order."""
+        """The parts that aren't checked. The keys are an ordered set."""
 
     @property
     def cut_off(self) -> bool:
-        """Whether the end came from outside, at any point of the agent's turn."""
+        """Whether the end came from outside, which can happen at any point in the agent's turn."""
         cause = self.tape.cause.type if self.tape.cause is not None else None
         unknown_limit = self.tape.begin.limits is None and self.tape.status is Status.LIMIT
         return (self.tape.status, cause) in _FROM_OUTSIDE or unknown_limit or cause is CauseType.CONTEXT
 
     @property
     def past_the_cut(self) -> bool:
-        """Whether the agent is in the turn within which the episode was cut off, whose later records are missing."""
+        """Whether the agent is in the turn in which the episode was cut off, so that later records are missing."""
         return self.cut_off and self.turn > self.last
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """(seed stream, number of calls before the first replayed one), found by comparing seeds."""
+        """Yield (seed stream, number of calls before the first replayed one). Comparing seeds gives the number."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:
@@ -110,14 +112,14 @@ class Script:
     # How it ends
 
     def end(self, found: Divergence | None = None) -> Over:
-        """End the replay, with a divergence or at the end of the recording. The caller raises the result."""
+        """End the replay, either with a divergence or at the end of the recording. The caller raises the result."""
         if not self.over:
             self.found = found
         self.over = True
         return Over()
 
     def beyond(self, by: str, does: str, observed: object) -> Over:
-        """The agent does something after its last recorded step or call. The caller raises the result."""
+        """Report that the agent did something after its last recorded step or call. The caller raises the result."""
         if self.past_the_cut:
             self.notes[f"turn {self.turn}, within which the episode was cut off"] = None
             return self.end()
@@ -167,14 +169,16 @@ class Script:
     # What happens
 
     def asked(self, call: Call, *, tokens: bool) -> None:
-        """A request equalled the recorded one. tokens: its token ids were compared too."""
+        """Note that a request equalled the recorded one. `tokens` is true if its token ids were compared too."""
         self.checked["calls"] += 1
         self.checked["prompts"] += tokens
         self.due[self.turns[call.call]].pop(call.call, None)
 
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
-        """The agent yielded a step, read from `calls`: returns the recorded step, or ends the replay where they
-        differ."""
+        """Compare a step that the agent yielded, read from `calls`. Return the recorded step.
+
+        Ends the replay if they differ.
+        """
         by = record.by
         if not self.steps[by]:
             raise self._unexpected(record)
@@ -190,7 +194,7 @@ class Script:
         self.steps[by].popleft()
         self.checked["steps"] += 1
         if isinstance(record.content, Action):
-            # The turn is over: every recorded call and step of it must have been repeated.
+            # The turn is over, so every recorded call and step in it must have been repeated.
             left = self._left(self.turn)
             if left is not None:
                 raise left
@@ -200,7 +204,7 @@ class Script:
         return entry
 
     def ended(self, end: End) -> Over:
-        """The episode ended."""
+        """Compare the end of the episode. The caller raises the result."""
         if self.cut_off:
             return self.end()
         then, now = _what_ended(self.tape.end), _what_ended(end)
@@ -219,7 +223,7 @@ class Script:
         return self.differs(*found, blame, sentence, where=cause.frame if cause is not None else None)
 
     def _left(self, turn: int) -> Over | None:
-        """Ends the replay at the first record up to the end of that turn that was not repeated; None without one."""
+        """End the replay at the first record up to the end of that turn that was not repeated, or return None."""
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
             asked = plain(self.tape.call_messages(call)[-1:])
@@ -253,8 +257,10 @@ class Script:
         return Likely.CODE, f"the agent yields another step, {what}"
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
-        """Whether the step may have been parsed from the answers of the recorded step's calls: one of its strings is
-        in an answer, or an answer is in one of its strings."""
+        """Whether the step may have been parsed from the answers to the recorded step's calls.
+
+        This is true if one of its strings is in an answer, or an answer is in one of its strings.
+        """
         answers = [self.tape.call(call) for call, _, _ in entry.calls]
         heard = [f"{call.text or ''} {json.dumps(call.tool_calls or ())}".casefold() for call in answers]
         answered = [call.text.casefold() for call in answers if call.text]
@@ -273,7 +279,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def call_divergence(tape: Tape, call: Call, found: Difference, cause: Likely, sentence: str) -> Divergence:
-    """A difference at a call, with the call's place on the tape."""
+    """Return the divergence for a difference at a call, with the call's place on the tape."""
     then, now = clipped(found.recorded, found.observed)
     at = next((at for at, one in tape.log.call_order if one.call == call.call), None)
     return Divergence(
@@ -291,7 +297,7 @@ def call_divergence(tape: Tape, call: Call, found: Difference, cause: Likely, se
 
 
 def record_of_step(tape: Tape, step: int | None) -> int | None:
-    """Index of the step's record in the tape; None for a step of its parent."""
+    """Return the index of the step's record in the tape, or None for a step of its parent."""
     if step is None or step < tape.inherited:
         return None
     own = (at for at, body in enumerate(tape.bodies) if body.startswith(b'{"t":"step"'))
@@ -299,7 +305,7 @@ def record_of_step(tape: Tape, step: int | None) -> int | None:
 
 
 def turns_of_calls(tape: Tape) -> dict[str, int]:
-    """Each of the tape's own calls -> the agent's turn in which it was made."""
+    """Map each of the tape's own calls to the agent's turn in which it was made."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
@@ -314,7 +320,7 @@ def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, A
 
 
 def _what_ended(end: End | None) -> dict[str, Any]:
-    """The parts of an end that must be equal: not the seconds, nor the line of a traceback."""
+    """Return the parts of an end that must be equal. The seconds and the line of a traceback are left out."""
     if end is None:
         return {"status": None, "cause": None}
     cause = end.cause
