@@ -1,4 +1,4 @@
-"""A gateway whose clients begin, score and end tapes over HTTP. Each tape is an ordinary rollout in the gateway.
+"""In this gateway, clients begin, score and end tapes over HTTP. Each tape is an ordinary rollout in the gateway.
 
     POST /tapereel/tapes                  {"task": ..., "group", "attempt", "agent", "seed", "split", "budget": {...}}
     GET  /tapereel/tapes/TAPE             the state of the tape, or how it ended
@@ -47,7 +47,7 @@ from .openai_protocol import Refused, invalid
 log = logger("gateway")
 
 REMEMBERED = 10_000
-"""Maximum number of ended tapes whose final state can still be queried; the oldest are dropped first."""
+"""Maximum number of ended tapes whose final state can still be queried. The oldest are dropped first."""
 _Route = Callable[[web.Request], Awaitable[object]]
 BodyT = TypeVar("BodyT", bound=BaseModel)
 Ending = Literal["finished", "truncated", "error", "cancelled"]
@@ -58,19 +58,19 @@ class ClientFailed(TapereelError, RuntimeError):
 
 
 class Budget(BaseModel):
-    """Limits of one tape. Reaching a limit ends the tape with that limit as the cause. None: the gateway's limit."""
+    """Limits of one tape. Reaching a limit ends the tape with that limit as the cause. None means the gateway's."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     calls: int | None = Field(default=None, ge=1)
     tokens: int | None = Field(default=None, ge=1)
-    """Sampled tokens of all calls."""
+    """Maximum number of tokens sampled in all calls."""
     context: int | None = Field(default=None, ge=2)
     agent_seconds: float | None = Field(default=None, gt=0)
-    """As in `Limits`: of the client, and of its calls while the model computes."""
+    """Seconds of the client, and of its calls while the model computes, as in `Limits`."""
     system_seconds: float | None = Field(default=None, gt=0)
-    """As in `Limits`: all other seconds."""
+    """All other seconds, as in `Limits`."""
     idle: float | None = Field(default=None, gt=0)
-    """Seconds without a request."""
+    """Seconds without a request after which the tape ends."""
 
 
 class BeginTape(BaseModel):
@@ -101,9 +101,9 @@ class EndTape(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     status: Ending = "finished"
     message: str = Field(default="", max_length=2000)
-    """The error message, for the status `error`."""
+    """The error message if the status is `error`."""
     answer: str | None = None
-    """The agent's final answer, by default the model's last answer."""
+    """The agent's final answer. By default it is the model's last answer."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Open:
     ready: asyncio.Future[str]
     """Set to the tape's API key when the agent starts to act."""
     end: asyncio.Future[EndTape]
-    """Set by the request that ends the tape; stays pending if the tape ends by a limit, a failure or cancellation."""
+    """Set by the request that ends the tape. It stays pending if a limit, a failure or cancellation ends the tape."""
     scores: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     task: asyncio.Task[Tape] | None = None
@@ -150,7 +150,7 @@ class Client(Agent):
 
 
 def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: str) -> str:
-    """The final answer of the tape. Raises the reason why the tape ends without one."""
+    """Return the final answer of the tape, or raise the reason why the tape ends without one."""
     # A failure comes before a limit, and a limit before the client's own end: the client may end the tape because its
     # request was refused, and the tape must state the refusal's cause.
     if session.broken is not None:
@@ -175,7 +175,7 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The client's environment: its rewards, metrics and truncation are those that the client reports."""
+    """The client's environment. It has the rewards, metrics and truncation that the client reports."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_
@@ -192,7 +192,7 @@ class Elsewhere(Environment[Answer]):
 
 
 class Control(Gateway):
-    """A gateway with the control routes. The end of `serving` cancels the open tapes."""
+    """A gateway with the control routes. Leaving `serving` cancels the open tapes."""
 
     def __init__(
         self,
@@ -208,9 +208,9 @@ class Control(Gateway):
         host: str = "127.0.0.1",
         bounds: Bounds | None = None,
     ) -> None:
-        """token: the admin token, at least 16 characters; UsageError if it is shorter. None: a new one is made.
+        """`token` is the admin token. Raises UsageError if it has fewer than 16 characters. None makes a new one.
 
-        idle: seconds without a request after which a tape ends. most: maximum number of open tapes.
+        `idle` is the number of seconds without a request after which a tape ends. `most` is the maximum of open tapes.
         """
         super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
@@ -223,7 +223,7 @@ class Control(Gateway):
         """The error after which the engine can answer no tape any more."""
 
     def routes(self) -> list[web.RouteDef]:
-        """The routes of OpenAI's protocol, and the control routes."""
+        """Return the routes of OpenAI's protocol and the control routes."""
         tape = "/tapereel/tapes/{tape:[0-9a-f]{8,64}}"
         return [
             *super().routes(),
@@ -287,7 +287,7 @@ class Control(Gateway):
                 tape_id=new.id,
             )
         )
-        # No `await` stands between the check of `most` and this line, so concurrent requests can't exceed the maximum.
+        # No `await` comes between the check of `most` and this line, so concurrent requests can't exceed the maximum.
         self._open[new.id] = new
         new.task.add_done_callback(lambda task: self._over(new, task))
         await asyncio.wait((new.ready, new.task), return_when=asyncio.FIRST_COMPLETED)
@@ -343,7 +343,7 @@ class Control(Gateway):
         return self._done[open_.id]
 
     async def _state(self, request: web.Request) -> object:
-        """The state of an open tape, or how an ended tape ended. Raises Refused for an unknown tape."""
+        """Return the state of an open tape, or how an ended tape ended. Raises Refused for an unknown tape."""
         tape = request.match_info["tape"]
         if tape in self._done:
             return self._done[tape]
@@ -389,17 +389,17 @@ def _task(value: JsonValue) -> Task:
 class GatewayConfig(EpisodesConfig):
     """The engine that is served, and the defaults of each tape.
 
-    `sampling` has the default parameters of a request; its `max_tokens` is also the maximum that a request may ask for.
+    `sampling` has the default parameters of a request. Its `max_tokens` is also the maximum that a request may ask for.
     """
 
     split: str = "train"
-    """Split of a tape whose client doesn't set one."""
+    """Split of a tape if its client doesn't set one."""
     limits: Limits = Limits(agent_seconds=3600.0, system_seconds=3600.0)
-    """Limits of a tape whose client doesn't set any."""
+    """Limits of a tape if its client doesn't set any."""
     idle_seconds: float = Field(default=300.0, gt=0)
-    """A tape without a request for this long is ended."""
+    """Seconds without a request after which a tape is ended."""
     hold_seconds: float = Field(default=60.0, ge=0)
-    """How long a request waits for a weight sync before it is refused with 429."""
+    """Seconds that a request waits for a weight sync before it is refused with 429."""
     max_body: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Maximum bytes of one request body."""
 
@@ -415,9 +415,10 @@ async def serve_gateway(
     resume: bool = False,
 ) -> AsyncIterator[Control]:
     """Serve inside the block, and record into the run directory `out`.
-    token: the admin token of the control routes. By default a new one is made.
-    port: 0 takes a free port. Leaving the block ends open tapes as cancelled, then seals the store and closes the
-    engine. Raises UsageError if `out` holds a run and `resume` is false, or if `token` is too short.
+
+    `token` is the admin token of the control routes. By default a new one is made. If `port` is 0, a free port is used.
+    Leaving the block ends open tapes as cancelled, then seals the store and closes the engine. Raises UsageError if
+    `out` holds a run and `resume` is false, or if `token` is too short.
     """
     made = await make_engine(config.engine)
     try:

@@ -1,11 +1,11 @@
-"""The gateway's HTTP server: an OpenAI-compatible API in which each API key belongs to one tape.
+"""The gateway's HTTP server. It has an OpenAI-compatible API in which each API key belongs to one tape.
 
     GET  /v1/models, /v1/models/ID     POST /v1/chat/completions      with a tape's key
     /tapereel/tapes/...         begin, score and end tapes     with the admin token (`gateway_control.py`)
 
-The server stores only the digest of a key. A key is valid for one tape, until that tape ends. The server listens on
-loopback by default. The sizes of bodies and headers and the time to send them are limited. Refused requests are logged
-without the key. `gateway_session` answers requests, and `openai_protocol` parses them.
+The server stores only the digest of a key. A key is valid for one tape, until that tape ends. By default, the server
+listens on the loopback address only. The sizes of bodies and headers and the time to send them are limited. Refused
+requests are logged without the key. `gateway_session` answers requests, and `openai_protocol` parses them.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 log = logger("gateway")
 
 REMEMBERED = 10_000
-"""How many keys of ended tapes are remembered, to tell them from unknown keys."""
+"""How many keys of ended tapes are remembered, so that they can be distinguished from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
-"""Request header with the program's own label of the call for training: a value of `USES`."""
+"""Request header with the program's own label of the call for training. It is one of `USES`."""
 MODEL = "policy"
-"""The name that /v1/models lists; requests may use any name."""
+"""The name that /v1/models lists. Requests may use any name."""
 PREFIX = "sk-tape-"
 """Prefix of every key of a tape."""
 _KEY = re.compile(rf"(?=({PREFIX}[A-Za-z0-9_-]{{32}}))")
@@ -52,27 +52,27 @@ class Bounds:
     body: int = 8 * 1024 * 1024
     """Maximum bytes of a request body."""
     body_seconds: float = 30.0
-    """Time limit for the body of a request."""
+    """Time limit for receiving a request body."""
     header_seconds: float = 30.0
-    """Time limit for a request's headers, from the connection or the previous answer."""
+    """Time limit for receiving a request's headers, counted from the connection or the previous answer."""
     write_seconds: float = 60.0
-    """Time limit for a client to take an answer, or each piece of a stream."""
+    """Time limit for a client to receive an answer, or each piece of a stream."""
     quiet_seconds: float = 15.0
-    """Silence in a stream after which a comment is sent, so that the client doesn't time out."""
+    """Seconds of silence in a stream after which a comment is sent, so that the client doesn't time out."""
     hold_seconds: float = 60.0
-    """How long a request waits during a weight sync before it is refused with 429 and Retry-After."""
+    """Seconds that a request waits during a weight sync before it is refused with 429 and Retry-After."""
 
 
 class Gateway(HttpService):
     """The server: `async with Gateway().serving() as gateway:`, then `gateway.open(session)` and `gateway.url`.
 
-    Single use. Call its methods in the event loop of `serving`: its counters and tables have no lock.
+    Single use. Call its methods in the event loop that runs `serving`, because its counters and tables have no lock.
     """
 
     no_token = "unknown API key: neither a tape's key nor the admin token"
 
     def __init__(self, host: str = "127.0.0.1", *, token: str | None = None, bounds: Bounds = Bounds()) -> None:
-        """token: the admin token of the routes that a subclass adds. By default a new one is made."""
+        """`token` is the admin token for the routes that a subclass adds. By default a new one is made."""
         super().__init__(host, token)
         self.bounds = bounds
         self.body_bytes, self.body_seconds = bounds.body, bounds.body_seconds
@@ -87,14 +87,14 @@ class Gateway(HttpService):
         return f"{self.address}/v1"
 
     def url_for(self, request: web.Request) -> str:
-        """The base URL for the client of this request.
+        """Return the base URL for the client of this request.
 
-        If the server listens on every address, this is the `Host` that the client used.
+        If the server listens on every address, the URL has the `Host` that the client used.
         """
         return f"http://{request.host}/v1" if self.host in EVERYWHERE else self.url
 
     def routes(self) -> list[web.RouteDef]:
-        """The routes of OpenAI's protocol."""
+        """Return the routes of OpenAI's protocol."""
         return [
             web.get("/v1/models", self._models),
             web.get("/v1/models/{model:.+}", self._model),
@@ -111,7 +111,7 @@ class Gateway(HttpService):
         return super().has_token(request)
 
     def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
-        """The answer to a refused request, as OpenAI's servers give it."""
+        """Return the answer to a refused request in the form that OpenAI's servers use."""
         return self._refuse(request, Refused(status, why))
 
     # Keys
@@ -131,7 +131,7 @@ class Gateway(HttpService):
                 self._ended.popitem(last=False)
 
     def without_keys(self, *values: object) -> None:
-        """Raise Refused if a string in these JSON values, which are recorded, holds a tape's key or the admin token."""
+        """Raise Refused if these JSON values, which are recorded, contain a tape's key or the admin token."""
         text = to_json(values).decode()
         if to_json(self.token).decode()[1:-1] in text:
             raise Refused(400, "the body holds the admin token, which would be recorded; leave it out")
@@ -141,7 +141,7 @@ class Gateway(HttpService):
 
     def _session(self, request: web.Request) -> Session:
         key = bearer(request.headers.get("Authorization"))
-        # By digest: the time of the look-up reveals nothing about existing keys.
+        # Sessions are found by digest, so that the time of the look-up reveals nothing about existing keys.
         session = self._sessions.get(_digest(key))
         if session is not None:
             return session
@@ -152,21 +152,21 @@ class Gateway(HttpService):
     # Weights
 
     def pause(self) -> None:
-        """Hold requests for a weight sync, then refuse them with 429, until each `pause` has its `resume`.
+        """Hold requests for a weight sync, then refuse them with 429, until `resume` was called once for each `pause`.
 
         Calls that are already in flight continue, and the engine decides how a weight sync affects them.
         """
         self._paused += 1
 
     def resume(self) -> bool:
-        """Undo one `pause`; returns whether another one is still in effect."""
+        """Undo one `pause`. Return whether another one is still in effect."""
         self._paused = max(self._paused - 1, 0)
         return self._paused > 0
 
     async def _steady(self, session: Session) -> None:
         """Wait until no weight sync is in progress. Raises Refused with 429 after `hold_seconds`."""
         deadline = time.monotonic() + self.bounds.hold_seconds
-        # A held request counts as activity of its session, or the idle limit would end the tape during a long sync.
+        # A held request counts as activity. Otherwise the idle limit would end the tape during a long weight sync.
         session.held += 1
         try:
             # The engine doesn't signal the end of its own weight sync, so it is polled.
@@ -222,7 +222,7 @@ class Gateway(HttpService):
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = read_request(request[BODY])
-        # Before the call is recorded: a tape is never rewritten, so a recorded key would stay on it.
+        # This check precedes the recording of the call. A tape is never rewritten, so a recorded key would stay on it.
         self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
         await self._steady(session)
@@ -238,8 +238,8 @@ class Gateway(HttpService):
     ) -> web.StreamResponse:
         """Stream the answer while it is sampled.
 
-        Nothing is sent before the first token, so an error before it still gets its own HTTP status. A later error is
-        sent as an event, because the status 200 is already sent.
+        Nothing is sent before the first token, so an earlier error still gets its own HTTP status. A later error is
+        sent as an event, because the status 200 has already been sent.
         """
         live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
         asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))
@@ -265,9 +265,8 @@ class Gateway(HttpService):
             self._log(request, refused)
             await self._write(request, response, _events([refused.body]))
         finally:
-            # When the client is gone, the partial answer is recorded before this returns. `wait` instead of
-            # `await asking`: `wait` doesn't raise the request's error, which would replace the error that is being
-            # raised.
+            # If the client is gone, the partial answer is recorded before this method returns. This uses `wait` and not
+            # `await asking`, which would raise the request's error and replace the error that is being raised.
             asking.cancel()
             await asyncio.wait([asking])
             if not asking.cancelled():
@@ -275,7 +274,7 @@ class Gateway(HttpService):
         return response
 
     async def _write(self, request: web.Request, response: web.StreamResponse, data: bytes | None) -> bool:
-        """Send `data`, or the whole response if `data` is None. Returns whether the client received it in time."""
+        """Send `data`, or the whole response if `data` is None. Return whether the client received it in time."""
         try:
             async with asyncio.timeout(self.bounds.write_seconds):
                 await response.prepare(request)
@@ -309,7 +308,7 @@ def _use(request: web.Request) -> Use | None:
 
 
 def _taken(live: Live, asked: ChatRequest, begun: bool) -> list[dict[str, object]]:
-    """The chunks that can be sent now: the role in the first chunk of the stream, then text."""
+    """Return the chunks that can be sent now. The first chunk of the stream has the role, and the others have text."""
     head = {"id": live.id, "object": CHUNK, "created": live.created, "model": asked.model}
     deltas = [] if begun else [{"role": "assistant", "content": ""}]
     text = live.take()
@@ -327,5 +326,5 @@ def _store_failed(error: StoreFailed) -> Refused:
 
 
 def json_response(value: object) -> web.Response:
-    """An answer in JSON."""
+    """Return an answer in JSON."""
     return web.Response(body=to_json(value), content_type="application/json")

@@ -1,13 +1,13 @@
-"""One tape that serves an external program: requests become calls of the agent's model interface (`LLM`).
+"""A session is one tape that serves an external program. Requests become calls of the agent's interface (`LLM`).
 
-A program doesn't know tapes, so the session derives what `LLM` needs from an agent. The conversation of a request
-follows from its first messages, so that concurrent requests may arrive in any order. An assistant message that repeats
-a sent answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request
-ends. HTTP is in `gateway_server`.
+A program doesn't know tapes, so the session derives what `LLM` needs from an agent. The first messages of a request
+determine its conversation, so concurrent requests may arrive in any order. An assistant message that repeats a sent
+answer is replaced by the recorded message. The sampled tokens of every request are recorded, however the request ends.
+`gateway_server` handles HTTP.
 
-The session also decides how much of a streamed answer can be sent: the sent text must begin the final answer, because a
-client can't take text back. Incomplete characters and text that may be the beginning of a stop string are held back. If
-the request has tools, text that may be the beginning of a tool call is held back as well.
+The session also decides how much of a streamed answer can be sent. The sent text must be a prefix of the final answer,
+because a client can't take text back. Incomplete characters and text that may be the beginning of a stop string are
+held back. If the request has tools, text that may be the beginning of a tool call is held back as well.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
 
 SHOWN = 2000
-"""Maximum characters of each text in an exchange's step; the call has the whole text."""
+"""Maximum characters of each text in an exchange's step. The call has the whole text."""
 
 
 class Pieces:
@@ -47,7 +47,7 @@ class Pieces:
         self._decoder, self._stops, self._tools = decoder, stops, tools
         self._held = ""
         self._fresh, self._thinking = True, False
-        """The place of `_held` in the answer, as `free_prefix` takes it."""
+        """The place of `_held` in the answer, in the form that `free_prefix` takes."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids, and return the further text that can be sent now."""
@@ -57,7 +57,7 @@ class Pieces:
         return piece
 
     def _free(self) -> int:
-        """How many of the held characters belong to the answer's text for every possible continuation."""
+        """Return how many of the held characters belong to the answer's text for every possible continuation."""
         held = self._held
         n = min((_before(held, stop) for stop in self._stops), default=len(held))
         if self._tools:
@@ -66,24 +66,24 @@ class Pieces:
 
 
 def _before(text: str, word: str) -> int:
-    """The index at which `word` begins in `text` or may begin at its end; otherwise the length of `text`."""
+    """Return the index at which `word` begins in `text` or may begin at its end, and otherwise the length of `text`."""
     at = text.find(word)
     return at if at >= 0 else len(text) - overlap(text, word)
 
 
 class Live:
-    """The streamed answer of one request: the engine's listener writes, and the HTTP handler reads. Single use.
+    """The streamed answer to one request. The engine's listener writes it, and the HTTP handler reads it. Single use.
 
-    Both run in the same event loop. The engine may retry after text was sent; then the new attempt must repeat the sent
-    text, or the stream stops and `end` returns False.
+    Both run in the same event loop. The engine may retry after text was sent. Then the new attempt must repeat the sent
+    text. Otherwise the stream stops and `end` returns False.
     """
 
     def __init__(self, request: ChatRequest) -> None:
         self.id = ""
-        """Id of the answer; empty until `open`."""
+        """Id of the answer. It is empty until `open` is called."""
         self.created = int(time.time())
         self.sent = ""
-        """All text that was sent."""
+        """All text that has been sent."""
         self.moved = asyncio.Event()
         """Set when there may be new text for `take`, or the request is done."""
         self._request = request
@@ -92,12 +92,12 @@ class Live:
         self._new = array("i")
         """Ids (int32) that `take` hasn't decoded yet."""
         self._again = ""
-        """After a failed attempt: the sent text that the new attempt must repeat."""
+        """The sent text that the new attempt must repeat after a failed attempt."""
         self._parted = False
-        """Whether the new attempt differs from the sent text, or the answer is complete: nothing more is sent."""
+        """Whether the new attempt differs from the sent text, or the answer is complete. Then nothing more is sent."""
 
     def open(self, id: str, renderer: Renderer | None) -> None:
-        """Called before the first token. renderer: the engine's. An engine without one can't stream tokens."""
+        """Called before the first token. `renderer` is the engine's. An engine without one can't stream tokens."""
         self.id, self._renderer = id, renderer
 
     def tokens(self, ids: array[int]) -> None:
@@ -106,13 +106,13 @@ class Live:
         self.moved.set()
 
     def again(self) -> None:
-        """`Listener.again`, called by `LLM` before a retry: the new attempt must begin with the sent text."""
-        # The decoder is replaced too: its state belongs to the ids of the failed attempt.
+        """`Listener.again`, which `LLM` calls before a retry. The new attempt must begin with the sent text."""
+        # The decoder is replaced too, because its state belongs to the ids of the failed attempt.
         self._new, self._pieces = array("i"), None
         self._again, self._parted = self.sent, False
 
     async def quiet(self, seconds: float | None) -> bool:
-        """Wait for `moved`, and clear it. Returns True if it wasn't set within `seconds` (None: no limit)."""
+        """Wait for `moved` and clear it. Return True if it wasn't set within `seconds`, where None means no limit."""
         try:
             async with asyncio.timeout(seconds):
                 await self.moved.wait()
@@ -122,7 +122,7 @@ class Live:
         return False
 
     def take(self) -> str:
-        """The text to send now."""
+        """Return the text to send now."""
         if not self._new or self._parted or self._renderer is None:
             return ""
         if self._pieces is None:
@@ -131,7 +131,7 @@ class Live:
             )
         new, self._new = self._new, array("i")
         text = self._pieces.feed(new)
-        # After a retry, the first `len(_again)` characters were already sent: they are compared and not sent again.
+        # After a retry, the first `len(_again)` characters were already sent. They are compared and not sent again.
         n = min(len(text), len(self._again))
         self._parted = text[:n] != self._again[:n]
         self._again = self._again[n:]
@@ -141,7 +141,7 @@ class Live:
         return text[n:]
 
     def end(self, text: str) -> bool:
-        """Stop streaming: the answer is complete. Returns whether the sent text is a prefix of `text`."""
+        """Stop streaming, because the answer is complete. Return whether the sent text is a prefix of `text`."""
         self._new, self._parted = array("i"), True
         return text.startswith(self.sent)
 
@@ -150,7 +150,7 @@ class Session:
     """`answer = await session.ask(request)`, any number of times and concurrently, until `close`. Single use."""
 
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
-        """follow: use temperature and top_p of the program's requests. False: use the run's own."""
+        """If `follow` is true, the program's requests set temperature and top_p. Otherwise the run does."""
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None
@@ -164,16 +164,16 @@ class Session:
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: BaseException | None = None
-        """The exception that must end the episode, even if the program ignores the refused request: a failing store,
-        the end of a replay, an error of Tapereel."""
+        """The exception that must end the episode, even if the program ignores the refused request. It is a failing
+        store, the end of a replay, or an error in Tapereel."""
         self.failed: ModelFailed | None = None
-        """The engine's last failure; None if a later request was answered."""
+        """The engine's last failure, or None if a later request was answered."""
         self.limited: LimitReached | None = None
-        """The limit that a request reached; the episode ends with this limit, even if the program ends normally."""
+        """The limit that a request reached. The episode ends with this limit, even if the program ends normally."""
         self.heard_at = time.monotonic()
         """When the last request arrived or was answered (monotonic seconds)."""
         self.held = 0
-        """Requests that wait for a weight sync before they reach `ask`."""
+        """Number of requests that wait for a weight sync before they reach `ask`."""
 
     @property
     def id(self) -> str:
@@ -182,7 +182,7 @@ class Session:
 
     @property
     def busy(self) -> int:
-        """Requests in flight or held."""
+        """Number of requests in flight or held."""
         return len(self._asking) + self.held
 
     @property
@@ -195,20 +195,21 @@ class Session:
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
         """Sample the model's answer and record the call.
 
-        use: the program's own label of the call for training; None leaves the label to `linking`. live: receives the
-        tokens while they are sampled. When cancelled, the tokens sampled so far are recorded before this returns.
-        Raises Refused, and StoreFailed if the call can't be written.
+        `use` is the program's own label of the call for training. None leaves the label to `linking`. `live` receives
+        the tokens while they are sampled. If this is cancelled, the tokens sampled so far are recorded before it
+        returns. Raises Refused, and StoreFailed if the call can't be written.
         """
         if self.closed:
             raise ended()
-        # A task of its own, so that `close` can cancel the request and then wait until its tokens are recorded.
+        # The request gets its own task, so that `close` can cancel it and then wait until its tokens are recorded.
         asking = asyncio.ensure_future(self._ask(request, use, live))
         self._asking.add(asking)
         self.heard_at = time.monotonic()
         try:
             return await asking
         except asyncio.CancelledError:
-            # Two causes: the client's handler was cancelled (pass it on), or `close` cancelled `asking` (refuse).
+            # There are two causes. If the client's handler was cancelled, the error is passed on. If `close` cancelled
+            # `asking`, the request is refused.
             own = asyncio.current_task()
             if own is not None and own.cancelling():
                 raise
@@ -229,18 +230,19 @@ class Session:
 
     async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
         try:
-            # Recorded messages, not sent ones: with the message as the model wrote it, the renderer keeps the sampled
-            # ids as the prefix of this prompt. A re-serialised tool call could encode to other tokens and start a row.
+            # The recorded messages are used, not the sent ones. With the message as the model wrote it, the renderer
+            # keeps the sampled ids as the prefix of this prompt. A re-serialised tool call could encode to other tokens
+            # and start a row.
             messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
             conversation = _conversation(messages)
-            # Ids come from the conversation and a count, not from a clock or a random source: a replay makes the same
-            # ids, and so the same tool call ids in the program's next prompts.
+            # Ids come from the conversation and a count, not from a clock or a random source. So a replay makes the
+            # same ids, and the program's next prompts contain the same tool call ids.
             self._numbers[conversation] += 1
             name = hashlib.sha256(f"{conversation}/{self._numbers[conversation]}".encode()).hexdigest()[:24]
             sampling = self._sampling(request)
             if live is not None:
                 live.open(f"chatcmpl-{name}", self._renderer)
-            # `LLM` owns the retries: after ModelFailed none is left or none would help. The gateway doesn't retry.
+            # `LLM` handles the retries. After ModelFailed none is left or none would help, so the gateway makes none.
             reply = await self._llm(
                 self._tape,
                 messages=messages,
@@ -298,9 +300,9 @@ class Session:
             created=live.created if live is not None else int(time.time()),
         )
         for tool in tools:
-            # As a client sends it back: empty content is "" and not None.
+            # Store the message as a client sends it back, with "" and not None as empty content.
             self._sent[tool["id"]] = ({**answer.message, "content": answer.message["content"] or ""}, call.reply)
-        # Recorded even when the answer is refused below: its tokens were sampled, so they belong to the tape.
+        # The exchange is recorded even if the answer is refused below, because its tokens were sampled.
         asked = "\n".join(f"{message['role']}: {_short(text_of(message))}" for message in call.messages)
         answered = call.text or json.dumps(call.tool_calls or "")
         exchange = Exchange(asked=_short(asked), answered=_short(answered))
@@ -316,14 +318,14 @@ class Session:
             yield exchange
 
     def over(self) -> None:
-        """Refuse further requests; `exchanges` ends after the exchanges that are already queued."""
+        """Refuse further requests. `exchanges` ends after the exchanges that are already queued."""
         self.closed = True
         self._exchanges.put_nowait(None)
 
     async def close(self) -> None:
-        """Cancel and record the requests in flight, then record which calls are the agent's. Final."""
-        # `closed` is set before the requests are cancelled, so that no new request starts in between. The labels come
-        # last, because they depend on all calls, including those that this cancellation records.
+        """Cancel the requests in flight and record them. Then record which calls are the agent's. This is final."""
+        # `closed` is set before the requests are cancelled, so that no new request starts in between. The labels are
+        # written last, because they depend on all calls, including those that this cancellation records.
         self.closed = True
         for asking in self._asking:
             asking.cancel()
@@ -338,7 +340,7 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """The recorded form of a message that repeats a sent answer with tool calls; other messages are unchanged.
+        """Return a message that repeats a sent answer with tool calls in its recorded form, and others unchanged.
 
         The role `developer` becomes `system`, which chat templates know.
         """
@@ -349,8 +351,11 @@ class Session:
         return {**message, "role": "system"} if message["role"] == "developer" else message
 
     async def _with_pictures(self, messages: Sequence[Message]) -> list[Message]:
-        """The messages with pictures, which are stored, in place of data URLs. A program repeats its conversation in
-        every request, so a URL is decoded once. Raises Refused for a bad picture, and for too many pixels."""
+        """Return the messages with stored pictures in place of data URLs.
+
+        A program repeats its conversation in every request, so each URL is decoded only once. Raises Refused for a bad
+        picture or too many pixels.
+        """
         found, pixels = list[Message](), 0
         for k, message in enumerate(messages):
             parts: list[Message] = [*content_parts(message)]
@@ -393,7 +398,7 @@ class Session:
 
 
 def ended() -> Refused:
-    """The error for the key of an ended tape."""
+    """Return the error for the key of an ended tape."""
     return Refused(403, "the tape of this key has ended", code="tape_ended", final=True)
 
 
@@ -404,9 +409,9 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """A name from the messages up to the first one that isn't a system message.
+    """Return a name made from the messages up to the first one that isn't a system message.
 
-    Every continuation of a conversation has the same name, in any order of concurrent requests.
+    Every continuation of a conversation has the same name, whatever the order of concurrent requests.
     """
     n = next((k for k, message in enumerate(messages) if message["role"] != "system"), len(messages) - 1)
     return hashlib.sha256(json.dumps(messages[: n + 1], sort_keys=True).encode()).hexdigest()[:8]

@@ -1,15 +1,16 @@
-"""Finds which calls of a program continue which calls, and which calls train the agent; recorded as `Label` layers.
+"""Finds which calls of a program continue which calls, and which calls train the agent. `Label` layers record both.
 
-A call continues another call iff its prompt begins with the exact prompt and completion tokens of the other call. The
-order of the records doesn't matter: a parent may be recorded late. (A cut-off answer is recorded when its client
-disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
+A call continues another call if and only if its prompt begins with the exact prompt and completion tokens of the other
+call. The order of the records doesn't matter, because a parent may be recorded late. (A cut-off answer is recorded when
+its client disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
 
-    auxiliary  system messages or tools differ from most calls' own: summaries, titles, helper agents. A call that
-               continues a conversation without its tools, or with others, still belongs to the agent that it continues
-    discarded  a retry's earlier answer (the same prompt asked again, and the answer never continued); an abandoned
-               branch (the program returned to an earlier answer and continued there); an answer whose client
-               disconnected
-    agent      all other calls
+    auxiliary  The system messages or tools differ from those of most calls, as in summaries, titles and helper agents.
+               A call that continues a conversation without its tools, or with others, still belongs to the agent that
+               it continues.
+    discarded  A retry's earlier answer (the same prompt was asked again, and the answer was never continued), an
+               abandoned branch (the program returned to an earlier answer and continued there), or an answer whose
+               client disconnected.
+    agent      All other calls.
 
 Concurrent requests are neither retries of each other nor abandoned branches.
 """
@@ -29,7 +30,7 @@ from ...tapes.places import Place, keys
 from ...tapes.records import Label
 
 Use = Literal["agent", "auxiliary", "discarded"]
-"""The role of a call in training: `agent` calls are the agent's own."""
+"""The role of a call in training. `agent` calls are the agent's own."""
 USES: tuple[Use, ...] = ("agent", "auxiliary", "discarded")
 
 
@@ -41,17 +42,17 @@ class _Node:
     place: int
     """Position in the order of recording."""
     identity: tuple[str, str | None]
-    """System messages and tools (see `_identity`) of the call that this call's conversation began with."""
+    """System messages and tools (see `_identity`) in the first call of this call's conversation."""
     asked: str
     """Digest or text of the prompt after the parent's tokens. Siblings with equal `asked` have the same prompt."""
     started: float
-    """When the request was sent: the time of the record minus the durations of all attempts."""
+    """When the request was sent, which is the time of the record minus the durations of all attempts."""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
     use: Use = "agent"
 
     def __iter__(self) -> Iterator[_Node]:
-        """This call and all calls that continue it."""
+        """Yield this call and all calls that continue it."""
         left = [self]
         while left:
             node = left.pop()
@@ -70,9 +71,10 @@ class _Node:
 
 
 def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]:
-    """The labels of a program's calls. A call of the agent whose parent is as recorded needs no label and has none.
+    """Return the labels of a program's calls.
 
-    own: call -> the program's own label, which overrides the label that is found here.
+    A call of the agent whose parent is as recorded needs no label and gets none. `own` maps a call to the program's own
+    label, which overrides the label that is found here.
     """
     nodes = {
         call.call: _Node(call, k, ("", None), "", call.at - sum(a.seconds for a in call.attempts))
@@ -92,7 +94,7 @@ def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]
 
 
 def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
-    """The system messages among the first four messages, and the tools: they distinguish a program's agents."""
+    """Return the system messages among the first four messages, and the tools. They distinguish a program's agents."""
     said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
     return json.dumps(said), call.tools.hash if call.tools is not None else None
 
@@ -100,7 +102,7 @@ def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
 def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Node]) -> None:
     """Give each root the identity of the call whose messages and answer it continues, if only their tools differ.
 
-    Without its tools a template writes another prompt, so this call begins with other tokens than its conversation.
+    Without its tools, a template writes a different prompt, so the call's tokens don't begin like its conversation's.
     """
     said = {node: [*tape.call_messages(node.call), node.call.reply] for node in nodes}
     for root in sorted(roots, key=lambda node: node.started):
@@ -121,7 +123,7 @@ def extends(tape: Tape, call: Call) -> bool:
 
 
 def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
-    """Set every parent. Returns the parents that differ from the record: call -> the call that it continues."""
+    """Set every parent. Return the parents that differ from the record, as call -> the call that it continues."""
     late: dict[str, str] = {}
     roots: list[_Node] = []
     for node in nodes.values():
@@ -159,18 +161,18 @@ def _whole(tape: Tape, call: Call) -> str:
 
 
 def _digest(ids: array[int], places: Sequence[Place], start: int = 0, end: int | None = None) -> str:
-    """The hash of ids[start:end] and of the pictures among them: equal ids with another picture have another."""
+    """Return the hash of ids[start:end] and their pictures. Equal ids with other pictures have another hash."""
     return hashlib.sha256(keys(ids, places)[start:end].tobytes()).hexdigest()
 
 
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
     """Find each root's parent by exact tokens: the longest call whose prompt and completion begin the root's prompt.
 
-    Text can't replace ids: different ids can decode to the same text, and training needs the ids that were sampled.
+    Text can't replace ids. Different ids can decode to the same text, and training needs the ids that were sampled.
     """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, _Node]] = defaultdict(dict)
-    """Number of tokens -> digest of prompt and completion -> the call; of calls with equal tokens, the last."""
+    """Number of tokens -> digest of prompt and completion -> the call. Of calls with equal tokens, the last is kept."""
     for node in with_ids:
         whole = tape.call_prompt(node.call) + (node.call.completion or array("i"))
         known[len(whole)][_digest(whole, tape.call_places(node.call))] = node
@@ -187,10 +189,10 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 
 
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
-    """Make the last of several calls with equal prompt and answer the parent of all their continuations.
+    """If several calls have the same prompt and answer, make the last one the parent of all their continuations.
 
     Equal tokens don't show which call the program continued. With one parent, the others have no continuation and count
-    as retries; otherwise the same tokens would be trained on in several branches.
+    as retries. Otherwise the same tokens would be trained on in several branches.
     """
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
@@ -233,7 +235,7 @@ def _judge(nodes: dict[str, _Node]) -> None:
 
 
 def _families(nodes: list[_Node]) -> list[list[_Node]]:
-    """Groups of at least two siblings with the same prompt."""
+    """Return the groups of at least two siblings with the same prompt."""
     found: dict[str, list[_Node]] = defaultdict(list)
     for node in nodes:
         found[node.asked].append(node)
@@ -241,10 +243,10 @@ def _families(nodes: list[_Node]) -> list[list[_Node]]:
 
 
 def _retries(family: list[_Node]) -> None:
-    """Discard the answers of a family that the program didn't use.
+    """Discard the answers in a family that the program didn't use.
 
-    If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call
-    is kept, and only calls that were answered before it started are discarded: concurrent calls aren't retries.
+    If the program continued any answer, the answers without a continuation are discarded. Otherwise the last call is
+    kept, and only calls that were answered before it started are discarded, because concurrent calls aren't retries.
     """
     if any(node.children for node in family):
         left = [node for node in family if not node.children]
@@ -256,7 +258,7 @@ def _retries(family: list[_Node]) -> None:
 
 
 def _branches(children: list[_Node]) -> None:
-    """Discard abandoned branches: those answered completely before the program continued the parent in another way."""
+    """Discard abandoned branches. They were completely answered before the program continued the parent differently."""
     if len(children) < 2:
         return
     last = max(children, key=lambda node: node.started)

@@ -1,7 +1,7 @@
-"""OpenAI's chat-completions protocol as pure functions: they read a request and write an answer.
+"""OpenAI's chat-completions protocol as pure functions, which read a request and write an answer.
 
-Every field of a request is honoured, is refused with its name, or can't affect sampling. No field that matters is
-dropped silently. HTTP is in `gateway_server`.
+Each field in a request is honoured, or refused with its name, or can't affect sampling. No field that matters is
+dropped silently. `gateway_server` handles HTTP.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...tapes.records import Message
 _CHANGE_NOTHING = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
-"""Fields for a hosted service that don't affect sampling; they are ignored."""
+"""Fields for a hosted service that don't affect sampling. They are ignored."""
 _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
@@ -40,28 +40,28 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
 }
-"""Fields that are accepted with these values only."""
+"""Fields that are accepted only with these values."""
 PICTURES = 500
-"""Maximum pictures of one request, as at OpenAI."""
+"""Maximum pictures in one request, as at OpenAI."""
 PIXELS = 4 * MAX_PIXELS
-"""Maximum pixels in all of the pictures that are new in a request: they bound the time of decoding."""
+"""Maximum pixels in all pictures that are new in a request. This limits the time for decoding."""
 CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-"""HTTP status -> OpenAI's type of the error. Another status below 500 is an `invalid_request_error`."""
+"""HTTP status -> OpenAI's error type. Any other status below 500 is an `invalid_request_error`."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-"""HTTP status -> the code of an error that names none."""
+"""HTTP status -> the error code if the error names none."""
 
 
 class Refused(TapereelError, ValueError):
-    """A request is refused, with an error body in the form that OpenAI's clients read."""
+    """The gateway refuses a request. The error body has the form that OpenAI's clients read."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None, final: bool = False
     ) -> None:
-        """final: tells OpenAI's clients, which retry some statuses by themselves, that no retry helps."""
+        """`final` means that no retry helps. Without it, OpenAI's clients retry some statuses by themselves."""
         super().__init__(message)
         known = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         kind = code if code == "insufficient_quota" else known
@@ -77,7 +77,7 @@ def _bad(message: str, param: str | None = None) -> Refused:
 
 
 def invalid(error: ValidationError, *within: str) -> Refused:
-    """The refusal of a body that doesn't fit its model: the place, the problem and the value of the first error."""
+    """Return the refusal of a body that doesn't fit its model. It has the first error's place, problem and value."""
     found = error.errors(include_url=False)[0]
     place = [*within, *map(str, found["loc"])]
     place = [part for k, part in enumerate(place) if k == 0 or part != place[k - 1]]  # the type of a content part
@@ -114,7 +114,7 @@ def _data_url(url: str) -> str:
 class _ImageUrl(BaseModel):
     url: Annotated[str, AfterValidator(_data_url)]
     detail: Literal["auto", "low", "high"] | None = None
-    """For a hosted model. Elsewhere the image processor decides about the size; the part on the call keeps it."""
+    """Used by hosted models only. Elsewhere the image processor chooses the size. The call's message part keeps it."""
 
 
 class _ImagePart(BaseModel):
@@ -123,7 +123,7 @@ class _ImagePart(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """A message in a request. Fields that only a hosted service knows, as `refusal`, are left out."""
+    """A message in a request. Fields that only a hosted service knows, such as `refusal`, are left out."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -135,7 +135,7 @@ class ChatMessage(BaseModel):
     tool_calls: list[_ToolCall] | None = None
 
     def plain(self) -> Message:
-        """The message without empty fields. Its content is one text, or a list of parts if it has pictures."""
+        """Return the message without empty fields. Its content is one text, or a list of parts if it has pictures."""
         rest = self.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
         if not self.tool_calls:
             rest.pop("tool_calls", None)
@@ -158,7 +158,7 @@ class StreamOptions(BaseModel):
     """Options of a streamed answer."""
 
     include_usage: bool | None = Field(default=None, strict=True)
-    """Whether the stream ends with a chunk of token counts."""
+    """Whether the stream ends with a chunk that has the token counts."""
 
 
 class ChatRequest(BaseModel):
@@ -166,12 +166,12 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str = ""
-    """The client's name for the model. The answer repeats it; it selects nothing."""
+    """The client's name for the model. The answer repeats it, but it selects nothing."""
     messages: list[Message]
-    """Each content is plain text, or parts with data URLs that are not decoded yet; empty fields are left out."""
+    """Each content is plain text, or parts with data URLs that are not decoded yet. Empty fields are left out."""
     tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
     temperature: float | None = Field(default=None, strict=True, ge=0)
-    """None if the client doesn't set it; the same holds for `top_p`, `max_tokens` and `seed`."""
+    """None if the client doesn't set it. The same holds for `top_p`, `max_tokens` and `seed`."""
     top_p: float | None = Field(default=None, strict=True, gt=0, le=1)
     max_tokens: int | None = Field(default=None, strict=True, ge=1, lt=2**63)
     seed: int | None = Field(default=None, strict=True, ge=-(2**63), lt=2**63)
@@ -184,11 +184,11 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     logprobs: bool = Field(default=False, strict=True)
     token_ids: bool = Field(default=False, strict=True, validation_alias="return_token_ids")
-    """Whether the answer contains prompt and completion ids (an extension of vLLM)."""
+    """Whether the answer contains the prompt and completion ids (an extension by vLLM)."""
 
 
 def read_request(data: Mapping[str, JsonValue]) -> ChatRequest:
-    """Check the JSON object of a request. Raises Refused with the name of the wrong field."""
+    """Check the JSON object of a request. Raises Refused with the name of the invalid field."""
     left = {name: value for name, value in data.items() if value is not None and name not in _CHANGE_NOTHING}
     for name, allowed in _NEUTRAL.items():
         if name in left and left[name] not in allowed:
@@ -228,16 +228,16 @@ class ChatAnswer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[dict[str, object]] | None = None
-    """OpenAI's entries, one per token; None if the request didn't ask for them or they are unknown."""
+    """OpenAI's entries, one per token. None if the request didn't ask for them or they are unknown."""
     prompt_ids: list[int] | None = None
-    """Token ids of the prompt; None if the request didn't ask for them. The same holds for `ids` (the completion)."""
+    """Token ids of the prompt, or None if the request didn't ask for them. The same holds for `ids`, the completion."""
     ids: list[int] | None = None
     created: int = 0
     """Seconds since 1970."""
 
     @property
     def message(self) -> Message:
-        """The assistant's message. Clients send it back in later requests."""
+        """The assistant's message, which clients send back in later requests."""
         content = self.text or None if self.tool_calls else self.text
         message: Message = {"role": "assistant", "content": content}
         if self.tool_calls:
@@ -253,7 +253,7 @@ class ChatAnswer:
         }
 
     def body(self) -> dict[str, object]:
-        """The JSON object of an answer that isn't streamed."""
+        """Return the JSON object of an answer that isn't streamed."""
         choice: dict[str, object] = {
             "index": 0,
             "message": self.message,
@@ -266,8 +266,8 @@ class ChatAnswer:
         return whole if self.prompt_ids is None else {**whole, "prompt_token_ids": self.prompt_ids}
 
     def chunks(self, sent: str, *, usage: bool) -> Iterator[dict[str, object]]:
-        """The last chunks of a stream: the text after `sent`, the tool calls, then the finish reason with log-probs and
-        ids, then the usage. `sent` must be a prefix of `text` (see `Live.end`)."""
+        """Yield the last chunks of a stream: the text after `sent`, the tool calls, the finish reason with log-probs
+        and ids, and the usage. `sent` must be a prefix of `text` (see `Live.end`)."""
 
         def chunk(choice: dict[str, object]) -> dict[str, object]:
             return {**self._head(CHUNK), "choices": [choice]}
@@ -291,13 +291,14 @@ class ChatAnswer:
 
 
 def delta(more: Mapping[str, object]) -> dict[str, object]:
-    """The choice of a chunk that adds `more` to the message."""
+    """Return the choice in a chunk that adds `more` to the message."""
     return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
 
 
 def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
-    """OpenAI's entries for tokens and their log-probs (natural logarithm). NaN stands for unknown and becomes null."""
-    # `value == value` is false for NaN only; JSON has no NaN.
+    """Return OpenAI's entries for tokens and their log-probs (natural logarithm). NaN means unknown and is sent as
+    null."""
+    # Only NaN makes `value == value` false. JSON has no NaN.
     return [
         {"token": text, "logprob": value if value == value else None, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(tokens, logprobs, strict=True)

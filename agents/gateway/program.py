@@ -1,7 +1,7 @@
-"""Runs an external program as an agent: the program gets the URL and key of its tape, and its output is the action.
+"""Runs an external program as an agent. The program gets its tape's URL and key, and its output is the action.
 
 The program is a command or an async function that speaks OpenAI's protocol. A command finds `OPENAI_BASE_URL` and
-`OPENAI_API_KEY` in its environment; a function gets both as an argument. The program reads the newest observation and
+`OPENAI_API_KEY` in its environment. A function gets both as an argument. The program reads the newest observation and
 answers with text. Before its answer it may send any number of requests to the model. Each request is a call on the
 tape.
 """
@@ -34,15 +34,15 @@ LONGEST = 1024 * 1024
 GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 KILL = 10.0
-"""Seconds to wait for a killed process to end."""
+"""Seconds to wait until a killed process has ended."""
 DRAIN = 1.0
-"""Seconds to read the rest of a program's output after it and its children ended."""
+"""Seconds for reading the rest of a program's output after it and its children have ended."""
 _ERRORS = 4000
-"""How many bytes of the end of stderr are kept."""
+"""How many bytes are kept from the end of stderr."""
 
 
 class ProgramFailed(TapereelError, RuntimeError):
-    """The program ended with an error or printed too much: an error of the agent. The message quotes the output."""
+    """The program ended with an error or printed too much. This is the agent's error. The message quotes the output."""
 
 
 class Endpoint(NamedTuple):
@@ -58,13 +58,13 @@ Function = Callable[[str, Endpoint], Awaitable[str]]
 class Program(Agent):
     """`Program(["python", "agent.py"])`, or `Program(solve)` with `async def solve(task: str, endpoint) -> str`.
 
-    A command reads the task on stdin, or in the place of `{task}` in its arguments. Its output on stdout is the answer;
-    known secrets in it are replaced. Its environment is this process's environment plus the URL and the key.
+    A command reads the task on stdin, or in place of `{task}` in its arguments. Its output on stdout is the answer, in
+    which known secrets are replaced. Its environment is this process's environment plus the URL and the key.
 
-    When the command ends, its remaining processes are killed: those in its process session and, on Linux, all others
-    that have its key in their environment. A process that leaves the session and drops the key survives.
+    When the command ends, its remaining processes are killed. These are the ones in its process session and, on Linux,
+    all others that have its key in their environment. A process that leaves the session and drops the key survives.
 
-    With `follow=False` the run's temperature and top_p apply, and not the ones in the program's requests.
+    With `follow=False`, temperature and top_p come from the run and not from the program's requests.
     """
 
     patience = 10.0
@@ -77,7 +77,7 @@ class Program(Agent):
         follow: bool = True,
         gateway: Gateway | None = None,
     ) -> None:
-        """gateway: a gateway that is being served. None: one gateway per event loop, served while any program runs.
+        """`gateway` is a gateway that is being served. By default, each event loop has one while any program runs.
 
         Raises TypeError if `program` is neither a list of strings nor an async function.
         """
@@ -103,8 +103,8 @@ class Program(Agent):
                 yield exchange
             yield Answer(text=without_secrets((await _outcome(running, session)).replace(key, "[key]")))
         finally:
-            # The key is revoked and the program is ended before the session closes, so no request arrives after the
-            # labels are recorded. The gateway stops last, because it still answers the cancelled requests.
+            # The key is revoked and the program is ended before the session closes, so that no request arrives after
+            # the labels are recorded. The gateway stops last, because it still answers the cancelled requests.
             gateway.shut(key)
             running.cancel()
             await asyncio.wait([running])
@@ -118,8 +118,8 @@ class Program(Agent):
 
 
 async def _outcome(running: asyncio.Future[str], session: Session) -> str:
-    """The program's output. Raises the reason why the episode ends without it."""
-    # A program often fails because its request was refused. Then the limit or the engine's failure is the cause and
+    """Return the program's output, or raise the reason why the episode ends without it."""
+    # A program often fails because its request was refused. Then the cause is the limit or the engine's failure, which
     # is raised instead. A reached limit ends the episode even if the program returned an answer.
     if session.broken is not None:
         raise session.broken
@@ -139,7 +139,7 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 
 
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
-    """Run a command to its end, and return its output. Raises ProgramFailed."""
+    """Run a command to its end and return its output. Raises ProgramFailed."""
     inline = any("{task}" in word for word in words)
     transport, ran = await asyncio.get_running_loop().subprocess_exec(
         _Ran,
@@ -168,9 +168,9 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
 
 
 class _Ran(asyncio.SubprocessProtocol):
-    """Collects a command's output and its end.
+    """Collects a command's output and waits for its end.
 
-    The end is the exit of the process, not the end of its pipes: a child that survives can hold them open.
+    The end is the exit of the process, not the end of its pipes, because a surviving child can hold the pipes open.
     """
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ async def _end(pid: int, ran: _Ran, key: str) -> None:
     await asyncio.to_thread(_end_strays, key.encode())
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(ran.exited.wait(), KILL)
-    with contextlib.suppress(TimeoutError):  # a surviving process holds a pipe: use the output so far
+    with contextlib.suppress(TimeoutError):  # a surviving process may hold a pipe, so use the output so far
         await asyncio.wait_for(ran.drained.wait(), DRAIN)
 
 
@@ -215,7 +215,8 @@ def _signal(session: int, number: signal.Signals) -> None:
 
 
 def _end_strays(key: bytes) -> None:
-    """Kill the processes that left the command's session: their environment has the tape's key, and no other has it."""
+    """Kill the processes that left the command's session. They are found by the tape's key in their environment, which
+    no other process has."""
     if sys.platform != "linux":
         return
     for _ in range(10):  # repeated, because a process may fork between the scan and the kill
@@ -228,7 +229,7 @@ def _end_strays(key: bytes) -> None:
 
 
 def _environment(pid: int) -> bytes:
-    """The environment at the start of a process; empty if the process is another user's or has ended."""
+    """Return the environment at the start of a process. It is empty if the process is another user's or has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -255,7 +256,7 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
-    # `users` is counted before the lock is taken: a program that ends at the same time then sees this user and doesn't
+    # `users` is counted before the lock is taken. So a program that ends at the same time sees this user and doesn't
     # stop the gateway that this program is about to use.
     shared.users += 1
     try:
