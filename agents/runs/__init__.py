@@ -1,4 +1,4 @@
-"""Many episodes: groups of attempts, runs over tasks, pass@k with intervals, and model judges.
+"""Runs of many episodes: groups of attempts, runs over tasks, pass@k with intervals, and model judges.
 
-Imports `agents.episode` and `agents.setup`.
+This package imports `agents.episode`, `agents.setup` and the engine protocol.
 """

@@ -1,9 +1,9 @@
-"""Attempts: how many episodes run at once, when a failed one is retried, and the groups that are compared.
+"""Attempts and their groups: how many episodes run at once, when a failed one is retried, and what is compared.
 
 `rollout_group`, `run`, `branch`, the training loop, evaluations and demonstrations all schedule episodes with these
 functions. A group is the attempts at one task, sampled in order to be compared. It closes when each attempt has a
 usable episode, when retries failed too, or at its deadline with the episodes that it has. So it always closes, and
-`Closing` names the reason. The group id connects attempts, never the text of a prompt.
+`Closing` names the reason. The group id connects attempts, and the text of a prompt never does.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 RETRIES = 1
-"""Further episodes of an attempt whose episode can't be trained on."""
+"""Maximum number of further episodes for an attempt whose episode can't be trained on."""
 
 
 def needs_episode(usable: Sequence[bool], retries: int = RETRIES) -> bool:
-    """Whether an attempt needs another episode: until one is usable, or `retries` episodes after the first failed too.
+    """Whether an attempt needs another episode, because none is usable and at most `retries` episodes have failed.
 
-    usable: for each episode of the attempt that ended by itself, whether it can be trained on. Episodes that a crash or
-    a deadline cut off don't count: they say nothing of the attempt, and counting them would use up its retries.
+    `usable` says, for each episode of the attempt that ended by itself, whether it can be trained on. Episodes that a
+    crash or a deadline cut off don't count, because they say nothing about the attempt and would use up its retries.
     """
     return not any(usable) and len(usable) <= retries
 
@@ -51,7 +51,7 @@ async def run_attempt(
     retries: int = RETRIES,
     may_retry: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Run episodes until the attempt needs no more, and append to `usable`. False if `may_retry` refused a retry."""
+    """Run episodes until the attempt needs no more, and append to `usable`. Return False if `may_retry` refused one."""
     retry = False
     while needs_episode(usable, retries):
         if retry and not may_retry():
@@ -65,11 +65,11 @@ async def run_attempt(
 async def run_all(
     items: Iterable[ItemT], work: Callable[[ItemT], Awaitable[ResultT]], *, concurrency: int | None = None
 ) -> list[ResultT]:
-    """`await work(item)` for each item, started in order, at most `concurrency` at once (None: all). Results in order.
+    """Await `work(item)` for each item, started in order, at most `concurrency` at once. Return the results in order.
 
-    The first error cancels the rest and is raised alone, after every task has ended. Without that wait the rest would
-    continue to sample and to write tapes after the caller closed the engine or the store. The other errors follow from
-    the first, because a failing store fails for every episode.
+    If `concurrency` is None, all run at once. The first error cancels the rest and is raised alone, after every task
+    has ended. Without that wait, the rest would continue to sample and to write tapes after the caller closed the
+    engine or the store. The other errors follow from the first, because a failing store fails for every episode.
     """
     todo = list(items)
     results: dict[int, ResultT] = {}
@@ -89,7 +89,7 @@ async def run_all(
 
 @asynccontextmanager
 async def _first_error() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group that raises the first error alone."""
+    """Run a task group that raises the first error alone."""
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
@@ -104,11 +104,12 @@ class Closing(StrEnum):
     COMPLETE = "complete"
     """Every attempt has an episode that can be trained on."""
     FAILED = "failed"
-    """Some attempt has none, and its retries failed."""
+    """Some attempt has no such episode, and its retries failed."""
     LATE = "late"
-    """Some attempt has none and was not retried: the policy is too many updates ahead of the group's other attempts."""
+    """Some attempt has no such episode and was not retried: the policy is too many updates ahead of the other
+    attempts."""
     DEADLINE = "deadline"
-    """The deadline passed; the episodes in flight were cancelled."""
+    """The deadline passed, and the episodes in flight were cancelled."""
 
 
 @dataclass(slots=True)
@@ -116,18 +117,19 @@ class Group:
     """The attempts at one task, and the episodes that they have so far."""
 
     number: int
-    """Place in the order of a loop's groups; the task follows from it."""
+    """Place in the order of a loop's groups. It determines the task."""
     task: object
     size: int
-    """Attempts."""
+    """Number of attempts."""
     begun: int = 0
-    """The policy's version (updates) when the group began: attempts are only compared within the allowed staleness."""
+    """The policy's version (number of updates) when the group began. Attempts are compared within the allowed
+    staleness."""
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
-    """attempt -> its closed tapes, retries included."""
+    """attempt -> its closed tapes, including retries."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
-    """attempt -> the prefix that it continues; an attempt without one begins with the task."""
+    """attempt -> the prefix that it continues. An attempt without a prefix begins with the task."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Cause -> tapes of this process that can't be trained on."""
+    """Cause -> number of tapes in this process that can't be trained on."""
     closed: Closing | None = None
     """None while the group is open."""
 
@@ -137,7 +139,7 @@ class Group:
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and comparable(tapes[-1])]
 
     def usable_episodes(self, attempt: int) -> list[bool]:
-        """For each episode of the attempt that ended by itself, whether it can be trained on; see `needs_episode`."""
+        """Return whether each episode that ended by itself can be trained on. See `needs_episode`."""
         tapes = self.tapes.get(attempt, ())
         return [comparable(tape) for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
 
@@ -158,12 +160,13 @@ async def fill(
 ) -> Closing:
     """Sample the episodes that the group needs, and set `group.closed`.
 
-    sample: called with (attempt, number of its episodes that ended by themselves). The number is part of the seed: a
-    retry has another seed, and an episode that a crash or a cancellation cut off is sampled again with its own.
-    until: time of the event loop at which the group closes; episodes in flight end as cancelled, on tape too.
-    fresh: asked before a retry. If it returns False, the attempt isn't retried: it would be too stale to be compared.
-    concurrency: episodes at once, by default all attempts.
-    engine: while it waits for servers that don't answer, `until` waits too.
+    `sample` is called with (attempt, number of its episodes that ended by themselves). The number is part of the seed.
+    So a retry has another seed, but an episode that a crash or a cancellation cut off is sampled again with its own
+    seed.
+    `until` is the event loop's time at which the group closes. Episodes in flight end as cancelled, on the tape too.
+    `fresh` is called before a retry. If it returns False, the attempt would be too stale to compare and isn't retried.
+    `concurrency` is the maximum number of concurrent episodes, by default all attempts.
+    While `engine` waits for servers that don't answer, `until` is postponed too.
     """
 
     async def attempt(k: int) -> bool:
@@ -192,8 +195,10 @@ async def fill(
 
 
 async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: Engine | None) -> None:
-    """Wait until `work` is done, or until the deadline `until` (time of the event loop), if it isn't None. Time in
-    which no server answers postpones the deadline."""
+    """Wait until `work` is done, or until the deadline `until` (time of the event loop), if it isn't None.
+
+    Time in which no server answers postpones the deadline.
+    """
     loop = asyncio.get_running_loop()
     absence = absence_of(engine)
     before = absence.seconds if absence is not None else 0.0
@@ -205,7 +210,7 @@ async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: 
         left = until + away - loop.time()
         if left <= 0:
             return
-        # More than a moment, since the deadline may move on meanwhile.
+        # Wait for more than a moment, because the deadline may be postponed meanwhile.
         await asyncio.wait([work], timeout=max(left, 0.1))
 
 
@@ -227,10 +232,10 @@ async def rollout_group(
 ) -> list[Tape]:
     """Sample `n` attempts at one task concurrently. They share the task, the group id and the environment's seed.
 
-    An attempt whose episode can't be trained on (an error of the environment, the model or Tapereel, a time limit) is
-    retried once with a new seed. At `deadline` (seconds from now) the group closes with its episodes so far, and
-    episodes in flight are cancelled. Returns every closed tape, failed ones included: read `tape.trains`. `concurrency`
-    bounds the episodes in flight.
+    An attempt whose episode can't be trained on (because of an error of the environment, the model or Tapereel, or a
+    time limit) is retried once with a new seed. At `deadline` (seconds from now) the group closes with its episodes so
+    far, and episodes in flight are cancelled. `concurrency` limits the episodes in flight. Returns every closed tape,
+    including failed ones. Read `tape.trains` to find the usable ones.
     """
     if n < 1:
         raise ValueError(f"n is {n}: a group needs at least one attempt")

@@ -1,13 +1,13 @@
-"""Judges: a model grades an episode by a rubric, or chooses the better of two.
+"""Judges are models that grade an episode by a rubric, or choose the better of two.
 
 1. Another model wrote the transcript that a judge reads. So the transcript is put between marks derived from a hash of
    its content, and the prompt declares it data. That makes prompt injection harder, not impossible.
-2. Each pair is asked in both orders. A judge that prefers the same position twice gives no information: that counts as
-   a tie, and the share of such pairs is a metric (`order`).
-3. Every question and answer is evidence on the reward record, with the usage that the engine reports. After an
-   answer that can't be parsed the judge is asked again with another seed; after `tries` the tape stays unscored.
+2. Each pair is judged in both orders. If a judge prefers the same position twice, its answers give no information. This
+   counts as a tie, and the share of such pairs is a metric (`order`).
+3. Every question and answer is evidence on the reward record, with the usage that the engine reports. After an answer
+   that can't be parsed, the judge is asked again with another seed. After `tries`, the tape stays unscored.
 
-Judges are not pure (`pure=False`): `rescore` asks them again and verifies nothing.
+Judges are not pure (`pure=False`), so `rescore` asks them again and verifies nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .group import run_all
 
 ReadT = TypeVar("ReadT")
 CHARACTERS = 40_000
-"""Maximum length of a transcript; the middle of a longer one is left out."""
+"""Maximum length of a transcript. The middle of a longer one is left out."""
 GRADE = """You grade the work of an assistant by this rubric:
 
 {rubric}
@@ -60,7 +60,7 @@ class Unjudged(TapereelError, ValueError):
     def __init__(self, message: str, evidence: JsonValue) -> None:
         super().__init__(message)
         self.evidence = evidence
-        """The questions and answers."""
+        """The questions and answers so far."""
 
 
 class Judge:
@@ -76,11 +76,10 @@ class Judge:
         concurrency: int = 16,
         seed: int = 0,
     ) -> None:
-        """
-        sampling: None: greedy at first, then temperature 1 after an answer that can't be parsed.
-        tries: requests in all, after answers that can't be parsed and after passing errors of the engine.
-        timeout: seconds of one answer. concurrency: requests in flight.
-        """
+        """If `sampling` is None, the first request is greedy. After an answer that can't be parsed, temperature is 1.
+        `tries` is the maximum number of requests. Answers that can't be parsed and temporary engine errors cause
+        retries. `timeout` is the time limit for one answer in seconds. `concurrency` is the maximum number of requests
+        in flight."""
         if tries < 1 or concurrency < 1:
             raise ValueError(f"tries and concurrency must be at least 1, not {tries} and {concurrency}")
         self.engine = engine
@@ -91,10 +90,12 @@ class Judge:
     async def ask(
         self, system: str, user: str, read: Callable[[str], ReadT], tapes: Sequence[Tape] = ()
     ) -> tuple[ReadT, JsonValue]:
-        """(the answer as parsed by `read`, the evidence). `read` raises ValueError for an answer that it can't parse.
-        Raises Unjudged if no answer can be parsed or the engine can't see a picture, and EngineError if the engine
-        fails permanently. tapes: their pictures and videos follow the text, in order, each behind its
-        `[picture 80x60 a1bb0e2e75a7]`."""
+        """Return (the answer as parsed by `read`, the evidence).
+
+        `read` raises ValueError for an answer that it can't parse. The pictures and videos of `tapes` follow the text
+        in order, each after its label, such as `[picture 80x60 a1bb0e2e75a7]`. Raises Unjudged if no answer can be
+        parsed or the engine can't see a picture, and EngineError if the engine fails permanently.
+        """
         seen = [(part, tape) for tape in tapes for part in visual_parts(sample_of(tape).messages)]
         named = [({"type": "text", "text": text_of({"content": [part]})}, part) for part, _ in seen]
         holds = {one["media"]: tape for part, tape in seen for one in image_parts([{"content": [part]}])}
@@ -160,7 +161,7 @@ class Judge:
 
 
 def _cost(found: Completion) -> dict[str, JsonValue]:
-    """Known usage (tokens, dollars), and the errors before the answer."""
+    """Return the known usage (tokens, dollars), and the errors before the answer."""
     usage = found.usage.model_dump(exclude_none=True)
     failed: list[JsonValue] = [attempt.error for attempt in found.attempts if attempt.error is not None]
     return {**({"usage": usage} if usage else {}), **({"failed": failed} if failed else {})}
@@ -177,10 +178,11 @@ def judge_reward(
     show: Callable[[Tape], str] | None = None,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """A reward source with the judge's grade, scaled from 0 (`low`) to 1 (`high`).
+    """Return a reward source with the judge's grade, scaled so that `low` becomes 0 and `high` becomes 1.
 
-    show: makes the text of a tape for the judge, which then sees no picture. By default the judge sees the
-    conversation, its pictures and the right answer, if the task has one."""
+    `show` makes the text of a tape for the judge, which then sees no picture. By default the judge sees the
+    conversation, its pictures and, if the task has one, the right answer.
+    """
     if not low < high:
         raise ValueError(f"invalid grade range: low ({low:g}) must be below high ({high:g})")
     asked = judge if isinstance(judge, Judge) else Judge(judge)
@@ -215,11 +217,11 @@ def pairwise_reward(
     show: Callable[[Tape], str] | None = None,
     timeout: float | None = 3600.0,
 ) -> RewardSource[Tape] | RewardSource[Sequence[Tape]]:
-    """A reward source with the share of pairs that an attempt wins (a tie counts half). Its metric `order` is the share
-    of pairs in which the judge's choice depended on the order.
+    """Return a reward source with the share of pairs that an attempt wins, where a tie counts half.
 
-    Without `against` it compares the attempts of a group, each with all others, or with `rivals` of them (an even
-    number: those next to it). With it, each attempt with the text that `against` gives for it, a baseline's work.
+    Its metric `order` is the share of pairs in which the judge's choice depended on the order. Without `against`, it
+    compares each attempt in a group with all others, or with the `rivals` attempts next to it (an even number). With
+    `against`, it compares each attempt with the text that `against` gives for it, which is a baseline's work.
     """
     if rivals is not None and (rivals < 2 or rivals % 2):
         raise ValueError(f"rivals must be even and at least 2, not {rivals}: each attempt meets as many on either side")
@@ -228,7 +230,8 @@ def pairwise_reward(
     text = show or shown
 
     async def versus(one: str, other: str, *of: Tape) -> tuple[float, bool, list[JsonValue]]:
-        """(share that `one` wins, whether the order decided, evidence). of: the tapes, for their pictures."""
+        """Return (share that `one` wins, whether the order decided, evidence). The pictures come from the tapes in
+        `of`."""
         seen = of if show is None else ()
         (a, evidence), (b, swapped) = await asyncio.gather(
             asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better, seen),
@@ -259,7 +262,7 @@ def pairwise_reward(
 
 
 def shown(tape: Tape) -> str:
-    """The conversation as text, and the right answer, if the task has one."""
+    """Return the conversation as text and, if the task has one, the right answer."""
     reference = reference_of(tape)
     said = _middle_out(as_script(sample_of(tape).messages))
     return said if reference is None else f"{said}\n\n(the right answer, which the assistant didn't see: {reference})"

@@ -1,20 +1,21 @@
-"""The scores of an evaluation with their uncertainty: mean reward, pass@k, and the difference of two evaluations.
+"""The scores of an evaluation with their uncertainty: mean reward, pass@k, and the difference between two evaluations.
 
-Tasks are independent, attempts at one task are not. So every number is a mean over tasks, and every interval expresses
-which tasks were drawn. An unscored attempt is neither a success nor zero: it is counted and left out.
+Tasks are independent, but attempts at one task are not. So every number is a mean over tasks, and every interval
+reflects the uncertainty from which tasks happened to be drawn. An unscored attempt counts as neither a success nor
+zero. It is counted separately and left out.
 
     pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k),   n scored attempts of the task, c of them successes
 
-    (Chen et al. 2021, arXiv 2107.03374, as a product, so that no factorial overflows)
+(Chen et al. 2021, arXiv 2107.03374, as a product, so that no factorial overflows)
 
-1. A task with fewer than k scored attempts has no unbiased estimate; it is left out of pass@k, and counted as `short`.
+1. A task with fewer than k scored attempts has no unbiased estimate. It is left out of pass@k, and counted as `short`.
 2. The interval of pass@k is Wilson's, with an effective number of tasks p (1 - p) / (s^2 / N), at least N. s^2 is the
    variance of the tasks' estimates, shrunk by one part in N towards its maximum, p (1 - p), because a few tasks that
-   agree are little evidence. For one attempt per task that is Wilson's own interval.
-3. The interval of a mean reward, and of a difference, is the percentile bootstrap over tasks, its tails widened for few
-   tasks (the "expanded percentile" of Hesterberg 2015, arXiv 1411.5279).
+   agree are little evidence. With one attempt per task, this is exactly Wilson's interval.
+3. The interval of a mean reward, and of a difference, is the percentile bootstrap over tasks. Its tails are widened if
+   there are few tasks (the "expanded percentile" of Hesterberg 2015, arXiv 1411.5279).
 
-Standard library only.
+This module uses the standard library only.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from ...tapes.value import Value
 LEVEL = 0.95
 """Confidence level of every interval."""
 RESAMPLES = 2000
-"""Resamples of a bootstrap."""
+"""Number of resamples in a bootstrap."""
 
 
 class NothingInCommon(TapereelError, ValueError):
-    """Two evaluations that share no scored task."""
+    """The two evaluations share no scored task."""
 
 
 class Interval(Value):
@@ -45,17 +46,17 @@ class Interval(Value):
 
     value: float
     low: float | None
-    """None, like `high`, with a single task, which doesn't show the variance over tasks."""
+    """None, like `high`, if there is a single task, which doesn't show the variance over tasks."""
     high: float | None
     tasks: int
-    """Number of tasks that the mean is over."""
+    """Number of tasks in the mean."""
 
     def __str__(self) -> str:
         return interval(self.value, self.low, self.high)
 
     @property
     def signed(self) -> str:
-        """The text of a difference, with its sign. It mentions an interval that doesn't span 0."""
+        """The text of a difference, with its sign. It mentions if the interval doesn't span 0."""
         spans = self.low is None or self.high is None or self.low <= 0 <= self.high
         return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
 
@@ -65,20 +66,20 @@ class Scores(Value):
 
     tasks: int
     without: int = 0
-    """Tasks without a result: none of their attempts is scored, and every mean leaves them out."""
+    """Number of tasks without a result. None of their attempts is scored, and every mean leaves them out."""
     reward: Interval | None
-    """Mean over tasks of the mean reward of their scored attempts; None when nothing was scored."""
+    """Mean over tasks of the mean reward of their scored attempts. None if nothing was scored."""
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
-    """k -> pass@k; None when no task has k scored attempts."""
+    """k -> pass@k, which is None if no task has k scored attempts."""
     short: dict[int, int] = Field(default_factory=dict)
-    """k -> tasks with scored attempts, but fewer than k of them."""
+    """k -> number of tasks that have scored attempts, but fewer than k of them."""
     success: float
-    """The least reward of a success."""
+    """The minimum reward that counts as a success."""
     attempts: int
     unscored: int
-    """Attempts without a reward."""
+    """Number of attempts without a reward."""
     by_label: dict[str, Scores] = Field(default_factory=dict)
-    """label -> scores of its tasks; empty if tasks have no labels."""
+    """label -> scores of its tasks. Empty if tasks have no labels."""
 
 
 class Comparison(Value):
@@ -87,18 +88,18 @@ class Comparison(Value):
     reward: Interval
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
     only_first: int
-    """Tasks that only the first scored; they are left out."""
+    """Number of tasks that only the first evaluation scored. They are left out."""
     only_second: int
 
 
 Rewards = Mapping[str, Sequence[float | None]]
-"""task -> the rewards of its attempts; None for an unscored attempt."""
+"""task -> the rewards of its attempts, where None means an unscored attempt."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of k attempts succeeds, from n attempts with c successes.
+    """Return the unbiased estimate of the chance that one of k attempts succeeds, from n attempts with c successes.
 
-    ValueError unless 0 <= c <= n and 1 <= k <= n.
+    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
     """
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(
@@ -108,13 +109,13 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def check_k(k: Sequence[int], attempts: int) -> None:
-    """ValueError where some k is not between 1 and `attempts`."""
+    """Raise ValueError if some k is not between 1 and `attempts`."""
     if k and not 1 <= min(k) <= max(k) <= attempts:
         raise ValueError(f"pass@k for k = {', '.join(map(str, k))} takes 1 <= k <= attempts, and attempts = {attempts}")
 
 
 def wilson(p: float, n: float) -> tuple[float, float]:
-    """Wilson's interval of a share p of n independent trials; n may be an effective number."""
+    """Return Wilson's interval for a share p in n independent trials. n may be an effective number."""
     z2 = NormalDist().inv_cdf((1 + LEVEL) / 2) ** 2
     centre, half = p + z2 / (2 * n), math.sqrt(z2 * (p * (1 - p) + z2 / (4 * n)) / n)
     low, high = (centre - half) / (1 + z2 / n), (centre + half) / (1 + z2 / n)
@@ -122,7 +123,10 @@ def wilson(p: float, n: float) -> tuple[float, float]:
 
 
 def share_interval(values: Sequence[float]) -> Interval | None:
-    """The mean of one number in [0, 1] per task, with the interval of note 2; None without values."""
+    """Return the mean over tasks, with the interval described in note 2. Return None if there are no values.
+
+    Each task contributes one number in [0, 1].
+    """
     if not values:
         return None
     n, p = len(values), mean(values)
@@ -133,7 +137,10 @@ def share_interval(values: Sequence[float]) -> Interval | None:
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
-    """The mean of one number per task, with the expanded percentile interval of `resamples` draws of as many tasks."""
+    """Return the mean over tasks, where each task contributes one number. Return None if there are no values.
+
+    The interval is the expanded percentile of `resamples` draws, each of as many tasks as there are.
+    """
     if not values:
         return None
     n, centre = len(values), mean(values)
@@ -146,7 +153,8 @@ def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
 
 
 def _student(q: float, freedom: int) -> float:
-    """Quantile of Student's t (Abramowitz and Stegun 26.7.5); 1 % too small at 3 degrees of freedom."""
+    """Return the quantile of Student's t (Abramowitz and Stegun 26.7.5), which is 1 % too small at 3 degrees of
+    freedom."""
     z = NormalDist().inv_cdf(q)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / freedom ** (k + 1) for k, term in enumerate(terms))
@@ -166,8 +174,10 @@ def evaluate_rewards(
     seed: int = 0,
     labels: Mapping[str, str] | None = None,
 ) -> Scores:
-    """The scores of these rewards. success: the least reward of a success. labels: task -> label, for scores by
-    label."""
+    """Compute the scores from these rewards.
+
+    `success` is the minimum reward that counts as a success. `labels` maps each task to a label for scores by label.
+    """
     known = _known(rewards)
     wanted = sorted(set(k))
     pass_at = {n: share_interval(list(_passes(known, n, success).values())) for n in wanted}
@@ -190,7 +200,7 @@ def evaluate_rewards(
 
 
 def standard_error(rewards: Rewards) -> float | None:
-    """Standard error of the mean over tasks of their mean reward; None below two scored tasks."""
+    """Return the standard error of the mean over tasks of their mean reward, or None below two scored tasks."""
     means = [mean(own) for own in _known(rewards).values()]
     return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
 
@@ -198,7 +208,8 @@ def standard_error(rewards: Rewards) -> float | None:
 def compare(
     first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
 ) -> Comparison:
-    """First minus second, paired by task, with bootstrap intervals. Raises NothingInCommon if no task is in both."""
+    """Return first minus second, paired by task, with bootstrap intervals. Raises NothingInCommon without a shared
+    task."""
     one, two = _known(first), _known(second)
     if not one.keys() & two.keys():
         raise NothingInCommon(
@@ -221,13 +232,13 @@ def compare(
 
 
 def _known(rewards: Rewards) -> dict[str, list[float]]:
-    """The tasks with a scored attempt."""
+    """Return the scored rewards of the tasks that have a scored attempt."""
     known = {task: [r for r in own if r is not None] for task, own in rewards.items()}
     return {task: own for task, own in known.items() if own}
 
 
 def _passes(known: Mapping[str, Sequence[float]], k: int, success: float) -> dict[str, float]:
-    """pass@k of each task that has k attempts."""
+    """Return pass@k for each task that has k attempts."""
     return {
         task: pass_at_k(len(own), sum(r >= success for r in own), k) for task, own in known.items() if len(own) >= k
     }

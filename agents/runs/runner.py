@@ -1,4 +1,4 @@
-"""`run`: rolls an agent out over tasks into a run directory.
+"""`run` rolls an agent out over tasks and records into a run directory.
 
 A resumed run reads which attempts already have a usable episode, and rolls out the others with the seeds that an
 uninterrupted run would have used.
@@ -46,14 +46,14 @@ class SuccessConfig(Config):
     """What counts as a success."""
 
     success: float = 1.0
-    """The least reward of a success."""
+    """The minimum reward that counts as a success."""
 
 
 class ScoresConfig(AttemptsConfig, SuccessConfig):
-    """The attempts at each task, and the scores to report of them."""
+    """The attempts at each task, and the scores to report for them."""
 
     k: tuple[int, ...] = ()
-    """Report pass@k for each k; no k may exceed `attempts`."""
+    """Report pass@k for each k. No k may exceed `attempts`."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
@@ -65,12 +65,12 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     """What to roll out."""
 
     retries: int = Field(default=RETRIES, ge=0)
-    """Further episodes of an attempt that ended by a fault of the environment, the model or Tapereel, or by a time
-    limit."""
+    """Maximum number of further episodes for an attempt that ended by a fault of the environment, the model or
+    Tapereel, or by a time limit."""
 
 
 FREE = ("concurrency", "k", "success")
-"""Settings that may change when a run is resumed: they change no tape."""
+"""Settings that may change when a run is resumed, because they change no tape."""
 
 
 class Ended(Value):
@@ -78,40 +78,40 @@ class Ended(Value):
 
     status: str
     cause: str | None
-    """The part at fault, or the limit; None for an end that needs no cause."""
+    """The part at fault, or the limit. None for an end that needs no cause."""
     episodes: int
 
 
 class RunSummary(Value):
-    """The results of a run, from every tape of its split, including tapes of earlier processes."""
+    """The results of a run, from every tape in its split, including tapes from earlier processes."""
 
     run: str
     tasks: int
     attempts: int
-    """For each task."""
+    """Number of attempts at each task."""
     episodes: int
     recorded: int
-    """Episodes that this process recorded."""
+    """Number of episodes that this process recorded."""
     ends: tuple[Ended, ...]
     faults: tuple[Fault, ...]
-    """At most 10 errors of this process, the most frequent first, including errors that left a result. Errors of one
-    class raised at one line count as one fault, which has the message of the first."""
+    """At most 10 errors in this process, the most frequent first, including errors in episodes that kept their result.
+    Errors of one class that are raised at one line count as one fault, which has the first error's message."""
     reward: float | None
-    """Mean over tasks of the mean reward of their scored attempts, as in `scores`; None without a scored attempt."""
+    """Mean over tasks of the mean reward of their scored attempts, as in `scores`. None if no attempt was scored."""
     error: float | None
-    """Standard error of that mean over tasks; None below two."""
+    """Standard error of that mean over tasks. None if there are fewer than two."""
     scores: Scores
     """Mean reward and pass@k over tasks, with their intervals. The last usable episode of an attempt counts."""
     scored: int
-    """Attempts with a reward."""
+    """Number of attempts with a reward."""
     usable: int
-    """Episodes whose end the agent caused, so that their rewards count."""
+    """Number of episodes whose end the agent caused, so that their rewards count."""
     turns: float | None
-    """Mean actions of an episode."""
+    """Mean number of actions per episode."""
     tokens: dict[str, int]
-    """Tokens by place (`Books.counts`): `sampled`, `authored` and others."""
+    """Tokens by place (`Books.counts`), such as `sampled` and `authored`."""
     seconds: float
-    """Of this process."""
+    """Seconds that this process took."""
     advice: tuple[str, ...] = ()
     """Advice about the run, one sentence each."""
 
@@ -130,13 +130,13 @@ def run(
 
     `agent`, `env` and `tasks` are objects that the configuration doesn't name (`Setup.resolve`). Raises UsageError,
     before anything is written, if `out` holds a run and `resume` is false, or if the configuration names something that
-    doesn't exist. Works inside a running event loop too.
+    doesn't exist. This function also works inside a running event loop.
     """
     started = time.perf_counter()
-    # Before the event loop starts: the user's code that makes these objects may run an event loop of its own.
+    # This precedes the event loop, because the user's code that makes these objects may run its own event loop.
     check_models([config.engine, *(player.engine for player in config.players.values())])
     config, setup = fitted(config).resolve(agent=agent, env=env, tasks=tasks)
-    check_free(out)  # before a model is loaded
+    check_free(out)  # checked before a model is loaded
     with setup:
         return run_async(_run(config, setup, Path(out).absolute(), resume, progress, started))
 
@@ -175,27 +175,27 @@ class _Attempts:
         self.setup = setup
         self.journal = directory.store.writer
         self.usable: dict[tuple[str, int], list[bool]] = {}
-        """(group, attempt) -> for each of its episodes, in order, whether it can be trained on; see `needs_episode`."""
+        """(group, attempt) -> whether each of its episodes, in order, can be trained on. See `needs_episode`."""
         self.faults = Faults()
         self.recorded = 0
-        """Episodes of this process."""
+        """Number of episodes in this process."""
         self.done, self.total = 0, len(setup.tasks) * config.attempts
-        """Attempts that have ended, and all."""
+        """The number of attempts that have ended, and of all attempts."""
         for summary in directory.store.summaries(split=config.split, closed=True):
-            # An episode that the model failed counts in this process, as a retry; a later process repeats it, with the
-            # same seed: the server may answer now.
+            # An episode that failed because of the model counts in this process, as a retry. A later process repeats it
+            # with the same seed, because the server may answer then.
             cut = (Status.CANCELLED, Status.CRASHED)
             failed = summary.status == Status.ERROR and summary.cause == CauseType.MODEL
             if summary.group is not None and summary.status not in cut and not failed:
                 self.usable.setdefault((summary.group, summary.attempt), []).append(summary.trainable)
 
     def group(self, task: Task) -> str:
-        """The id of a task's group. It doesn't depend on the order of the tasks."""
+        """Return the id of a task's group. It doesn't depend on the order of the tasks."""
         return f"{self.config.split}/{task.hash[:24]}"
 
     @property
     def open(self) -> list[tuple[Task, int]]:
-        """(task, attempt) of the attempts that need an episode, task by task."""
+        """(task, attempt) for each attempt that needs an episode, task by task."""
         every = ((task, k) for task in self.setup.tasks for k in range(self.config.attempts))
         return [
             (task, k)
@@ -219,13 +219,14 @@ class _Attempts:
         await run_all(todo, attempt, concurrency=self.config.concurrency)
 
     async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
-        """The attempt's further episodes: one, and retries if it can't be trained on."""
+        """Run the attempt's further episodes: one, and retries if it can't be trained on. Return their tapes."""
         config, group = self.config, self.group(task)
         usable = self.usable.setdefault((group, attempt), [])
         tapes: list[Tape] = []
 
         async def episode() -> Tape:
-            # The number of earlier episodes is part of the seed: a resumed run draws what an uninterrupted one draws.
+            # The number of earlier episodes is part of the seed, so that a resumed run draws the same as an
+            # uninterrupted one.
             tape = await rollout(
                 self.setup.agent,
                 self.setup.env,
@@ -278,7 +279,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
-    """task hash -> the reward of each attempt's last usable episode; None if that is unscored or missing."""
+    """Map each task hash to the rewards of its attempts' last usable episodes. None means unscored or missing."""
     return {
         task: [s.reward if s.trainable else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()
@@ -288,8 +289,10 @@ def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float |
 def scores_of(
     store: Store, split: str | None = None, *, k: Iterable[int] = (), success: float = 1.0, by: str | None = None
 ) -> Scores:
-    """Scores of the recorded episodes of `split` (None: all). by: also by label, the value under this key in the public
-    part of each task."""
+    """Return the scores of the recorded episodes in `split`, or in all splits if it is None.
+
+    If `by` is given, scores are also reported for each label, the value under this key in a task's public part.
+    """
     labels: dict[str, str] | None = None
     if by is not None:
         first = {s.task_hash: s.id for s in store.summaries(split=split, closed=True)}
@@ -308,12 +311,12 @@ class RunScores(Value):
 
     run: str
     split: str | None
-    """None: all splits."""
+    """None means all splits."""
     scores: Scores
     against: str | None = None
     against_scores: Scores | None = None
     difference: Comparison | None = None
-    """`run` less `against`, paired by task; None without another run."""
+    """`run` minus `against`, paired by task. None if there is no other run."""
 
 
 def score_run(
@@ -326,18 +329,19 @@ def score_run(
     against: str | Path | None = None,
     against_split: str | None = None,
 ) -> RunScores:
-    """The scores of a run's recorded episodes, and their difference from the run `against`.
+    """Return the scores of a run's recorded episodes, and their difference from the run `against`.
 
-    k: pass@k for these, by default powers of two up to the number of attempts. success: the least reward of a success.
-    by: also by label, the value under this key in each task's public part. against_split: None takes `split`. Raises
-    UsageError if a split has no closed tape.
+    `k` has the values for which pass@k is reported, by default powers of two up to the number of attempts. `success` is
+    the minimum reward that counts as a success. If `by` is given, scores are also reported for each label, which is the
+    value under this key in a task's public part. If `against_split` is None, `split` is used. Raises UsageError if a
+    split has no closed tape.
     """
     with ExitStack() as stores:
         store = stores.enter_context(Store.open(run))
         rewards = _recorded_rewards(store, str(run), split)
         other: Rewards | None = None
         if against is not None:
-            # One path is opened once: two readers of one run may see different states of a run that grows.
+            # Each path is opened only once, because two readers of a run that grows may see different states.
             second = store if str(against) == str(run) else stores.enter_context(Store.open(against))
             other = _recorded_rewards(second, str(against), against_split or split)
         k = k or _powers(rewards, other)
@@ -363,6 +367,6 @@ def _recorded_rewards(store: Store, name: str, split: str | None) -> Rewards:
 
 
 def _powers(*evaluations: Rewards | None) -> tuple[int, ...]:
-    """1, 2, 4 ... up to the number of scored attempts that some task of each evaluation has."""
+    """Return 1, 2, 4 ... up to the number of scored attempts that some task in each evaluation has."""
     most = min(max(sum(r is not None for r in own) for own in rewards.values()) for rewards in evaluations if rewards)
     return tuple(2**i for i in range(most.bit_length()))
