@@ -41,18 +41,21 @@ class RendererConfig(Config):
     """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
     prompt again from its messages."""
     special_text: Literal["split", "refuse"] = "split"
-    """Control-token text in content. `split`: it becomes ordinary tokens. `refuse`: it ends the episode."""
+    """What happens to text in the content that equals a control token. `split`: it becomes ordinary tokens. `refuse`:
+    it ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})
-    """Arguments of the chat template, such as `{"enable_thinking": False}`."""
+    """Arguments for the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to the template's own."""
     video: VideoTokens = "frames"
-    """How the model reads a video. `frames`: each frame is a picture after its time as text. `native`: the video
-    tokens of Qwen2.5-VL and Qwen3-VL, in an embedded engine, with the extra `video`."""
+    """How the model reads a video. `frames`: each frame is a picture, and its time comes before it as text. `native`:
+    the model reads the video tokens of Qwen2.5-VL or Qwen3-VL, in an embedded engine, with the extra `video`."""
 
     def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
-        """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees. Raises UsageError if the
-        tokenizer has no chat template."""
+        """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees.
+
+        Raises UsageError if the tokenizer has no chat template.
+        """
         from ..rendering.renderer import Renderer
 
         return Renderer(
@@ -65,7 +68,7 @@ class RendererConfig(Config):
         )
 
     def load(self, folder: str | Path) -> Renderer:
-        """Create the renderer of the model in `folder`, which may hold the tokenizer alone."""
+        """Create the renderer for the model in `folder`, which may hold only the tokenizer."""
         from ..engines.embedded.pretrained import load_pictures, load_tokenizer
 
         tokenizer = load_tokenizer(folder)
@@ -76,21 +79,21 @@ class ComputeConfig(Config):
     """Where and how a model is computed in this process."""
 
     device: str = "auto"
-    """The device: `cpu`, `cuda`, `cuda:1` and so on. `auto` is a GPU if torch finds one."""
+    """The device, such as `cpu`, `cuda` or `cuda:1`. `auto` is a GPU if torch finds one."""
     dtype: Dtype = "float32"
-    """The dtype of the model's weights. In training, `bfloat16` is for a model that is trained by its adapters."""
+    """The dtype of the model's weights. In training, `bfloat16` is only for a model that is trained by its adapters."""
     threads: int = Field(default=1, ge=1)
-    """Torch threads of the process. If several policies or embedded engines set it, the largest number applies. One
-    thread keeps its speed while other work runs on the machine."""
+    """Number of torch threads in the process. If several policies or embedded engines set it, the largest number
+    applies. With one thread, the speed doesn't drop while other work runs on the machine."""
 
 
 class OptionsConfig(Config):
     """An engine with options that Tapereel passes on."""
 
     options: dict[str, JsonValue] = Field(default={})
-    """Further arguments, by `kind`. `vllm`: flags of a server that the run starts, such as `{"max_model_len": 8192}`.
-    `litellm`: arguments of its `completion`, such as `{"reasoning_effort": "low"}`. `module:name`: arguments of the
-    class or function. The run records them: keep API keys in environment variables."""
+    """Further arguments, by `kind`. `vllm`: flags for a server that the run starts, such as `{"max_model_len": 8192}`.
+    `litellm`: arguments for its `completion`, such as `{"reasoning_effort": "low"}`. `module:name`: arguments for the
+    class or function. The run records them, so keep API keys in environment variables."""
 
     @model_validator(mode="after")
     def _no_keys(self) -> Self:
@@ -107,17 +110,17 @@ class RenderedConfig(Config):
     """An engine whose requests are rendered to tokens in this process."""
 
     renderer: RendererConfig = RendererConfig()
-    """How conversations become tokens. An engine of kind `module:name` has its own renderer: this is the trainer's."""
+    """How conversations become tokens. An engine of kind `module:name` has its own renderer. This is the trainer's."""
 
 
 class SlotsConfig(RenderedConfig):
     """An engine whose model can be trained. In training, an embedded engine may sample with a copy of its weights."""
 
     slots: int = Field(default=64, ge=1)
-    """Maximum number of concurrent completions of an embedded engine; further requests wait. For other engines: of the
-    embedded engine that samples held-out tasks in training, with evaluation.engine=own."""
+    """Maximum number of concurrent completions in an embedded engine. Further requests wait. For other engines, this
+    applies to the embedded engine that samples held-out tasks in training with evaluation.engine=own."""
     capacity: int | None = Field(default=None, ge=2)
-    """Maximum tokens of prompt and completion together, of the same engine. None: the model's limit, at most 4,096."""
+    """Maximum tokens of prompt and completion together, in that engine. None means the model's limit, at most 4,096."""
 
 
 class ScriptedConfig(RenderedConfig):
@@ -125,11 +128,11 @@ class ScriptedConfig(RenderedConfig):
 
     kind: Literal["scripted"] = "scripted"
     answers: tuple[str, ...] = ()
-    """The engine returns the k-th answer for the k-th request of every conversation."""
+    """The engine returns the k-th answer for the k-th request in every conversation."""
     policy: str | None = None
-    """`module:name` of a function from a Request to the answer; it replaces `answers`."""
+    """`module:name` of a function from a Request to the answer. It replaces `answers`."""
     tokenizer: str | None = None
-    """A folder with a tokenizer, or a name of the hub. The answers are then recorded as tokens too."""
+    """A folder with a tokenizer, or its name on the hub. If it is set, the answers are recorded as tokens too."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ScriptedConfig:
@@ -142,18 +145,24 @@ class ScriptedConfig(RenderedConfig):
 
 
 class EmbeddedConfig(SlotsConfig, ComputeConfig):
-    """Settings of an engine that samples a transformers model inside this process. In training, the engine uses the
-    trainer's device: only `trainer` has the settings `device`, `dtype` and `threads`."""
+    """Settings of an engine that samples a transformers model inside this process.
+
+    In training, the engine uses the trainer's device. Then only `trainer` has the settings `device`, `dtype` and
+    `threads`.
+    """
 
     kind: Literal["embedded"] = "embedded"
     model: str
-    """A folder in Hugging Face format (model and tokenizer, with a chat template), or a model of the Hugging Face hub
-    as `org/name` or `org/name@revision`. A folder of that name comes first."""
+    """A folder in Hugging Face format (model and tokenizer, with a chat template), or a model on the Hugging Face hub
+    as `org/name` or `org/name@revision`. A folder of that name takes precedence."""
 
 
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
-    """vLLM or SGLang servers that serve one model. `tapereel serve model` starts vLLM with the required flags; without
-    `urls`, the run starts it. No test has run against a real SGLang server yet."""
+    """vLLM or SGLang servers that serve one model.
+
+    `tapereel serve model` starts vLLM with the required flags. If `urls` is empty, the run starts it. No test has run
+    against a real SGLang server yet.
+    """
 
     kind: Literal["vllm", "sglang"] = "vllm"
 
@@ -197,14 +206,16 @@ class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
 
 
 class LiteLLMConfig(RequestConfig, OptionsConfig):
-    """A hosted model of any provider that litellm supports. Its answers are text without log-probs: they suit
-    imitation (SFT) and not reinforcement learning."""
+    """A hosted model from any provider that litellm supports.
+
+    Its answers are text without log-probs. They are suitable for imitation (SFT) but not for reinforcement learning.
+    """
 
     kind: Literal["litellm"] = "litellm"
     model: str
-    """litellm's name of the model, such as `openai/gpt-4o-mini` or `anthropic/claude-sonnet-4-5`."""
+    """litellm's name for the model, such as `openai/gpt-4o-mini` or `anthropic/claude-sonnet-4-5`."""
     base_url: Address | None = None
-    """Address of a self-hosted server. None: the provider's address."""
+    """Address of a self-hosted server. None means the provider's address."""
     seconds: float = Field(default=120.0, gt=0)
     """Time limit of one request, in seconds."""
     retries: int = Field(default=5, ge=0)
@@ -212,10 +223,10 @@ class LiteLLMConfig(RequestConfig, OptionsConfig):
     budget: float | None = Field(default=None, gt=0)
     """Spending limit of this process in US dollars. Requests in flight at the limit are still paid. None: no limit."""
     prices: tuple[float, float] | None = None
-    """US dollars per million prompt tokens and per million completion tokens. None: litellm's prices."""
+    """US dollars per million prompt tokens and per million completion tokens. None means litellm's prices."""
 
     def cost(self, turns: int | None, tokens: int) -> str:
-        """The most that an episode costs, with answers of `tokens` that each later turn reads again."""
+        """Describe the most that an episode costs, with answers of `tokens` tokens that each later turn reads again."""
         if self.prices is None or turns is None:
             return f"dollars for {self.model}: unknown without {'a limit of turns' if self.prices else 'engine.prices'}"
         prompt, completion = (price / 1e6 for price in self.prices)
@@ -228,15 +239,16 @@ class CustomConfig(SlotsConfig, OptionsConfig):
     """A user-defined engine: a class, or a function that creates an instance."""
 
     kind: str = Field(pattern=r"^[^:]+:[^:]+$")
-    """`package.module:name` or `file.py:name`, called with `options` as keyword arguments."""
+    """`package.module:name` or `file.py:name`, which is called with `options` as keyword arguments."""
     model: str | None = None
-    """The trainer's model, as of an embedded engine. Required in training."""
+    """The trainer's model, with the same meaning as in an embedded engine. It is required in training."""
 
     def make(self, needs: Iterable[Capability] = (), use: str = "This run") -> Engine:
         """Create an engine.
 
         Raises UsageError if `kind` names no callable that accepts `options`, or if the result isn't an Engine with the
-        capabilities `needs`, which `use` needs."""
+        capabilities in `needs`. `use` names what needs them.
+        """
         factory = load_function(self.kind, "a class or a function that makes an engine (engine.kind)")
         try:
             inspect.signature(factory).bind(**self.options)
@@ -249,12 +261,12 @@ class CustomConfig(SlotsConfig, OptionsConfig):
         return cast(Engine, engine)
 
     async def check(self, needs: Iterable[Capability] = (), use: str = "This run") -> None:
-        """Create an engine and close it. Raises as `make` does, before the run writes any file."""
+        """Create an engine and close it. Raises the same errors as `make`, before the run writes any file."""
         await self.make(needs, use).close()
 
 
 def engine_kind(settings: object) -> str | None:
-    """The tag in the union of engine settings: `custom` for `module:name`, otherwise `kind`."""
+    """Return the tag in the union of engine settings. It is `custom` for `module:name`, otherwise `kind`."""
     kind = settings.get("kind") if isinstance(settings, dict) else getattr(settings, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 
@@ -272,10 +284,11 @@ EngineConfig = Annotated[
 
 
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
-    """Find the models and tokenizers of these engines, and download the ones that only the hub has.
+    """Find the models and tokenizers of these engines, and download the ones that are only on the hub.
 
-    Called before torch is imported, so that a wrong name fails at once. Raises UsageError for a name without a model,
-    and MissingExtra for native video without torchvision."""
+    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError for a name without a
+    model, and MissingExtra for native video without torchvision.
+    """
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
         if name is not None and not isinstance(engine, LiteLLMConfig):
@@ -292,7 +305,7 @@ class Made:
 
     engine: Engine
     publish: Publish | None
-    """Version and digest of the weights. None: the engine has no weights, or this process can't read them."""
+    """Version and digest of the weights. None if the engine has no weights or this process can't read them."""
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:
@@ -319,7 +332,8 @@ async def connect_to(
 ) -> RemoteEngine:
     """Connect to the servers, or start vLLM on this machine. With `weights`, the engine accepts weight syncs.
 
-    `adapters`: the LoRA settings for `publish: lora`. Raises EngineError if vLLM doesn't start."""
+    `adapters` has the LoRA settings for `publish: lora`. Raises EngineError if vLLM doesn't start.
+    """
     from ..engines.servers.connect import connect
     from ..engines.servers.launch import LocalServer, OwnServer, flags_of
 
@@ -347,7 +361,7 @@ def _policy(config: ScriptedConfig) -> Policy:
     answers = config.answers
 
     def in_turn(request: Request) -> str:
-        # The conversation gives the index, not a counter: concurrent episodes share this function.
+        # The index comes from the conversation and not from a counter, because concurrent episodes share this function.
         k = sum(message["role"] == "assistant" for message in request.messages)
         if k >= len(answers):
             raise EngineError(f"the script has {len(answers)} answers, and one more was requested")
@@ -368,7 +382,7 @@ def _embedded(config: EmbeddedConfig) -> Made:
     torch.set_num_threads(config.threads)
     found = load_pretrained(config.model, device=config.device, dtype=config.dtype, video=config.renderer.video)
     digest = weights_digest(found.model.state_dict())
-    # The version comes from the digest of the weights: the same model has the same version in every run.
+    # The version comes from the digest of the weights, so that the same model has the same version in every run.
     version = f"{digest[:12]}:0"
     engine = EmbeddedEngine(
         found.model,

@@ -1,4 +1,4 @@
-"""Defaults that fit the model: a profile by its size fills the settings that are unset. Doesn't import torch."""
+"""Defaults that fit the model. A profile chosen by its size fills the settings that are unset. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from ..engines.embedded.pretrained import ADAPTERS
 
 log = logger("profile")
 TINY, LARGE = 10_000_000, 1_500_000_000
-"""Weights without embeddings below which a model counts as made from scratch; all weights from which it is `large`."""
+"""A model with fewer than `TINY` weights, without embeddings, counts as made from scratch. A model with at least
+`LARGE` weights in all is `large`."""
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
 class Shape(NamedTuple):
-    """A decoder with gated feed-forward layers. `body` counts the weights without embeddings and output layer, and
-    `parameters` counts all weights, tied ones once. `queries` and `keys` are heads x head size, `feed` is the
-    feed-forward width, and `drops` is true with dropout."""
+    """A decoder with gated feed-forward layers.
+
+    `body` counts the weights without embeddings and output layer, and `parameters` counts all weights, tied ones once.
+    `queries` and `keys` are heads x head size, `feed` is the feed-forward width, and `drops` is true if there is
+    dropout.
+    """
 
     body: int
     parameters: int
@@ -37,14 +41,17 @@ class Shape(NamedTuple):
     vocabulary: int
     drops: bool
     tower: int = 0
-    """Weights of a vision model's tower, without the projector; part of `body`."""
+    """Weights in a vision model's tower, without the projector. They are part of `body`."""
     seen: tuple[int, int] = (0, 0)
     """(layers, width) of the tower."""
 
 
 def shape_of(model: str | None) -> Shape | None:
-    """The shape of a model on this machine, from `config.json` and the headers of its weights; with adapters, of the
-    model below them. None if the model isn't here, or its files don't show the shape."""
+    """Return the shape of a model on this machine, from `config.json` and the headers of its weights.
+
+    For adapters, this is the shape of the model below them. Returns None if the model isn't here, or its files don't
+    show the shape.
+    """
     folder = None if model is None else local_folder(model)
     try:
         if folder is not None and (folder / ADAPTERS).is_file():
@@ -52,7 +59,7 @@ def shape_of(model: str | None) -> Shape | None:
         if folder is None or not (folder / "config.json").is_file():
             return None
         about = json.loads((folder / "config.json").read_text())
-        about = about.get("text_config", {}) | about  # of a vision model, the part that reads text
+        about = about.get("text_config", {}) | about  # in a vision model, the part that reads text
         names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
         width, layers, heads, vocabulary = (int(about[name]) for name in names)
         size, experts = about.get("head_dim") or width // heads, about.get("num_experts_per_tok")
@@ -80,15 +87,15 @@ class Default(NamedTuple):
     """A setting, its value in each profile, and the source of the values for pretrained models."""
 
     key: str
-    """As in the configuration of `train`."""
+    """The key in the configuration of `train`."""
     tiny: Any
     small: Any
     large: Any
     source: str
     far: float
-    """A user's value gives a warning when it is this many times higher or lower; 0: never."""
+    """A user's value causes a warning if it is this many times higher or lower. 0 means never."""
     adapted: Any
-    """The value with adapters on a pretrained model, or None if it is the same."""
+    """The value for adapters on a pretrained model, or None if it is the same."""
     body: str | None = None
     """The critic's `body` that the row is for, or None if it isn't a setting of the critic."""
 
@@ -116,16 +123,17 @@ PROFILES: tuple[Default, ...] = (
 
 
 def fitted(config: ConfigT) -> ConfigT:
-    """The configuration with the profile's value for each setting that it leaves unset.
+    """Return the configuration with the profile's value for each setting that it leaves unset.
 
     Logs the profile and its reason, and a warning for each number that is far from the profile. Hosted models and
     models that aren't on this machine have no profile. A trained player without an optimiser gets the loop's optimiser
-    as the user set it, filled by the profile of the player's own model."""
+    as the user set it, filled by the profile of the player's own model.
+    """
     whole: Any = config
     made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)
     for name, player in _trained(config).items():
         if player.optimiser is None and "optimiser" in player.model_fields_set:
-            continue  # recorded so: the loop's
+            continue  # recorded as unset, so that the loop's optimiser applies
         own = player.model_copy(update={"optimiser": player.optimiser or whole.loop.optimiser})
         own = _filled(own, [row for row in PROFILES if row.key.startswith("loop.optimiser.")], own, f"players.{name}.")
         if own.optimiser != (player.optimiser or made.loop.optimiser):
@@ -134,7 +142,8 @@ def fitted(config: ConfigT) -> ConfigT:
 
 
 def fit_critic(config: ConfigT) -> ConfigT:
-    """The configuration with the profile of its largest trained model for `loop.critic`, if it has a critic."""
+    """Return the configuration with `loop.critic`, if there is one, filled by the profile of the largest trained
+    model."""
     whole: Any = config
     critic = getattr(getattr(whole, "loop", None), "critic", None)
     if critic is None:
@@ -145,13 +154,15 @@ def fit_critic(config: ConfigT) -> ConfigT:
 
 
 def _trained(config: Any) -> dict[str, Any]:
-    """The players that learn; `run` has none."""
+    """Return the players that learn. In `run` there are none."""
     return {name: one for name, one in getattr(config, "players", {}).items() if not getattr(one, "frozen", True)}
 
 
 def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = "") -> ConfigT:
-    """The configuration with `rows` of the profile of `policy`'s model. above: the place of the settings, for
-    messages."""
+    """Return the configuration with `rows` filled from the profile of `policy`'s model.
+
+    `above` is the place of the settings, for messages.
+    """
     engine, trainer = policy.engine, getattr(policy, "trainer", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
     lora = getattr(trainer, "lora", None) is not None
@@ -164,7 +175,7 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
         size = f"{shape.parameters:,} weights"
     filled: list[str] = []
     for key, tiny, small, large, source, factor, adapted, _ in rows:
-        # `run` has the limits and the sampling of the loop as its own.
+        # In `run`, the limits and the sampling of the loop are settings at the top level.
         key = key if "loop" in type(config).model_fields else key.removeprefix("loop.")
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
@@ -182,8 +193,10 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
 
 
 def _put(group: Any, path: list[str], value: Any, unset: bool = False) -> tuple[Any, Any]:
-    """(the group, with `value` if the setting was unset; the value that was set). unset: the whole group is a
-    default."""
+    """Return (the group, with `value` if the setting was unset, and the value that was set).
+
+    `unset` means that the whole group is a default.
+    """
     name, *below = path
     if group is None or name not in type(group).model_fields:
         return group, None

@@ -1,7 +1,7 @@
 """Reads from a run directory how its tapes were recorded: the agent, the environment and the tokenizer.
 
-The functions import code that the run's configuration names, as a resumed run does. They never import names that a
-tape holds, since a tape may come from an untrusted source. The demos' agents are recognised by their names.
+The functions import code that the run's configuration names, as a resumed run does. They never import names from a
+tape, since a tape may come from an untrusted source. The demos' agents are recognised by their names.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from .engine_config import RendererConfig
 
 PARSERS: Mapping[str, Callable[[str], Action]] = {qualified(parse): parse for parse in (read_action, read_way)}
-"""Path on a tape -> parser, of the demos' agents."""
+"""Path on a tape -> the parser. This covers the demos' agents."""
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
-    """The folder of the run's tokenizer: in its newest checkpoint, or in the model that the run started with."""
+    """Return the folder of the run's tokenizer: in its newest checkpoint, or in the model that the run started with."""
     saved = sorted((Path(run) / "checkpoints").glob("update-*/hf/tokenizer.json"))
     if saved:
         return str(saved[-1].parent)
@@ -44,7 +44,10 @@ def tokenizer_folder(run: str | Path) -> str | None:
 
 
 def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | None:
-    """The renderer with the run's settings and the tokenizer in `folder` (default: the run's), or None."""
+    """Return the renderer with the run's settings and the tokenizer in `folder`, or None if there is no tokenizer.
+
+    By default `folder` is the run's own.
+    """
     folder = folder or tokenizer_folder(run)
     if folder is None:
         return None
@@ -52,15 +55,17 @@ def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | 
 
 
 def recorded_rendering(run: str | Path) -> RendererConfig:
-    """The settings of the run's renderer."""
+    """Return the settings of the run's renderer."""
     from .engine_config import RendererConfig
 
     return RendererConfig.model_validate((recorded_settings(run).get("engine") or {}).get("renderer") or {})
 
 
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
-    """The agent that `name` is or names. Without a name, the agent of the run's configuration, or the demo's agent on
-    the tape. Raises UsageError if none of them exists.
+    """Return the agent that `name` is or names.
+
+    Without a name, return the agent in the run's configuration, or the demo's agent on the tape. Raises UsageError if
+    none of them exists.
     """
     if isinstance(name, Agent):
         return name
@@ -75,17 +80,18 @@ def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity
 
 
 def import_steps(run: str | Path) -> None:
-    """Import the environment of the run's configuration: its module defines the step types on the tapes."""
+    """Import the environment in the run's configuration, because its module defines the step types on the tapes."""
     env = recorded_settings(run).get("env")
-    # An environment that Python code passed as an object has no name to import; its module is imported by that code.
+    # An environment that Python code passed as an object has no name to import. That code imports its module.
     if isinstance(env, str) and not is_unnamed(env):
         load_named(env)
 
 
 def _own(identity: Identity) -> Agent | None:
-    """A demo's agent, a `ChatAgent` with one of `PARSERS`; None for any other agent.
+    """Return a demo's agent, which is a `ChatAgent` with one of `PARSERS`. Return None for any other agent.
 
-    The function compares the names on the tape with known names and never imports them."""
+    The function compares the names on the tape with known names and never imports them.
+    """
     parse = PARSERS.get(str(identity.config.get("parse")))
     if parse is None or identity.cls != qualified(ChatAgent):
         return None
@@ -98,7 +104,7 @@ def _own(identity: Identity) -> Agent | None:
 
 
 def with_trainer_settings(engine: Mapping[str, JsonValue], trainer: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """Engine settings for sampling outside of training. An embedded engine gets the trainer's device settings."""
+    """Return engine settings for sampling outside training. An embedded engine gets the trainer's device settings."""
     if engine.get("kind") != "embedded":
         return dict(engine)
     return {**engine, **{key: trainer[key] for key in ("device", "dtype", "threads") if key in trainer}}

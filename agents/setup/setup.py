@@ -34,11 +34,12 @@ if TYPE_CHECKING:
     from ...envs.remote.pool import Pool
 
 UNNAMED = "<object "
-"""Prefix of the recorded name of an object that no import returns."""
+"""Prefix of the name that is recorded for an object that no import returns."""
 LOAD_SECONDS = 60.0
-"""Time limit of the constructor and the `close` of the instance that is made when an environment is loaded."""
+"""Seconds that the constructor and `close` of the instance made when loading an environment may take."""
 LISTED = 100
-"""Longest list of plain values that the configuration records whole. A longer list is recorded by its digest."""
+"""Maximum length of a list of plain values that the configuration records whole. A longer list is recorded by its
+digest."""
 
 AgentSource = Annotated[
     str | Agent | type[Agent] | Callable[[], Agent], "an Agent, its class, a function that makes one, or 'module:name'"
@@ -64,8 +65,7 @@ class LoadedSetup:
 
     @property
     def shows(self) -> str | None:
-        """Names an environment or task that shows pictures, as known before an episode begins. None if none is known
-        to."""
+        """A sentence about an environment or task that is known to show pictures before an episode begins, or None."""
         return shown_by(self.tasks) if self.pixels is None else f"the environment {self.pixels} shows pictures"
 
     def __enter__(self) -> Self:
@@ -81,49 +81,50 @@ class DatasetConfig(Config):
     """How rows of files and datasets become tasks."""
 
     split: str = "train"
-    """The split of a dataset."""
+    """The split that is read from a dataset."""
     config: str | None = None
-    """The subset of a dataset. None: the only one, or the one called `default` or `main`."""
+    """The subset of a dataset. None means the only one, or the one called `default` or `main`."""
     columns: dict[str, str] = Field(default={})
-    """New name -> column, as `{prompt: question, answer: answer}`. The new column `prompt`, a string or chat
-    messages, is the public part of the task. The other columns are its private part. Empty: the whole row is
+    """New name -> column, such as `{prompt: question, answer: answer}`. The new column `prompt`, a string or chat
+    messages, is the public part of the task. The other columns are its private part. If this is empty, the whole row is
     private."""
 
 
 class TasksConfig(Config):
-    """Tasks by name, by file or as a list."""
+    """Tasks, given by name, by file or as a list."""
 
     tasks: str | tuple[JsonValue, ...] | None = None
-    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, a dataset of the
-    Hugging Face hub as `org/name` or `org/name@revision`, a folder with a dataset, or a list. None: Python code passes
-    the tasks, or there are none of this kind."""
+    """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, a dataset on the
+    Hugging Face hub as `org/name` or `org/name@revision`, a folder with a dataset, or a list. None means that Python
+    code passes the tasks, or there are none of this kind."""
     dataset: DatasetConfig = DatasetConfig()
     """How rows of files and datasets become tasks."""
     task_row: str | None = None
-    """`module:name` of a function from one row of a file or list to a task. None: the row is its private part."""
+    """`module:name` of a function that turns one row of a file or list into a task. If it is None, the row is the
+    task's private part."""
 
 
 class SeedConfig(Config):
     """The seed of a run."""
 
     seed: int = 0
-    """Seed of sampling, of environments and of training."""
+    """Seed for sampling, environments and training."""
 
 
 class Setup(TasksConfig, SeedConfig):
     """The agent, the environment, the tasks and the seed of a run."""
 
     agent: str | None = None
-    """`module:name` of an Agent instance, a class, or a function without arguments that creates an agent. None: Python
-    code passes the object."""
+    """`module:name` of an Agent instance, a class, or a function without arguments that creates an agent. None means
+    that Python code passes the object."""
     env: str | None = None
-    """`module:name` of an Environment class, or of a function without arguments that creates an instance. None: Python
-    code passes the object."""
+    """`module:name` of an Environment class, or of a function without arguments that creates an instance. None means
+    that Python code passes the object."""
     env_processes: int | None = Field(default=None, ge=1)
-    """Processes that the environments run in, one episode in each at a time; further episodes wait. None: environments
-    run in this process, and one that exits or computes without awaiting ends or blocks the run."""
+    """Number of processes for the environments. Each runs one episode at a time, and further episodes wait. None means
+    that environments run in this process, where one that exits or computes without awaiting ends or blocks the run."""
     count: int | None = Field(default=None, ge=1)
-    """Number of tasks to use, from the first on. None: all tasks."""
+    """Number of tasks to use, starting with the first. None means all tasks."""
     rewards: tuple[str, ...] = ()
     """Sources that score each episode at its end, in addition to the environment. Each is `module:name` of a Rewards, a
     RewardSource or a function from a tape to its score, a `.py` file with a `reward_func`, or the address of an HTTP
@@ -136,11 +137,11 @@ class Setup(TasksConfig, SeedConfig):
         env: EnvSource | None = None,
         tasks: TasksSource | None = None,
     ) -> tuple[Self, LoadedSetup]:
-        """Load the objects. Returns (the configuration to record, the objects).
+        """Load the objects. Return (the configuration to record, the objects).
 
-        An argument, an object or a name, replaces a setting that is None. The recorded configuration names an object
-        `module:qualname` if an import returns this object, and `<object of module.Class>` otherwise. Raises UsageError
-        if the setting and the argument differ.
+        An argument, which is an object or a name, replaces a setting that is None. The recorded configuration names an
+        object `module:qualname` if an import returns this object, and `<object of module.Class>` otherwise. Raises
+        UsageError if the setting and the argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env, pixels = _loaded_env(*self._source("env", env))
@@ -158,7 +159,7 @@ class Setup(TasksConfig, SeedConfig):
         return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
-        """(the object, name or list to load; its name in error messages). Raises UsageError if neither is set."""
+        """Return (the object, name or list to load, its name in errors). Raises UsageError if neither is set."""
         setting = getattr(self, key)
         source = setting if passed is None else passed
         if source is None:
@@ -168,7 +169,7 @@ class Setup(TasksConfig, SeedConfig):
         return source, f"{key}={_name_of(source)}" if passed is not None else f"the list in `{key}`"
 
     def _recorded(self, key: str, passed: Any, name_of: Callable[[Any], Any]) -> Any:
-        """The value that `config.yaml` records for the setting `key`. Raises UsageError if two names differ."""
+        """Return the value that `config.yaml` records for the setting `key`. Raises UsageError if two names differ."""
         setting = getattr(self, key)
         if passed is None:
             return setting
@@ -181,10 +182,11 @@ class Setup(TasksConfig, SeedConfig):
 
 
 def load_agent(source: AgentSource, name: str | None = None) -> Agent:
-    """The agent that `source` is, creates or names. name: its name in errors."""
+    """Return the agent that `source` is, creates or names. `name` is its name in error messages."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "agent")
-    # An instance is used as it is. An act function is not called: it is an agent only under `@agent`, as the hint says.
+    # An instance is used as it is. An act function is not called, because only `@agent` makes it an agent (see the
+    # hint).
     is_act = inspect.isasyncgenfunction(found)
     made = found if isinstance(found, Agent) or is_act or not callable(found) else _call(found, name)
     if isinstance(made, Agent):
@@ -197,13 +199,15 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
 
 
 def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
-    """The factory that `source` is or names. It creates a separate instance for each episode. name: its name in
-    errors."""
+    """Return the factory that `source` is or names. It creates a separate instance for each episode.
+
+    `name` is its name in error messages.
+    """
     return _loaded_env(source, name)[0]
 
 
 def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, str | None]:
-    """(the factory, the class of its environment if it declares that it shows pictures)."""
+    """Return (the factory, the class of its environment if it declares that it shows pictures, otherwise None)."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -219,7 +223,7 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
-    """The value that the factory makes. An environment is closed again.
+    """Return the value that the factory makes. If it is an environment, close it again.
 
     Both run in a thread that is abandoned after `LOAD_SECONDS`, so user code that hangs can't hang the load.
     """
@@ -245,7 +249,7 @@ async def _trial(factory: Callable[[], Any], name: str) -> object:
 
 
 def _pool(make: EnvironmentFactory, processes: int) -> Pool:
-    """A pool without limits of its own: the limits of the episodes apply."""
+    """Create a pool without its own limits, because the limits of the episodes apply."""
     try:
         from ...envs.remote.pool import Pool
 
@@ -262,8 +266,10 @@ def load_tasks(
     dataset: DatasetConfig | None = None,
     name: str | None = None,
 ) -> Taskset:
-    """The tasks that `source` names or holds, or the first `count` of them. row, dataset: as `Setup.task_row` and
-    `Setup.dataset`. name: their name in errors."""
+    """Return the tasks that `source` names or holds, or the first `count` of them.
+
+    `row` and `dataset` have the meaning of `Setup.task_row` and `Setup.dataset`. `name` is used in error messages.
+    """
     dataset = dataset or DatasetConfig()
     name = name or (source if isinstance(source, str) else "the list of tasks")
     to_task = load_function(row, "a function from a row to a task") if row is not None else None
@@ -303,7 +309,7 @@ def _tasks(
 
 
 def shown_by(tasks: Iterable[Task]) -> str | None:
-    """A sentence about the first picture in a task, or None if no task holds one."""
+    """Return a sentence about the first picture in a task, or None if no task has one."""
     return next((f"the task {t.id or t.hash[:12]!r} shows {p}" for t in tasks for p in t.shown), None)
 
 
@@ -313,7 +319,7 @@ def is_unnamed(name: str) -> bool:
 
 
 def _named(source: Any, key: str) -> Any:
-    """The object that `source` is or names. Raises UsageError for the recorded name of an unnamed object."""
+    """Return the object that `source` is or names. Raises UsageError for the recorded name of an unnamed object."""
     if not isinstance(source, str):
         return source
     if is_unnamed(source):
@@ -325,12 +331,12 @@ def _named(source: Any, key: str) -> Any:
 
 
 def _name_of(thing: Any) -> str:
-    """`module:qualname` if an import returns this same object, otherwise `<object of module.Class>`."""
+    """Return `module:qualname` if an import returns this same object, otherwise `<object of module.Class>`."""
     own = thing.function if isinstance(thing, FunctionAgent) else thing
     module, path = getattr(own, "__module__", None), getattr(own, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str):
         return f"{UNNAMED}of {type(thing).__module__}.{type(thing).__qualname__}>"
-    # The object that an import of the name finds, or None, for example below a function's `<locals>`.
+    # This is the object that an import of the name finds. It is None, for example, below a function's `<locals>`.
     found = reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
     # `__main__` is a different module in every process, so a later process can't import this object by that name.
     if module != "__main__" and found is thing:
@@ -339,7 +345,7 @@ def _name_of(thing: Any) -> str:
 
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
-    """As `_name_of`. A short list of plain values is its own name; an unnamed object also gets the digest of its tasks.
+    """Like `_name_of`, but a short list of plain values is its own name. An unnamed object also gets its tasks' digest.
 
     Without the digest, a resumed run could continue with other tasks without an error.
     """
@@ -371,7 +377,8 @@ def _call(thing: Any, name: str) -> Any:
 
 
 def _required(thing: Any) -> list[str]:
-    """Names of the parameters without a default. Empty if the callable has no readable signature."""
+    """Return the names of the parameters without a default, or an empty list if the callable has no readable
+    signature."""
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):

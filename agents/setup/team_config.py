@@ -1,7 +1,7 @@
-"""The models that sample episodes, and the settings that every verb has that records episodes.
+"""The models that sample episodes, and the settings of every verb that records episodes.
 
-The run's `engine` samples for all agents without a partner. Partners are further models in the episodes, each for its
-own agents: the setting `players`. `finetune` decides which models are trained.
+The run's `engine` samples for all agents without a partner. Partners are further models in the episodes. Each samples
+for its own agents, as set in `players`. `finetune` decides which models are trained.
 """
 
 from __future__ import annotations
@@ -33,22 +33,24 @@ if TYPE_CHECKING:
 EngineT = TypeVar("EngineT", bound=Engine)
 
 REST = ""
-"""The team's key for the engine of all agents without a partner."""
+"""The team's key for the engine that samples for all agents without a partner."""
 
 
 class ModelConfig(Config):
     """A model that samples."""
 
     engine: EngineConfig
-    """The engine that samples with it. The run's engine samples for every agent that no player has."""
+    """The engine that samples with this model. The run's engine samples for every agent that belongs to no player."""
 
 
 class PartnerConfig(ModelConfig):
-    """A further model in the episodes, and the agents that it samples for. Its engine has the tokenizer and chat
-    template of the run's engine, or returns only text."""
+    """A further model in the episodes, and the agents that it samples for.
+
+    Its engine has the tokenizer and chat template of the run's engine, or returns only text.
+    """
 
     agents: tuple[str, ...] = Field(min_length=1)
-    """Paths of its agents, such as `pair/seeker`. They include the agents below, except another partner's."""
+    """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""
 
 
 def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfig]:
@@ -60,7 +62,7 @@ def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfi
 
 
 PlayerName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}$")]
-"""Letters, digits and `_`, since the name is also a folder name."""
+"""Letters, digits and `_`, because the name is also a folder name."""
 Partners = Annotated[dict[PlayerName, PartnerConfig], AfterValidator(_distinct)]
 
 
@@ -71,27 +73,27 @@ class EpisodesConfig(ModelConfig):
     limits: Limits = Limits()
     """Limits of one episode."""
     split: str = "eval"
-    """The purpose of the tapes; only `train` and `demo` may be trained on."""
+    """The purpose of the tapes. Only `train` and `demo` may be trained on."""
 
 
 class RolloutConfig(EpisodesConfig):
     """How episodes are rolled out, by one or more models."""
 
     players: Partners = Field(default={})
-    """Further models in the episodes, by names of your choice, each for its own agents."""
+    """Further models in the episodes, by names of your choice. Each samples for its own agents."""
 
 
 class AttemptsConfig(Config):
-    """How many episodes there are of one task."""
+    """How many episodes there are for one task."""
 
     attempts: int = Field(default=1, ge=1, le=100_000)
-    """Episodes of each task; they form one group and share the environment's seed."""
+    """Number of episodes for each task. They form one group and share the environment's seed."""
     concurrency: int = Field(default=64, ge=1)
-    """Episodes in flight."""
+    """Maximum number of episodes in flight."""
 
 
 def renderer_of(config: AnyEngineConfig) -> Renderer | None:
-    """The renderer of the engine that `config` describes, without creating the engine. None for text-only engines."""
+    """Return the renderer of the engine that `config` describes, or None if it is text-only. Creates no engine."""
     if not isinstance(config, RenderedConfig):
         return None
     folder = config.tokenizer if isinstance(config, ScriptedConfig) else config.model
@@ -113,12 +115,12 @@ def check_together(engine: AnyEngineConfig, players: Mapping[str, PartnerConfig]
 
 
 def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
-    """Number of torch threads of the process: the largest setting of its embedded engines."""
+    """Return the number of torch threads for the process, which is the largest setting of its embedded engines."""
     return max((config.threads for config in engines if isinstance(config, EmbeddedConfig)), default=1)
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
-    """The name of the player for the agent at `path`, by the nearest path above it; REST for the run's engine."""
+    """Return the player for the agent at `path`, by the nearest path above it, or REST for the run's engine."""
     seats = {path: name for name, player in players.items() for path in player.agents}
     above = path
     while above and above not in seats:
@@ -129,8 +131,10 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 def team_of(
     engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
 ) -> EngineT | TeamEngine:
-    """`engine` alone, or a team of it and the players' `engines`, by name. The team's `close` doesn't close the engines
-    of the players in `lent`, which the caller owns."""
+    """Return `engine` alone, or a team of it and the players' `engines`, by name.
+
+    The team's `close` doesn't close the engines of the players in `lent`, because the caller owns them.
+    """
     if not players:
         return engine
     seats = {path: engines[name] for name, player in players.items() for path in player.agents}
@@ -138,12 +142,12 @@ def team_of(
 
 
 async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
-    """Create an engine for each player, by name. If one fails, the function closes the others and raises."""
+    """Create an engine for each player, by name. If one fails, close the others and raise its error."""
     made: dict[str, Made] = {}
     try:
         for name, player in players.items():
             made[name] = await make_engine(player.engine)
-    except BaseException:  # a cancellation too: no caller has the engines yet, so no other code can close them
+    except BaseException:  # includes a cancellation: no caller has the engines yet, so no other code can close them
         for one in made.values():
             await one.engine.close()
         raise
@@ -153,11 +157,12 @@ async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
 async def make_team(
     config: AnyEngineConfig, players: Mapping[str, PartnerConfig], *, shows: str | None = None
 ) -> tuple[Engine, dict[str, Publish]]:
-    """Create the engines of `config` and of the players. shows: as `LoadedSetup.shows`.
+    """Create the engines of `config` and of the players. `shows` has the meaning of `LoadedSetup.shows`.
 
-    Returns (the team, the identity of the weights by the player's name, with REST for `config`); engines without
-    weights have no entry. Raises UsageError if the engines can't record on one tape, or one can't see the pictures
-    that the run shows."""
+    Returns (the team, the identity of the weights by the player's name, with REST for `config`). Engines without
+    weights have no entry. Raises UsageError if the engines can't record on one tape, or one can't see the pictures that
+    the run shows.
+    """
     check_together(config, players)
     models = {REST: ModelConfig(engine=config), **players}
     made = await make_partners(models)
@@ -165,7 +170,7 @@ async def make_team(
     if any(isinstance(engine, EmbeddedConfig) for engine in engines):
         import torch
 
-        torch.set_num_threads(threads_of(engines))  # one number per process, and each new engine sets its own
+        torch.set_num_threads(threads_of(engines))  # each new engine sets this number, but there is one per process
     published = {name: one.publish for name, one in made.items() if one.publish is not None}
     team = team_of(made[REST].engine, players, {name: made[name].engine for name in players})
     try:
