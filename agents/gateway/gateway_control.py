@@ -122,7 +122,7 @@ class _Open:
 
 
 class Client(Agent):
-    """The agent of an external program: one `act` covers all of the program's requests to the model."""
+    """The agent of an external program. One `act` covers all of the program's requests to the model."""
 
     def __init__(self, name: str, open_: _Open, gateway: Gateway, idle: float) -> None:
         self.name, self._open, self._gateway, self._idle = name, open_, gateway, idle
@@ -143,7 +143,7 @@ class Client(Agent):
                 yield exchange
             yield Answer(text=_ending(session, end, self._idle, said))
         finally:
-            # The key is revoked first: a request that arrives while the session closes must not start a call.
+            # The key is revoked first, because a request that arrives while the session closes must not start a call.
             self._gateway.shut(key)
             watch.cancel()
             await session.close()
@@ -151,7 +151,7 @@ class Client(Agent):
 
 def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: str) -> str:
     """Return the final answer of the tape, or raise the reason why the tape ends without one."""
-    # A failure comes before a limit, and a limit before the client's own end: the client may end the tape because its
+    # A failure comes before a limit, and a limit before the client's own end. The client may end the tape because its
     # request was refused, and the tape must state the refusal's cause.
     if session.broken is not None:
         raise session.broken
@@ -336,7 +336,8 @@ class Control(Gateway):
             open_.task.cancel()
         else:
             open_.end.set_result(asked)
-        # `wait`, not `await open_.task`: if this client disconnects, the tape's rollout must not be cancelled with it.
+        # This uses `wait` and not `await open_.task`, so that a client that disconnects doesn't cancel the tape's
+        # rollout.
         await asyncio.wait([open_.task])
         if not open_.task.cancelled() and isinstance(error := open_.task.exception(), StoreFailed):
             raise error
@@ -437,7 +438,7 @@ async def serve_gateway(
                 host=host,
                 bounds=Bounds(body=config.max_body, hold_seconds=config.hold_seconds),
             )
-            # Open tapes end before the store is sealed: a sealed store takes no records, so a tape that ends later
+            # Open tapes end before the store is sealed. A sealed store takes no records, so a tape that ends later
             # would lose its last records.
             async with gateway.serving(port):
                 yield gateway
