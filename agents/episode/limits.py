@@ -33,11 +33,11 @@ class Limits(Value):
     """Seconds used by the agent's own code, by its tools, and by its model calls while the model computes. An episode
     that reaches this limit is scored and trained on, like one that reaches the limit of turns."""
     system_seconds: float | None = Field(default=1800.0, gt=0)
-    """All other seconds in an episode up to its last step, which the engine's queue, the environment and Tapereel use.
+    """All other seconds in an episode up to its last step, as used by the engine's queue, the environment and Tapereel.
     The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this limit is
     never trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
-    """Wall-clock seconds for each `reset`, `step`, `finish` and `close`. A longer call is an environment error."""
+    """Wall-clock seconds per `reset`, `restore`, `step`, `finish` or `close`. A longer call is an environment error."""
 
     @classmethod
     def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:

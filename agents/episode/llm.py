@@ -121,7 +121,7 @@ class LLM(Clock):
         self._newest: dict[str, str] = {}
         """Path -> the newest answered call of that agent in this turn."""
         self.asked = 0
-        """Questions put to the engine in this episode."""
+        """Number of questions that were put to the engine in this episode."""
         self.latched: LimitReached | None = None
         """The limit that was reached. Every later call raises it again."""
         self.stopped: EngineStopped | None = None

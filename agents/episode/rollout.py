@@ -1,9 +1,9 @@
 """The rollout runs one episode from `reset` to `end`.
 
 Errors of the agent, the environment and the model are not raised. Each becomes a typed end on the tape, because a
-failed episode is data. There are three exceptions. A failing store raises, because an episode that can't be recorded
-must stop. Cancellation by the caller, and an engine that can't answer any episode (`EngineStopped`), raise after the
-tape was closed.
+failed episode is data. Only three conditions raise. A failing store does, because an episode that can't be recorded
+must stop. Cancellation by the caller and an engine that can't answer any episode (`EngineStopped`) raise after the tape
+was closed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ Ctrl-C."""
 
 
 class AgentFault(Exception):
-    """The agent broke the contract of `act`: it yielded no Action, or an object that isn't a thought or an Action."""
+    """The agent broke the contract of `act`. It yielded no Action, or an object that isn't a thought or an Action."""
 
 
 @check_arguments
@@ -272,7 +272,8 @@ class Episode:
             )
 
     def _out_of_time(self, reached: LimitReached) -> None:
-        """A timer is at its limit: end what runs. Where nothing runs, the next check of `timers.reached` ends it."""
+        """End what is running, because a timer reached its limit. If nothing is running, the next check of
+        `timers.reached` ends the episode."""
         self.llm.latch(reached)
         self.acting.stop()
         self.call.code.stop()
@@ -290,8 +291,8 @@ class Episode:
                 return ended
             assert action is not None
             if self.env.effect != "pure" or self.recorder.every_turn:
-                # The action is durable before it is carried out: after a crash the tape shows every effect on the
-                # world.
+                # The action is durable before it is carried out, so that after a crash the tape shows every effect on
+                # the world.
                 await self.recorder.durable()
             ended = await self._react(action)
             if ended is not None:
@@ -319,7 +320,7 @@ class Episode:
                 raise
 
     async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
-        """One turn of the agent: (its Action, None), or (None, how the episode ends)."""
+        """Run one turn of the agent. Return (its Action, None), or (None, how the episode ends)."""
         view = Tape(self.log, scope=self.agent.path, agent_view=True)
         try:
             with self.timers.acting():
@@ -344,7 +345,7 @@ class Episode:
         if not hasattr(steps, "__aiter__"):
             close = getattr(steps, "close", None)
             if close is not None:
-                close()  # a coroutine: without this Python warns that it was never awaited
+                close()  # close the coroutine, or Python warns that it was never awaited
             raise AgentFault(
                 f"{type(self.agent).__qualname__}.act must be an async generator: `async def` with `yield`"
             )
@@ -385,14 +386,14 @@ class Episode:
         return None
 
     def _ended(self, kind: CauseType, error: BaseException) -> tuple[Status, Cause | None]:
-        """How an error in the code of `kind` ends the episode."""
+        """Return how an error in the code of `kind` ends the episode."""
         if isinstance(error, Stopped) and self.timers.reached is not None:
             return _limit(self.timers.reached)
-        # An agent's TaskGroup wraps what its model calls raise.
+        # An agent's TaskGroup wraps the exceptions that its model calls raise.
         for found in _parts(error):
             if isinstance(found, StoreFailed):
                 raise found
-            if isinstance(found, EngineStopped):  # of a judge: one of the agent's is a ModelFailed
+            if isinstance(found, EngineStopped):  # from a judge; the agent gets a ModelFailed instead
                 self.llm.stopped = found
                 return Status.ERROR, _cause(CauseType.MODEL, found)
             if isinstance(found, LimitReached):
@@ -415,8 +416,7 @@ class Episode:
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """The final rewards: first the environment's, from `finish`, then the rewards of sources that read the whole
-        tape.
+        """Record the final rewards: the environment's, from `finish`, then those of sources that read the whole tape.
 
         Only an episode that can be trained on is scored.
         """
@@ -465,8 +465,10 @@ class Episode:
 
 
 def _recorded_limits(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
-    """The limits as `begin` records them: those that are set; `context` is the smaller of the limit and the
-    engine's."""
+    """Return the limits that `begin` records, which are those that are set.
+
+    `context` is the smaller of the limit and the engine's.
+    """
     recorded = limits.model_dump(exclude_none=True)
     contexts = [c for c in (limits.context, engine.context if engine is not None else None) if c]
     return {**recorded, "context": min(contexts)} if contexts else recorded
@@ -477,7 +479,7 @@ def _limit(reached: LimitReached) -> tuple[Status, Cause | None]:
 
 
 def _parts(error: BaseException) -> Iterator[BaseException]:
-    """The error, or the errors in an exception group."""
+    """Yield the error, or the errors in an exception group."""
     if isinstance(error, BaseExceptionGroup):
         for part in error.exceptions:
             yield from _parts(part)
@@ -487,7 +489,7 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line of the user's code: the user corrects a library's error at the call of the library.
+    # Use the innermost line of the user's code, because the user corrects a library's error where it is called.
     at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     message = storable(without_secrets(error_message(error)))
@@ -496,7 +498,7 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    """Whether a file is neither Python's, nor an installed package's, nor Tapereel's own.
+    """Whether a file belongs neither to Python, nor to an installed package, nor to Tapereel.
 
     Code typed into an interpreter or a notebook counts as the user's. `<string>` doesn't, because dataclasses compile
     under it.
@@ -521,7 +523,7 @@ def _first_time(*fault: str | None) -> bool:
 
 
 class _Unmade(Environment[Action]):
-    """Stands for an environment whose constructor raised: the episode ends with that error."""
+    """Replaces an environment whose constructor raised. The episode ends with that error."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -543,7 +545,7 @@ def _new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
 
 
 def _identity(env: AnyEnvironment, factory: object) -> Identity:
-    """Of the environment, or of the factory that raised in its place."""
+    """Return the identity of the environment, or of the factory if it raised."""
     if isinstance(env, _Unmade):
         return Identity(name=getattr(factory, "__name__", type(factory).__name__))
     config = configuration(env)

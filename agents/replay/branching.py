@@ -360,7 +360,7 @@ def _sets_any(sets: Sequence[Setting], *keys: str) -> bool:
 
 
 def _speaking(players: dict[str, Any]) -> dict[str, Any]:
-    """The players' settings without the ones for training, which a branch doesn't use."""
+    """Return the players' settings without those for training, which a branch doesn't use."""
     known = PartnerConfig.model_fields
     return {
         name: {key: value for key, value in own.items() if key in known}

@@ -56,7 +56,7 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """The text of a difference, with its sign. It mentions if the interval doesn't span 0."""
+        """The text of a difference, with its sign. It says so if the interval doesn't span 0."""
         spans = self.low is None or self.high is None or self.low <= 0 <= self.high
         return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
 
@@ -139,7 +139,7 @@ def share_interval(values: Sequence[float]) -> Interval | None:
 def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
     """Return the mean over tasks, where each task contributes one number. Return None if there are no values.
 
-    The interval is the expanded percentile of `resamples` draws, each of as many tasks as there are.
+    The interval is the expanded percentile of `resamples` draws, each with as many tasks as there are values.
     """
     if not values:
         return None

@@ -38,8 +38,7 @@ UNNAMED = "<object "
 LOAD_SECONDS = 60.0
 """Seconds that the constructor and `close` of the instance made when loading an environment may take."""
 LISTED = 100
-"""Maximum length of a list of plain values that the configuration records whole. A longer list is recorded by its
-digest."""
+"""Maximum length of a list of plain values that is recorded whole. A longer list is recorded by its digest."""
 
 AgentSource = Annotated[
     str | Agent | type[Agent] | Callable[[], Agent], "an Agent, its class, a function that makes one, or 'module:name'"
