@@ -1,7 +1,7 @@
-"""Threads for blocking code, so that the event loop stays free: for one call, or for all calls of an environment.
+"""Runs blocking code in threads, so that the event loop stays free: one call, or all calls of an environment.
 
-The threads are daemons of their own. A pool's thread would not do: a call that never returns would occupy it and delay
-the end of the process.
+Each piece of work gets its own daemon thread instead of a thread from a pool. A call that never returns would occupy a
+thread of the pool and delay the end of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_thread(function: Callable[..., ResultT], *args: object) -> ResultT:
-    """Run the function in its own thread. Cancellation stops the waiting, not the thread."""
+    """Run the function in its own thread. A cancellation stops the wait, but not the thread."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[ResultT] = loop.create_future()
     work = partial(contextvars.copy_context().run, function, *args)
@@ -33,10 +33,10 @@ async def in_thread(function: Callable[..., ResultT], *args: object) -> ResultT:
 
 
 class EnvironmentThread:
-    """A thread with its own event loop, for one whole episode: coroutines run there, one at a time.
+    """A thread with its own event loop for one whole episode. It runs coroutines one at a time.
 
-    All calls of an episode run in the same thread: C libraries and GPU contexts are often bound to one. A call that
-    outlasts its caller leaves the thread behind, since Python can't stop a thread.
+    All calls in an episode run in the same thread, because C libraries and GPU contexts are often bound to one thread.
+    A call that outlasts its caller leaves the thread behind, since Python can't stop a thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -46,14 +46,14 @@ class EnvironmentThread:
         threading.Thread(target=self._serve, name=f"tapereel-env-{name}", daemon=True).start()
 
     async def run(self, coroutine: Coroutine[object, Never, ResultT]) -> ResultT:
-        """Run the coroutine in the thread; return its result or raise its exception here."""
+        """Run the coroutine in the thread, and return its result or raise its exception here."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[ResultT] = loop.create_future()
         self._calls.put((coroutine, loop, done))
         return await done
 
     def stop(self) -> None:
-        """End the thread after the calls that are queued."""
+        """End the thread after the calls that are already queued."""
         self._calls.put(None)
 
     def _serve(self) -> None:
@@ -67,23 +67,24 @@ class EnvironmentThread:
 
 
 def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
-    """Call `work` in this thread, and settle the future of the loop that waits for it. `who` raises, for messages."""
+    """Call `work` in this thread and settle the future in the loop that waits for it. Messages name `who` as the code
+    that raised an error."""
     process = os.getpid()
     try:
         result, error = work(), None
     except (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit) as raised:
-        # A future refuses these, or they would end the process.
+        # A future refuses these exceptions, or they would end the process.
         result, error = None, RuntimeError(f"{who} raised {type(raised).__name__}: {raised}")
     except BaseException as raised:  # the waiting caller receives it
         result, error = None, raised
     settle(process)
-    # A closed loop has no waiting caller; the thread still runs the queued calls, `close` among them.
+    # A closed loop has no waiting caller. The thread still runs the queued calls, which include `close`.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_settle, done, result, error)
 
 
 def _settle(done: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Set the future in its own loop."""
+    """Set the result or the exception of the future. This runs in the future's own loop."""
     if done.cancelled():
         return
     if error is not None:

@@ -1,6 +1,6 @@
-"""Curriculum: chooses the next task by its measured difficulty.
+"""Chooses the next task by its measured difficulty.
 
-Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed; untried tasks form the
+Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed. Untried tasks form the
 pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws the same
 tasks as an uninterrupted one.
 """
@@ -19,11 +19,11 @@ from .taskset import BadTasks, Taskset
 
 POOLS = ("easy", "normal", "hard", "new")
 EASY, HARD = 0.75, 0.25
-"""Pass rates: a task is easy above the first and hard below the second."""
+"""Pass rates. A task is easy above the first and hard below the second."""
 
 Weights = Mapping[str, float]
 Stages = Sequence[tuple[int, Weights]]
-"""(first k, weights from there on), in order; the first is 0."""
+"""Pairs of (k, weights), sorted by k. The weights apply from task k on, and the first k is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Rate:
 
     passed: int
     tried: int
-    """Scored attempts; at least 1."""
+    """The number of scored attempts, at least 1."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.passed <= self.tried or self.tried < 1:
@@ -47,8 +47,8 @@ class Rate:
 
 
 def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
-    """Task hash -> how often it was solved (a reward of at least `success`). Only scored attempts that training may use
-    count."""
+    """Return how often each task was solved (a reward of at least `success`), by task hash. Only scored attempts that
+    may be used for training count."""
     counts: dict[str, list[int]] = {}
     for tape in tapes:
         if tape.trains and tape.reward is not None:
@@ -59,8 +59,8 @@ def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate
 
 
 def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard: float = HARD) -> dict[str, Taskset]:
-    """The tasks of each pool, in the order of the set; pools may be empty. A rate of exactly `easy` or `hard` is
-    normal."""
+    """Return the tasks in each pool, in the order of the taskset. A pool may be empty. A rate of exactly `easy` or
+    `hard` counts as normal."""
     if not 0 <= hard <= easy <= 1:
         raise BadTasks(f"invalid pass rates: hard={hard:g}, easy={easy:g}; they need 0 <= hard <= easy <= 1")
     members: dict[str, list[Task]] = {name: [] for name in POOLS}
@@ -74,10 +74,11 @@ def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard
 
 
 class Curriculum:
-    """`Loop(..., tasks=Curriculum(parts, {"easy": 1, "normal": 2, "hard": 1}))`, with parts of `pools`.
+    """Draws tasks from pools: `Loop(..., tasks=Curriculum(parts, {"easy": 1, "normal": 2, "hard": 1}))`.
 
-    Each draw takes a pool by its weight, then the next task of that pool in shuffled epochs. The share of an empty pool
-    goes to the others. weights: one mapping for all draws, or stages of (first k, weights).
+    `parts` comes from `pools`. Each draw chooses a pool by its weight, then takes the next task in that pool. The order
+    within a pool is shuffled anew in each epoch. The weight of an empty pool is shared among the others. `weights` is
+    one mapping for all draws, or a list of stages (first k, weights).
     """
 
     def __init__(self, parts: Mapping[str, Taskset], weights: Weights | Stages, *, seed: int = 0) -> None:
@@ -93,7 +94,7 @@ class Curriculum:
         self._drawn: list[Task] = []
 
     def __call__(self, k: int) -> Task:
-        """Task k, counted from 0; the same at every call."""
+        """Return task k, counted from 0. Every call with the same k returns the same task."""
         if k < 0:
             raise BadTasks(f"task {k}: tasks are counted from 0")
         while len(self._drawn) <= k:
@@ -104,9 +105,10 @@ class Curriculum:
         return self._drawn[k]
 
     def pool(self, k: int) -> str:
-        """The pool that task k comes from.
+        """Return the name of the pool that task k comes from.
 
-        A separate generator for each k makes the choice independent of earlier draws: a resumed run needs no state.
+        A separate generator for each k makes the choice independent of earlier draws, so a resumed run needs no saved
+        state.
         """
         weights = self._weights[bisect_right(self._starts, k) - 1]
         point = random.Random(f"{self.seed}/pool/{k}").random() * sum(weights.values())
@@ -114,7 +116,7 @@ class Curriculum:
             point -= weight
             if point < 0:
                 return name
-        # Rounding can leave `point` at 0 or above after the last subtraction: take the last pool with a weight.
+        # Rounding can leave `point` at 0 or above after the last subtraction. Then take the last pool with a weight.
         return next(name for name in reversed(weights) if weights[name])
 
     def _checked(self, weights: Weights, parts: Mapping[str, Any]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The contract between an environment and the rollout: `reset`, `step`, `finish`, `restore`, `close`.
 
-One instance serves one episode, so a group of episodes takes a factory. Task fields that are private, rewards and
-metrics are recorded on the tape; the agent doesn't see them.
+One instance serves one episode, so a group of episodes needs a factory. The private part of a task, the rewards and the
+metrics are recorded on the tape, but the agent doesn't see them.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""Field (`kind.field`, with `[]` for list items; or `reward.name`) -> regular expression of the part that varies. None
-stands for the whole field."""
+"""Maps a field to a regular expression for the part of it that varies. None means that the whole field varies. A field
+is written `kind.field`, with `[]` for list items, or `reward.name`."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -38,7 +38,7 @@ class EnvironmentFault(TapereelError, TypeError):
 
 
 class NotAnEnvironment(UsageError, TypeError):
-    """The factory doesn't make a new environment for each episode; the message names the remedy."""
+    """The factory doesn't make a new environment for each episode. The message explains how to correct it."""
 
 
 class RestoreMismatch(TapereelError, ValueError):
@@ -46,10 +46,10 @@ class RestoreMismatch(TapereelError, ValueError):
 
 
 def as_observation(value: object, source: str = "the value that reset returns") -> Observation:
-    """`value` as it is recorded: a `str` becomes `Text`, an Observation stays. EnvironmentFault for any other type.
+    """Return `value` as it is recorded: a `str` becomes `Text`, and an Observation stays unchanged.
 
-    Every caller of `reset` uses this function, so that rollout, re-execution, `check_env` and remote hosts record and
-    compare the same step.
+    Raises EnvironmentFault for any other type. Every caller of `reset` uses this function, so that rollout,
+    re-execution, `check_env` and remote hosts record and compare the same step.
     """
     if isinstance(value, str):
         return Text(text=value)
@@ -59,16 +59,16 @@ def as_observation(value: object, source: str = "the value that reset returns") 
 
 
 def as_outcome(value: object, method: str = "step") -> Outcome:
-    """`value`, which `method` returned, if it is an Outcome. EnvironmentFault for any other type."""
+    """Return `value`, which `method` returned, if it is an Outcome. Raises EnvironmentFault for any other type."""
     if isinstance(value, Outcome):
-        value.components()  # raises for rewards that changed after they were checked
+        value.components()  # raises for rewards that were changed after their check
         return value
     wanted = "an Outcome" if method == "step" else "an Outcome or None"
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
 
 
 def without(value: JsonValue, name: str, rules: Normalisers) -> JsonValue:
-    """The plain value of the field `name`, with each varying part replaced by `…`."""
+    """Return the JSON value of the field `name`, with each varying part replaced by `…`."""
     if name in rules:
         rule = rules[name]
         return "…" if rule is None else re.sub(rule, "…", value if isinstance(value, str) else repr(value))
@@ -80,7 +80,7 @@ def without(value: JsonValue, name: str, rules: Normalisers) -> JsonValue:
 
 
 def check_factory(factory: object) -> None:
-    """Raise NotAnEnvironment for an instance or for a value that can't be called."""
+    """Raise NotAnEnvironment if `factory` is an environment instance or can't be called."""
     if isinstance(factory, Environment):
         name = type(factory).__qualname__
         raise NotAnEnvironment(f"this is one instance of {name}, and an instance serves one episode: {_FACTORY}")
@@ -89,7 +89,7 @@ def check_factory(factory: object) -> None:
 
 
 def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
-    """A new instance from `factory`. NotAnEnvironment if `factory` can't be called or returns another type."""
+    """Return a new instance from `factory`. Raises NotAnEnvironment if it can't be called or returns another type."""
     check_factory(factory)
     env = factory()
     if not isinstance(env, Environment):
@@ -101,17 +101,19 @@ def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
 class Outcome:
     """The result of one action.
 
-    The episode continues until `terminated` (the task is over) or `truncated` (cut off; a critic may bootstrap).
+    The episode continues until `terminated` or `truncated` is set. `terminated` means that the task is over.
+    `truncated` means that the episode was cut off, so a critic may bootstrap from its last state.
     """
 
     observation: Observation | None = None
-    """The agent's next observation; may be None at the end. A `str` passed to `Outcome(...)` is stored as `Text`."""
+    """The agent's next observation. It may be None at the end. A `str` passed to `Outcome(...)` is stored as `Text`."""
     reward: float | dict[str, float] | None = None
-    """A number (component `reward`), named components, or None: this action was not scored, which is not zero."""
+    """A number (component `reward`) or named components. None means that this action was not scored, which differs from
+    a reward of zero."""
     terminated: bool = False
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
-    """Numbers to report next to the reward; recorded with weight 0."""
+    """Numbers to report next to the reward. They are recorded with weight 0."""
 
     def __init__(
         self,
@@ -136,9 +138,10 @@ class Outcome:
             raise BadArgument("Outcome.terminated and Outcome.truncated must be bool")
 
     def components(self) -> list[tuple[str, float, float]]:
-        """(name, value, weight) of each reward component, with the weight 1, then of each metric, with the weight 0.
+        """Return (name, value, weight) for each reward component and each metric.
 
-        TypeError or ValueError for one that `check_reward` refuses.
+        A reward component has the weight 1, and a metric has the weight 0. Raises TypeError or ValueError if
+        `check_reward` rejects a value.
         """
         rewards = (
             {} if self.reward is None else self.reward if isinstance(self.reward, dict) else {"reward": self.reward}
@@ -151,7 +154,7 @@ class Outcome:
 
 
 def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:
-    """A tape of these steps of an environment called `env`, for `restore`: without calls, rewards and an end."""
+    """Return a tape with these steps in an environment called `env`, for `restore`. It has no calls, rewards or end."""
     identity = Identity(name=env)
     agent = Identity(name="agent")
     begin = Begin(
@@ -162,7 +165,7 @@ def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[St
 
 
 class TapeScorer(Protocol):
-    """Scores a whole tape; `tapereel.envs.rewards.Rewards` is the implementation."""
+    """Scores a whole tape. `tapereel.envs.rewards.Rewards` implements it."""
 
     @property
     def names(self) -> list[str]:
@@ -170,52 +173,55 @@ class TapeScorer(Protocol):
         ...
 
     async def score(self, tape: Tape, /, *, layer: str | None = None) -> list[Reward]:
-        """The reward records of `tape`: of a later scoring called `layer` or, with None, part of the tape."""
+        """Return the reward records for `tape`. If `layer` is None, they become part of the tape. Otherwise they belong
+        to a later scoring with that name."""
         ...
 
 
 class Environment(Generic[ActionT, TaskT]):
-    """Subclass it and define `reset` and `step`: `class GuessNumber(Environment[Guess]): ...`
+    """Base class of environments. Define `reset` and `step` in a subclass: `class GuessNumber(Environment[Guess]): ...`
 
     Without an action type, as in `class GuessWord(Environment): ...`, `step` receives `Answer`, an action with one
-    field, `text`. A second type is the type of a task, for type checkers: `Environment[Guess, int]`. Observations may
-    be plain `str`: they are recorded as `Text`.
+    field, `text`. A second type argument is the type of a task, for type checkers: `Environment[Guess, int]`. An
+    observation may be a plain `str`, which is recorded as `Text`.
     """
 
     effect: Effect = "pure"
-    """What repeating an action does to the outside world: nothing, the same as once, or harm. Unless it is `pure`, an
-    action's intent is durable on disk before `step` is called."""
+    """What happens to the outside world when an action is repeated: nothing (`pure`), nothing more than the first time
+    (`idempotent`), or harm (`irreversible`). Unless it is `pure`, the intent to act is durable on disk before `step` is
+    called."""
     blocking: ClassVar[bool] = False
-    """True when the methods below block the event loop although they are `async` (a C library, a sync simulator):
-    rollout then runs each call in a separate thread."""
+    """True if the methods below block the event loop although they are `async`, as with a C library or a synchronous
+    simulator. The rollout then runs each call in a separate thread."""
 
     pixels: bool = False
-    """Whether its observations are known to show pictures. If so, a run whose engine can't see is refused at its start;
-    otherwise it is refused at the first picture."""
+    """Whether the observations are known to show pictures. If so, a run whose engine can't see is refused when it
+    starts. Otherwise such a run is refused at the first picture."""
 
     varies: Mapping[str, str | None] = {}
-    """Non-deterministic fields to ignore when re-executing, as `{"reading.text": "[0-9]+ ms"}`. A key is a field of an
-    observation (`kind.field`) or `reward.name`. A value is a regular expression of the part to ignore; None for all.
-    """
+    """Non-deterministic fields to ignore during re-execution, such as `{"reading.text": "[0-9]+ ms"}`. A key is a field
+    of an observation (`kind.field`) or `reward.name`. A value is a regular expression for the part to ignore, or None
+    to ignore the whole field."""
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
-    """Kinds of actions and observations that `Environment[...]` and the return type of `reset` don't name. An
-    environment that is served to other processes needs them: messages hold declared kinds only."""
+    """Kinds of actions and observations that neither `Environment[...]` nor the return type of `reset` names. An
+    environment that is served to other processes must list them, because messages can contain declared kinds only."""
 
     rewards: TapeScorer | None = None
-    """Sources that score the whole tape when the episode has ended, after `finish`; their rewards are recorded on the
-    tape. A source that fails ends the episode as an error of the environment, so it is never trained on."""
+    """Sources that score the whole tape after the episode has ended and `finish` has returned. Their rewards are
+    recorded on the tape. If a source fails, the episode ends as an error of the environment, so it is never trained on.
+    """
 
     rng: random.Random
-    """Seeded by rollout from the environment seed, before `reset`. Groups share that seed."""
+    """The rollout seeds it from the environment seed before `reset`. All episodes in a group share that seed."""
 
     async def acquire(self) -> None:
-        """Wait for the resources of an episode before it begins, such as a free process. `Limits.system_seconds` bounds
-        this wait, and `Limits.environment_seconds` doesn't."""
+        """Wait for the resources that an episode needs before it begins, such as a free process.
+        `Limits.system_seconds` bounds this wait. `Limits.environment_seconds` doesn't."""
 
     async def reset(self, task: TaskT) -> Observation | str:
-        """Begin the episode for `task`: the bare value, or the `Task`, from the taskset. A row of a file or data set is
-        always a `Task`."""
+        """Begin the episode for `task`, which is the bare value or the `Task` from the taskset. A row from a file or
+        data set is always a `Task`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")
 
     async def step(self, action: ActionT) -> Outcome:
@@ -223,18 +229,19 @@ class Environment(Generic[ActionT, TaskT]):
         raise NotImplementedError(f"{type(self).__qualname__} must define step(self, action)")
 
     async def finish(self, status: Status) -> Outcome | None:
-        """Final scoring, called once if the episode ends in a way that can be trained on.
+        """Return a final score. It is called once, if the episode ends in a way that can be trained on.
 
-        The reward is recorded for the episode as a whole; the observation is ignored.
+        The reward is recorded for the episode as a whole. The observation is ignored.
         """
         return None
 
     async def restore(self, task: TaskT, tape: Tape) -> None:
         """Bring a fresh instance to the state after the last step of `tape`.
 
-        The default resets, applies the recorded actions again and compares each observation. Override it with a
-        snapshot if that is slow. Raises `RestoreMismatch` if an observation differs from the recorded one outside the
-        fields in `varies`: the episode would otherwise continue from a state that isn't on the tape.
+        The default implementation resets, applies the recorded actions again and compares each observation. Override it
+        with a snapshot if that is slow. Raises `RestoreMismatch` if an observation differs from the recorded one
+        outside the fields in `varies`, because the episode would otherwise continue from a state that isn't on the
+        tape.
         """
         seen = [as_observation(await self.reset(task))]
         for action in tape.actions:
@@ -253,14 +260,14 @@ class Environment(Generic[ActionT, TaskT]):
             )
 
     def _fixed_part(self, seen: Observation) -> tuple[str, Any]:
-        """The observation without the fields in `varies`."""
+        """Return the kind of the observation and its fields, with the parts in `varies` replaced."""
         return seen.kind, without(seen.model_dump(mode="json"), seen.kind, self.varies)
 
     async def close(self) -> None:
-        """Release the instance's resources. Called once, however the episode ended."""
+        """Release the instance's resources. It is called once, however the episode ended."""
 
 
 AnyEnvironment = Environment[Never]
-"""An environment of any action type. A caller of `step` must know the type, or cast."""
+"""An environment with any action type. A caller of `step` must know the type, or cast."""
 EnvironmentFactory = SkipValidation[Callable[[], AnyEnvironment]]
 """An environment class, or a function without arguments that makes an instance for one episode. See `check_factory`."""

@@ -1,6 +1,6 @@
-"""Loads Python objects by name, as in a command line: `package.module:name` or `path/to/file.py:name`.
+"""Loads Python objects by name, as on a command line: `package.module:name` or `path/to/file.py:name`.
 
-Loading imports the module and so runs its code.
+Loading imports the module, which runs its code.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ..tapes.errors import USE_ITS_VERSION, TapereelError, UsageError, error_mes
 
 
 def load_named(name: str, *, execute: bool = True) -> object:
-    """The object called `name`. Modules in the working directory are found too. UsageError if it doesn't exist.
+    """Return the object called `name`. Raises UsageError if it doesn't exist.
 
-    Without `execute` it is found only in a module that this process has imported. What merely reads a run loads names
-    so: a run's files must not decide which code runs here.
+    Modules in the working directory are found too. Without `execute`, the object is found only in a module that this
+    process has already imported. Code that merely reads a run loads names this way, because a run's files must not
+    decide which code runs here.
     """
     home, _, path = name.rpartition(":")
     if not home or not path:
@@ -43,7 +44,8 @@ def load_named(name: str, *, execute: bool = True) -> object:
 
 
 def load_function(name: str, wanted: str) -> Callable[..., object]:
-    """The function or class called `name`. UsageError for any other object. `wanted`: the expected kind of object."""
+    """Return the function or class called `name`. Raises UsageError for any other object. `wanted` describes the
+    expected kind of object in the message."""
     found = load_named(name)
     if not callable(found):
         raise UsageError(f"{name} is an object of type {type(found).__qualname__}, not {wanted}")
@@ -51,8 +53,8 @@ def load_function(name: str, wanted: str) -> Callable[..., object]:
 
 
 def listed_tasks(text: str) -> Iterable[object]:
-    """The value of `--tasks`: a JSON list, or the name of an iterable or of a function that returns one. UsageError if
-    it is neither."""
+    """Return the value of `--tasks`, which is a JSON list, or the name of an iterable or of a function that returns
+    one. Raises UsageError if it is neither."""
     if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
         try:
             tasks = json.loads(text)
@@ -69,7 +71,7 @@ def listed_tasks(text: str) -> Iterable[object]:
 
 
 def _imported(home: str) -> ModuleType | None:
-    """The module of that name or file, if this process has imported it."""
+    """Return the module with that name or file, if this process has imported it."""
     if not home.endswith(".py"):
         return sys.modules.get(home)
     known = sys.modules.get(Path(home).stem)
@@ -118,7 +120,7 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _look_in(folder: Path) -> str:
-    """Put `folder` first on the module search path; return it as text."""
+    """Put `folder` first on the module search path, and return it as text."""
     here = str(folder)
     if here not in sys.path and not ("" in sys.path and folder == Path.cwd()):
         sys.path.insert(0, here)
@@ -126,7 +128,7 @@ def _look_in(folder: Path) -> str:
 
 
 def not_loaded(name: str, error: BaseException) -> UsageError:
-    """An error that names the exception in the user's code and its line."""
+    """Return an error that names the exception in the user's code and the line where it occurred."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -1,7 +1,8 @@
-"""LoopWatch: detects a blocked event loop and names the line that blocks it.
+"""Detects a blocked event loop and names the line that blocks it.
 
-A blocking call inside an `async` method stops every episode of the process, and no code in the loop can report it. A
-daemon thread posts a heartbeat to the loop. If the heartbeat is late, it reads the stack of the loop's thread.
+A blocking call inside an `async` method stops every episode in the process, and no code in the loop can report it. A
+daemon thread therefore posts a heartbeat to the loop. If the heartbeat is late, the thread reads the stack of the
+loop's thread.
 """
 
 from __future__ import annotations
@@ -25,22 +26,23 @@ STALL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One time that the loop was blocked."""
+    """One period during which the loop was blocked."""
 
     seconds: float
-    """Time without a heartbeat when the stack was read; the stall may have lasted longer."""
+    """Seconds without a heartbeat when the stack was read. The stall may have lasted longer."""
     stack: tuple[traceback.FrameSummary, ...]
-    """The loop's thread at that moment, outermost frame first."""
+    """The stack of the loop's thread at that moment, outermost frame first."""
 
     def where(self, filename: str | None = None) -> str:
-        """`file:line in function` of the innermost frame in `filename`, or of the innermost frame if none is in it."""
+        """Return `file:line in function` for the innermost frame in `filename`, or for the innermost frame if none is
+        in it."""
         own = [frame for frame in self.stack if frame.filename == filename]
         frame = (own or self.stack)[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def watch_episodes() -> LoopWatch:
-    """Warns when the running event loop is blocked for `STALL_SECONDS`: `with watch_episodes():`"""
+    """Return a watch that warns if the running event loop is blocked for `STALL_SECONDS`: `with watch_episodes():`"""
     return LoopWatch(_stalled, seconds=STALL_SECONDS)
 
 
@@ -54,9 +56,9 @@ def _stalled(stall: Stall) -> None:
 
 
 class LoopWatch:
-    """`with LoopWatch(on_stall):` inside a coroutine watches the running loop until the block ends. Single use.
+    """Watches the running loop until the block ends: `with LoopWatch(on_stall):` inside a coroutine. Single use.
 
-    `on_stall` is called in the watching thread, once for each stall of at least `seconds`.
+    `on_stall` is called in the watching thread, once for each stall that lasts at least `seconds`.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class LoopWatch:
         self._reported = False
 
     def attach(self) -> None:
-        """Watch the running loop, with `sample` called by the caller instead of by a thread."""
+        """Watch the running loop without a thread. The caller must call `sample` regularly."""
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
         self._asked = self._clock()
@@ -93,7 +95,7 @@ class LoopWatch:
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching, also before the block has ended."""
+        """Stop watching. It may be called before the block has ended."""
         self._stop.set()
 
     def _watch(self) -> None:
@@ -102,9 +104,9 @@ class LoopWatch:
                 return
 
     def sample(self) -> bool:
-        """Check the heartbeat once. False when the loop has closed.
+        """Check the heartbeat once. Return False if the loop has closed.
 
-        Each stall is reported once: `_reported` is cleared only after the loop has answered a heartbeat.
+        Each stall is reported once, because `_reported` is cleared only after the loop has answered a heartbeat.
         """
         assert self._loop is not None
         if self._alive:
@@ -118,8 +120,8 @@ class LoopWatch:
         if silent >= self._seconds and not self._reported:
             self._reported = True
             frame = sys._current_frames().get(self._watched)
-            # The loop may continue between the heartbeat check and the stack read: without the second check, a healthy
-            # loop's idle stack would be reported as a stall.
+            # The loop may continue between the heartbeat check and the stack read. Without this second check, the idle
+            # stack of a healthy loop would be reported as a stall.
             if frame is not None and not self._alive:
                 self._on_stall(Stall(silent, tuple(traceback.extract_stack(frame))))
         return True

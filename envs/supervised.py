@@ -1,7 +1,7 @@
-"""Supervised: runs the code of one agent or environment so that a fault in it ends its episode only.
+"""Runs the code of one agent or environment so that a fault in it ends only its own episode.
 
-The code runs in a task of its own. So a CancelledError that the code raises by itself differs from a cancellation of
-the episode, and code that swallows its cancellation can be left behind. Code that computes without awaiting can't be
+The code runs in a task of its own. This distinguishes a CancelledError that the code itself raises from a cancellation
+of the episode, and code that swallows its cancellation can be left behind. Code that computes without awaiting can't be
 stopped: it blocks the event loop, and `loop_watch` names its line.
 """
 
@@ -24,7 +24,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Stopped(Exception):
-    """`stop` ended the call."""
+    """The call was ended by `stop`."""
 
 
 class TimedOut(Exception):
@@ -32,10 +32,10 @@ class TimedOut(Exception):
 
 
 class Supervised:
-    """`await code(coroutine, "what")`, one call at a time.
+    """Runs coroutines, one at a time: `await code(coroutine, "what")`.
 
-    All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. A
-    new task is made only after a call was left running.
+    All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. A new
+    task is made only after a call was left running.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Supervised:
         """The calls that were left running."""
         self._task: asyncio.Task[None] | None = None
         self._work: Coroutine[Any, Any, Any] | None = None
-        """A call that has not begun."""
+        """A call that has not begun yet."""
         self._busy = False
-        """From the beginning of a call until its code has ended."""
+        """True from the beginning of a call until its code has ended."""
         self._done: asyncio.Future[tuple[Any, BaseException | None]] | None = None
-        """Gets the result of the newest call."""
+        """Receives the result of the newest call."""
         self._wake: asyncio.Future[None] | None = None
-        """The task waits for it between calls."""
+        """The task waits for this future between calls."""
         self._stopped: type[Exception] | None = None
         self._what = ""
         self._process = os.getpid()
@@ -57,10 +57,10 @@ class Supervised:
     async def __call__(
         self, work: Coroutine[object, Never, ResultT], what: str, seconds: float | None = None
     ) -> ResultT:
-        """The result of `work`. Its errors are raised, a CancelledError of its own as StrayCancellation.
+        """Return the result of `work` or raise its error. Its own CancelledError becomes a StrayCancellation.
 
         `what` names the work in messages. Raises TimedOut after `seconds`, Stopped if `stop` was called, and
-        CancelledError if the caller was cancelled. By then the work has ended, or `left` has its name.
+        CancelledError if the caller was cancelled. By then the work has ended, or its name is in `left`.
         """
         loop = asyncio.get_running_loop()
         done = self._done = loop.create_future()
@@ -72,7 +72,7 @@ class Supervised:
         timer = loop.call_later(seconds, self.stop, TimedOut) if seconds is not None else None
         try:
             result, error = await done
-        except asyncio.CancelledError:  # of the caller: this future raises nothing else
+        except asyncio.CancelledError:  # only the caller was cancelled: this future raises nothing else
             if self._busy:
                 self._done = loop.create_future()
                 self.stop()
@@ -95,7 +95,8 @@ class Supervised:
         return result
 
     def stop(self, why: type[Exception] = Stopped) -> None:
-        """Cancel the call in progress: it raises `why` when its code has ended, after `GRACE` seconds at the latest."""
+        """Cancel the call in progress. The call raises `why` when its code has ended, or after `GRACE` seconds at the
+        latest."""
         if not self._busy or self._task is None or self._done is None:
             return
         self._stopped = why
@@ -108,7 +109,7 @@ class Supervised:
         asyncio.get_running_loop().call_later(GRACE, self._leave, self._done)
 
     def close(self) -> None:
-        """End the task. Call it when no call is in progress."""
+        """End the task. Call this only when no call is in progress."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -151,14 +152,14 @@ class Supervised:
                 if self._task is not task or loop.is_closed():
                     return  # left behind meanwhile
                 while task.cancelling():
-                    task.uncancel()  # the next call's `asyncio.timeout` would take it for its own
+                    task.uncancel()  # the next call's `asyncio.timeout` would mistake it for its own
                 self._settle(result, error)
                 del work, result, error
             self._wake = loop.create_future()
             try:
                 await self._wake
             except asyncio.CancelledError:
-                if task.cancelling():  # else it is late: code in the call before cancelled its own task
-                    if self._task is task:  # not by `close`, but by other code, perhaps as a call begins
+                if task.cancelling():  # else it is late: code in the previous call cancelled its own task
+                    if self._task is task:  # not cancelled by `close`, but by other code, perhaps as a call begins
                         self._task = loop.create_task(self._serve()) if self._work is not None else None
                     raise

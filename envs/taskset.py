@@ -1,8 +1,8 @@
-"""Tasksets: distinct tasks from any source (a list, a function, a file, a data set of the hub), shuffled by a seed.
+"""Tasksets: distinct tasks from any source (a list, a function, a file, a data set on the hub), shuffled by a seed.
 
-A `Taskset` is read whole when it is made. Duplicates (by `Task.hash`) are dropped and counted. The side of a split on
-which a task falls depends on its hash and the fractions only, so it stays the same when the set grows, is reordered or
-is generated from another seed. `datasets` is imported when a file or a data set is read.
+A `Taskset` is read completely when it is made. Duplicates (by `Task.hash`) are dropped and counted. The part of a split
+that a task falls into depends only on its hash and the fractions, so it stays the same when the set grows, is reordered
+or is generated from another seed. `datasets` is imported when a file or a data set is read.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from ..tapes.errors import MissingExtra, UsageError
 from ..tapes.records import Task
 
 Row = Callable[[Any], Any]
-"""Converts one item of a source to a `Task`, or to a bare value, which becomes the private part of a task."""
+"""Converts one item from a source to a `Task`, or to a bare value, which becomes the private part of a task."""
 TASK_FILES = {".jsonl": "from_json", ".json": "from_json", ".parquet": "from_parquet", ".csv": "from_csv"}
-"""Suffix of a task file -> the method of `datasets.Dataset` that reads it."""
+"""Maps the suffix of a task file to the method of `datasets.Dataset` that reads it."""
 
 
 VIDEOS = ("videos", "video")
 SHOWN = ("images", "image", *VIDEOS)
-"""Columns that hold images and videos of a prompt."""
+"""Columns that hold the images and videos for a prompt."""
 
 
 class BadTasks(UsageError):
-    """A source doesn't yield tasks; the message names the item and the reason."""
+    """A source doesn't yield tasks. The message names the item and the reason."""
 
 
 @check_arguments
 class Taskset(Sequence[Task]):
     """Distinct tasks, in the order of their source.
 
-    `Taskset([3, 7])`, `Taskset(generator_function, size=100)`, `Taskset(make_task, size=100)` for a function of the
-    index, `Taskset(rows, row=to_task)`, `Taskset.load("tasks.jsonl", row=to_task)`.
+    Examples: `Taskset([3, 7])`, `Taskset(generator_function, size=100)`, `Taskset(make_task, size=100)` for a function
+    of the index, `Taskset(rows, row=to_task)`, `Taskset.load("tasks.jsonl", row=to_task)`.
     """
 
     def __init__(
@@ -63,11 +63,12 @@ class Taskset(Sequence[Task]):
         row: Row | None = None,
         name: str = "",
     ) -> None:
-        """Read `source` to its end, or until `size` distinct tasks are found (fewer is an error).
+        """Read `source` to its end, or until `size` distinct tasks are found. Raises BadTasks if it has fewer.
 
-        source: an iterable, a function without parameters that returns an iterable, or a function of the index, which
-        needs `size` and is called for 0 to size - 1. row: None leaves a value as it is, and makes a row of a `Dataset`
-        the private part of its task.
+        `source` is an iterable, a function without parameters that returns an iterable, or a function of the index. A
+        function of the index needs `size` and is called with 0 to size - 1; it may give fewer distinct tasks. `row`
+        converts each item. If it is None, a value is used as it is, and a row from a `Dataset` becomes the private part
+        of its task.
         """
         if row is None and hasattr(source, "column_names"):
             row = _whole
@@ -95,10 +96,11 @@ class Taskset(Sequence[Task]):
     @classmethod
     @check_arguments
     def load(cls, path: str | Path, *, row: Row | None = None, size: int | None = None, name: str = "") -> Taskset:
-        """The tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`; `row` converts each row (a dict).
+        """Return the tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`. `row` converts each row (a dict).
 
-        Without `row`, the whole row is the private part of its task. Pass a `Dataset` object to `Taskset` directly: it
-        is an iterable of rows. BadTasks names the file, the row or line, and the fault.
+        Without `row`, the whole row becomes the private part of its task. A `Dataset` object can be passed directly to
+        `Taskset`, because it is an iterable of rows. Raises BadTasks, which names the file, the row or line, and the
+        fault.
         """
         path = Path(path)
         if path.suffix not in TASK_FILES:
@@ -112,7 +114,7 @@ class Taskset(Sequence[Task]):
         if not path.stat().st_size:
             raise BadTasks(f"{path} is empty: a task file needs at least one row")
         with TemporaryDirectory() as scratch, _quiet_datasets():
-            # The rows are read once and kept in memory; a copy in the user's cache would never be used again.
+            # The rows are read once and kept in memory. A copy in the user's cache would never be used again.
             try:
                 rows = getattr(Dataset, TASK_FILES[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
             except Exception as error:  # `datasets` raises many types, and none names the line
@@ -147,13 +149,14 @@ class Taskset(Sequence[Task]):
 
     @property
     def digest(self) -> str:
-        """SHA-256 over the hashes in order (hex): two tasksets with the same digest have the same cursors."""
+        """The SHA-256 of all hashes in order, in hex. Two tasksets with the same digest have the same cursors."""
         return hashlib.sha256("".join(self._hashes).encode()).hexdigest()
 
     def split(self, *fractions: float, salt: str = "") -> tuple[Taskset, ...]:
-        """Disjoint parts, about `fractions` of the whole each: `train, held_out = tasks.split(0.9, 0.1)`.
+        """Return disjoint parts, each with about its fraction of the tasks: `train, held_out = tasks.split(0.9, 0.1)`.
 
-        The fractions add up to 1. A task's hash and `salt` decide its part; another salt gives an independent split.
+        The fractions must add up to 1. The hash of a task and `salt` decide its part, so another salt gives an
+        independent split.
         """
         numbers = all(isinstance(f, int | float) and f >= 0 for f in fractions)
         if not fractions or not numbers or abs(sum(fractions) - 1) > 1e-9:
@@ -164,18 +167,20 @@ class Taskset(Sequence[Task]):
         bounds = list(accumulate(fractions))
         parts: list[list[int]] = [[] for _ in fractions]
         for task_hash, k in self._hashes.items():
-            # Hashed again with the salt: another salt gives an independent split. The first 8 bytes are a uniform point
-            # in [0, 1), so the part doesn't depend on the other tasks.
+            # The hash is hashed again with the salt, so that another salt gives an independent split. The first 8 bytes
+            # are a uniform point in [0, 1), so the part doesn't depend on the other tasks.
             digest = hashlib.sha256(salt.encode() + task_hash.encode()).digest()
             point = int.from_bytes(digest[:8], "big") / 2**64
-            # The bounds may add up to slightly less than 1 by rounding; a point above them belongs to the last part.
+            # The bounds may add up to slightly less than 1 because of rounding. A point above them belongs to the last
+            # part.
             parts[min(bisect_right(bounds, point), len(parts) - 1)].append(k)
         return tuple(self._picked(part) for part in parts)
 
     def cursor(self, seed: int = 0, *, shuffle: bool = True, start: int = 0) -> Iterator[Task]:
-        """Tasks without an end: every task once per epoch, each epoch in a new order.
+        """Yield tasks without end. Every task comes once per epoch, and each epoch has a new order.
 
-        start: the number of tasks that an earlier cursor over the same tasks (`digest`) gave; this one continues there.
+        `start` is the number of tasks that an earlier cursor over the same tasks (same `digest`) has yielded. This
+        cursor continues from there.
         """
         if not len(self):
             raise BadTasks(f"{self!r} has no tasks to draw")
@@ -186,8 +191,8 @@ class Taskset(Sequence[Task]):
         return (self._tasks[k] for k in islice(chain.from_iterable(epochs), position, None))
 
     def _order(self, seed: int, epoch: int) -> Sequence[int]:
-        # Python promises that `random()` of a seeded generator is the same in every version; `shuffle()` isn't covered.
-        # With `shuffle()`, a run resumed under another Python would draw other tasks.
+        # Python promises that `random()` of a seeded generator is the same in every version. The promise doesn't cover
+        # `shuffle()`: with it, a run resumed under another Python version would draw other tasks.
         rng = random.Random(f"{seed}/{epoch}")
         keys = [rng.random() for _ in self._tasks]
         return sorted(range(len(keys)), key=keys.__getitem__)
@@ -213,7 +218,7 @@ class Taskset(Sequence[Task]):
 
 
 def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
-    """The number of tasks that occur in both, by hash. Assert that it is 0 for training and held-out tasks."""
+    """Return the number of tasks that occur in both, by hash. Assert that it is 0 for training and held-out tasks."""
     first, second = (t.hashes if isinstance(t, Taskset) else {task.hash for task in t} for t in (a, b))
     return len(first & second)
 
@@ -252,7 +257,7 @@ def _items(source: Any) -> Iterator[Any]:
 
 
 def as_task(item: object, k: int, row: Row | None = None) -> Task:
-    """Item `k` of a source as a task. BadTasks for what can't be recorded as JSON."""
+    """Convert item `k` of a source to a task. Raises BadTasks if it can't be recorded as JSON."""
     try:
         task = Task.of(item if row is None else row(item))
     except (BadTasks, BadPicture) as error:
@@ -270,15 +275,15 @@ def as_task(item: object, k: int, row: Row | None = None) -> Task:
 
 
 def _whole(record: Any) -> Task:
-    """The task of a row of which no column is named: `reset` gets a Task from every data set."""
+    """Make a task from a row for which no columns are named, so that `reset` gets a Task from every data set."""
     return Task(private=record)
 
 
 def standard_row(names: Mapping[str, str]) -> Row:
-    """A `row` by names: `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
+    """Make a `row` from names. `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
 
-    The columns that are named `prompt` (a string, or chat messages as in TRL) and as in `SHOWN` are the public
-    part; the others are the private one, under their new names. A row that lacks a column is a BadTasks error.
+    The columns named `prompt` (a string, or chat messages as in TRL) and the names in `SHOWN` form the public part. The
+    others form the private part, under their new names. The `row` raises BadTasks if a column is missing.
     """
     public = {k: v for k, v in names.items() if k in ("prompt", *SHOWN)}
     return columns(public, {k: v for k, v in names.items() if k not in public})
@@ -291,10 +296,11 @@ def columns(
     id: str | None = None,
     seed: str | None = None,
 ) -> Row:
-    """A `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
+    """Make a `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
-    public, private: one name takes the value of that column; several names, or a mapping of new name -> column, make an
-    object. seed: a column that goes into the private part as `seed`. A row that lacks a column is a BadTasks error.
+    For `public` and `private`, one name takes the value in that column. Several names, or a mapping from new names to
+    columns, make an object. `seed` names a column that goes into the private part as `seed`. The `row` raises BadTasks
+    if a column is missing.
     """
 
     def row(record: Any) -> Task:
@@ -320,17 +326,17 @@ def hub_tasks(
     config: str | None = None,
     size: int | None = None,
 ) -> Taskset:
-    """The tasks in a dataset (`dataset_rows`); without `row`, each row is the private part of its task."""
+    """Return the tasks in a dataset (see `dataset_rows`). Without `row`, each row is the private part of its task."""
     found = dataset_rows(name, split, config=config)
     return Taskset(found, row=row, size=size, name=name)
 
 
 def dataset_rows(name: str, split: str = "train", *, config: str | None = None) -> Iterable[Mapping[str, object]]:
-    """The rows of a dataset: of the hub, as `org/name` or `org/name@revision`, of its local cache, or in a folder.
+    """Return the rows of a dataset on the hub (`org/name` or `org/name@revision`), in its local cache, or in a folder.
 
-    config: its subset; None takes the only one, or the one called `default` or `main`. Give a revision (a commit) to
-    pin the rows. Loading scripts of datasets never run: `datasets` refuses them. BadTasks names the remedy if
-    the dataset can't be reached.
+    `config` is the subset of the dataset. None takes the only one, or the one called `default` or `main`. Give a
+    revision (a commit) to pin the rows. Loading scripts in datasets never run, because `datasets` refuses them. Raises
+    BadTasks with a remedy if the dataset can't be reached.
     """
     try:
         import datasets  # noqa: F401
@@ -342,7 +348,8 @@ def dataset_rows(name: str, split: str = "train", *, config: str | None = None) 
             try:
                 return _loaded(id, config, split, revision)
             except OSError:
-                # Offline, `datasets` finds only data that it has prepared before; the files may be in the hub's cache.
+                # Offline, `datasets` finds only data that it has prepared before. The files may still be in the hub's
+                # cache.
                 try:
                     folder = snapshot(id, revision, "dataset", local=True)
                 except (NotFound, MissingExtra):
@@ -393,8 +400,8 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def prompt_part(column: str, value: object) -> object:
-    """A column's value for the public part. BadPicture as `with_pictures_of`, and for frames without times
-    in a column of videos."""
+    """Return the value of a column for the public part. Raises BadPicture like `with_pictures_of`, and also for frames
+    without times in a column of videos."""
     found = with_pictures_of(value, urls=column in SHOWN)
     wrong = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, Picture | list | dict)]
     if column in VIDEOS and wrong:
@@ -406,15 +413,15 @@ def prompt_part(column: str, value: object) -> object:
 
 
 def with_pictures_of(value: object, *, urls: bool = False) -> object:
-    """A column's value with the picture of each image of `datasets` (PIL, bytes, or a dict with its `bytes`), the video
-    of each dict with images as `frames`, `fps`, and perhaps `indices`, and with `urls` the picture of each data URL.
-    BadPicture for an image or video that the limits refuse."""
+    """Return the value of a column with its images and videos converted to `Picture` and `Video`. An image is one from
+    `datasets` (PIL, bytes, or a dict with its `bytes`) or, with `urls`, a data URL. A video is a dict with images as
+    `frames`, `fps`, and perhaps `indices`. Raises BadPicture if an image or video exceeds the limits."""
     if isinstance(value, list):
         return [with_pictures_of(one, urls=urls) for one in value]
     source: Any = value
     if isinstance(value, dict) and value.keys() <= Video.model_fields.keys() and value.get("fps") is not None:
         frames = with_pictures_of(value.get("frames"), urls=urls)
-        # `Video.of` would read a file if a frame is a path.
+        # `Video.of` would read a file if a frame were a path.
         if isinstance(frames, list) and frames and all(isinstance(frame, Picture) for frame in frames):
             return Video.of(frames, fps=value["fps"], indices=value.get("indices"))
     if isinstance(value, dict) and set(value) == {"bytes", "path"}:
@@ -429,7 +436,7 @@ def with_pictures_of(value: object, *, urls: bool = False) -> object:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, and its log of errors that it raises as well."""
+    """Hide the progress bars of `datasets`, and its log of errors that it also raises."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
 
@@ -445,13 +452,13 @@ def _quiet_datasets() -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """The fault of a task file, its line, and the remedy."""
+    """Describe the fault in a task file, its line, and the remedy."""
     if path.suffix != ".parquet":
         text = path.read_bytes()
         rows = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
         if len(rows) < (2 if path.suffix == ".csv" else 1):
             return "it has no rows; a task file needs at least one"
-        # A .json file is one document, or again an object on each line.
+        # A .json file is one document, or has one object on each line like .jsonl.
         by_line = path.suffix == ".jsonl" or (path.suffix == ".json" and rows[0][1].lstrip().startswith(b"{"))
         fault = next((fault for k, line in (rows if by_line else ()) if (fault := _fault(line, k)) is not None), None)
         if fault is not None:
@@ -465,8 +472,8 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _fault(text: bytes, line: int, wanted: type = dict) -> str | None:
-    """Why the text is not JSON of the wanted type; None if it is. line: its number in the file; 0 for the whole
-    file."""
+    """Return why the text is not JSON of the wanted type, or None if it is. `line` is the line number in the file, or 0
+    if the text is the whole file."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError as error:
