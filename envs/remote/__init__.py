@@ -1,6 +1,6 @@
 """Environments in other processes: on a server, in a local process pool, or behind OpenEnv's protocol.
 
-Imports `envs` and `tapes`. Names that need aiohttp are imported when they are used.
+This package imports `envs` and `tapes`. Names that need aiohttp are imported when they are used.
 """
 
 from __future__ import annotations

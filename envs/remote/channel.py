@@ -1,8 +1,8 @@
-"""Channel: the client side of one WebSocket to an untrusted server.
+"""The client side of one WebSocket to an untrusted server.
 
-It receives text messages of bounded length, one at a time, and stops reading a peer that sends unrequested messages.
-Pings are answered also between calls. Compression is off, so a message is never longer than on the wire. Redirects are
-refused, so the token reaches no other server.
+A channel receives text messages of bounded length, one at a time, and stops reading from a peer that sends unrequested
+messages. It answers pings between calls too. Compression is off, so a message is never longer than the data that was
+transferred. Redirects are refused, so no other server receives the token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ except ModuleNotFoundError as _error:
     raise_missing(_error, "an environment on another server")
 
 HEARTBEAT = 20.0
-"""Seconds between pings; a peer that doesn't answer a ping is considered gone."""
+"""Seconds between pings. A peer that doesn't answer a ping is considered gone."""
 _CONNECT = 20.0
 """Time limit of a handshake, in seconds."""
 _GOODBYE = 2.0
@@ -30,20 +30,20 @@ _GOODBYE = 2.0
 
 
 class Full(Busy):
-    """The server is at capacity; it may say when to try again."""
+    """The server is at capacity. It may state when to try again."""
 
     def __init__(self, message: str, after: float | None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds to wait before the next attempt; None if the server doesn't say."""
+        """Seconds to wait before the next attempt, or None if the server doesn't state it."""
 
 
 class Dropped(Unreachable):
-    """The connection broke; the call may have been carried out."""
+    """The connection broke. The call may have been carried out."""
 
 
 class Channel:
-    """`await Channel.open(url, ...)`, then `send` and `receive` in turn, and `close`."""
+    """One connection. Use `await Channel.open(url, ...)`, then `send` and `receive` in turn, and finally `close`."""
 
     def __init__(
         self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, url: str, largest: int
@@ -53,12 +53,12 @@ class Channel:
         self._received: asyncio.Queue[str | Exception] = asyncio.Queue(maxsize=1)
         self._end: Exception | None = None
         self._sent = 0
-        """Characters of the last message that was sent."""
+        """The number of characters in the last message that was sent."""
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
     async def open(cls, url: str, *, headers: dict[str, str], largest: int, protocols: tuple[str, ...] = ()) -> Channel:
-        """Connect. A retry can help after Unreachable and Full, but not after Refused and SessionLost."""
+        """Connect to the server. A retry can help after Unreachable and Full, but not after Refused and SessionLost."""
         session = aiohttp.ClientSession(trace_configs=[_no_redirects()], trust_env=False)
         try:
             async with asyncio.timeout(_CONNECT):
@@ -83,7 +83,7 @@ class Channel:
         return cls(session, socket, url, largest)
 
     async def send(self, text: str) -> None:
-        """Send a message. Raises the errors of `receive` if the connection is gone."""
+        """Send a message. If the connection is gone, this raises the same errors as `receive`."""
         if self._end is not None:
             raise self._end
         self._sent = len(text)
@@ -93,16 +93,17 @@ class Channel:
             raise self._end or Dropped(f"{self.url}: {error}") from error
 
     async def receive(self) -> str:
-        """The next message. Dropped, SessionLost (the server is going away) or BadAnswer."""
+        """Return the next message. Raises Dropped, SessionLost (the server is shutting down) or BadAnswer."""
         message = await self._received.get()
         if isinstance(message, Exception):
             raise message
         return message
 
     async def close(self, *, goodbye: bool = True) -> None:
-        """Close the connection; without `goodbye`, don't wait for the peer's closing handshake.
+        """Close the connection. Without `goodbye`, don't wait for the peer's closing handshake.
 
-        A caller that is cancelled meanwhile returns only after the connection is closed: otherwise it would stay open.
+        If the caller is cancelled meanwhile, this returns only after the connection is closed, because it would
+        otherwise stay open.
         """
         closing = asyncio.create_task(self._close(goodbye))
         try:

@@ -1,7 +1,7 @@
-"""Declared: the kinds of actions and observations of an environment, for other processes.
+"""Declares the kinds of actions and observations of an environment, for other processes.
 
-A message can become a step of a declared kind only: no class is imported by a name from the wire. Two sides agree when
-their kinds have the same fields; they compare a digest of each kind's JSON Schema.
+A message can only become a step of a declared kind, because no class is imported by a name from a message. Two sides
+agree if their kinds have the same fields. They compare a digest of each kind's JSON Schema.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class Declared:
     """The interface of an environment: its kinds of steps, and the effect of its actions."""
 
     name: str
-    """Name of the class, for messages."""
+    """The name of the class, for messages."""
     actions: Mapping[str, type[Action]]
-    """Kind -> class of the actions that it accepts."""
+    """Maps each kind of action that the environment accepts to its class."""
     observations: Mapping[str, type[Observation]]
-    """Kind -> class of its observations."""
+    """Maps each kind of observation to its class."""
     effect: Effect = "pure"
     varies: Mapping[str, str | None] = field(default_factory=dict)
-    """As `Environment.varies`."""
+    """Like `Environment.varies`."""
     rewards: Any = None
-    """As `Environment.rewards`, if the class has them: they read the tape, so they score on the client's side."""
+    """Like `Environment.rewards`, if the class has them. They read the tape, so they score on the client's side."""
     pixels: bool = False
-    """As `Environment.pixels`, of the class, or of the instance that it was made of."""
+    """Like `Environment.pixels`, read from the class, or from the instance if the declaration was made from one."""
 
     @classmethod
     def of(cls, thing: object) -> Declared:
-        """The declaration of an Environment class or instance, or of a function whose return type names one.
+        """Return the declaration of an Environment class or instance, or of a function whose return type names one.
 
-        The kinds are those that `Environment[...]`, the return type of `reset` and `Environment.kinds` name. A return
-        type `str` of `reset` stands for `Text`. An environment that names no action type accepts `Answer`.
+        The kinds are those named by `Environment[...]`, by the return type of `reset` and by `Environment.kinds`. If
+        `reset` returns `str`, the kind is `Text`. An environment that names no action type accepts `Answer`.
         """
         known = getattr(thing, "declared", None)
         if isinstance(thing, Declared) or isinstance(known, Declared):
@@ -74,7 +74,7 @@ class Declared:
 
     @functools.cached_property
     def digests(self) -> dict[str, str]:
-        """`action:guess` or `observation:hint` -> digest of the kind's fields."""
+        """Maps `action:guess` or `observation:hint` to the digest of that kind's fields."""
         roles: dict[str, Mapping[str, type[Step]]] = {"action": self.actions, "observation": self.observations}
         return {f"{role}:{kind}": _digest(cls) for role, kinds in roles.items() for kind, cls in sorted(kinds.items())}
 
@@ -94,19 +94,21 @@ class Declared:
             )
 
     def action(self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None) -> Action:
-        """The action of a message. BadAnswer if the kind is not declared or the content is invalid.
+        """Return the action in a message. Raises BadAnswer if the kind is not declared or the content is invalid.
 
-        files: the pictures that the content may refer to: `Item.received`, or RECORDED for a step of a tape."""
+        `files` holds the pictures that the content may refer to. It is `Item.received`, or RECORDED for a step of a
+        tape.
+        """
         return _read(self.actions, "action", kind, content, files)
 
     def observation(
         self, kind: str, content: Mapping[str, JsonValue], files: Mapping[str, object] | None = None
     ) -> Observation:
-        """As `action`, for an observation."""
+        """Like `action`, for an observation."""
         return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:
-        """Whether the step's exact class is declared: a subclass would be read as its base class on the other side."""
+        """Return whether the exact class of `step` is declared. The other side would read a subclass as its base."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 
@@ -127,9 +129,9 @@ def _read(
 
 
 def brief(error: ValidationError) -> str:
-    """The most specific part of a validation error, bounded in length."""
-    # The input is left out: it may be long, and the other side controls it.
-    # For a union, the error with the longest location belongs to the variant that matched best.
+    """Return the most specific part of a validation error, with a bounded length."""
+    # The input is left out, because it may be long and the other side controls it. For a union, the error with the
+    # longest location belongs to the variant that matched best.
     first = max(
         error.errors(include_url=False, include_input=False, include_context=False), key=lambda one: len(one["loc"])
     )
@@ -163,7 +165,7 @@ def _returned(function: Callable[..., Any]) -> Any:
 
 
 def _type_arguments(env: type[AnyEnvironment]) -> Iterator[Any]:
-    """`Guess | Pass` of `Environment[Guess | Pass]`, for the class and its base classes."""
+    """Yield `Guess | Pass` for `Environment[Guess | Pass]`, from the class and its base classes."""
     for cls in env.__mro__:
         for base in vars(cls).get("__orig_bases__", ()):
             origin = typing.get_origin(base)
@@ -172,7 +174,7 @@ def _type_arguments(env: type[AnyEnvironment]) -> Iterator[Any]:
 
 
 def _classes(annotation: Any, role: type[Step]) -> Iterator[type[Step]]:
-    """The classes of that role in an annotation; `str` stands for `Text`."""
+    """Yield the classes with that role in an annotation. `str` stands for `Text`."""
     if annotation is str and role is Observation:
         yield Text
     elif isinstance(annotation, type) and issubclass(annotation, role) and annotation is not role:
@@ -189,7 +191,7 @@ def _digest(cls: type[Step]) -> str:
 
 
 def _fields(schema: Any) -> Any:
-    """A JSON Schema without titles and descriptions: their changes don't change the messages."""
+    """Return a JSON Schema without titles and descriptions, because changes to them don't change the messages."""
     if isinstance(schema, dict):
         return {
             key: _fields(value)

@@ -1,8 +1,8 @@
-"""The messages between an environment and its remote clients: one JSON object each, in a closed union on `t`.
+"""The messages between an environment and its remote clients. Each is one JSON object in a closed union on `t`.
 
 A call has a number, and its answer has the same number. A step is sent as its kind and its pydantic dump. The same
-messages are carried by a WebSocket (`env_service.py`), by a pipe (`host.py`) and, if they fit, by OpenEnv's
-protocol (`openenv_service.py`).
+messages are carried by a WebSocket (`env_service.py`), by a pipe (`host.py`) and, if they fit, by OpenEnv's protocol
+(`openenv_service.py`).
 
 Call     reset | step | finish | restore | close
 Answer   result | fault
@@ -29,24 +29,24 @@ from .declared import Declared, brief
 from .remote_errors import BadAnswer
 
 PROTOCOL = "tapereel-env.1"
-"""The protocol version; both sides send it, and the versions must be equal."""
+"""The protocol version. Both sides send it, and the versions must be equal."""
 ROUTE = "/env"
 SESSION = "Tapereel-Session"
-"""Header with the id of the session to resume."""
+"""The header that holds the id of the session to resume."""
 Number = Annotated[int, Field(ge=1, le=1 << 53)]
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _WORDS = 624
-_LAYOUT = struct.Struct(f"<{_WORDS}I")  # of one byte order: otherwise two machines would draw other numbers
+_LAYOUT = struct.Struct(f"<{_WORDS}I")  # fixed byte order: otherwise two machines would draw different numbers
 MessageT = TypeVar("MessageT")
 
 
 class Message(BaseModel):
-    """Base of all messages: frozen and closed."""
+    """Base of all messages, which are frozen and allow no extra fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def encoded(self) -> str:
-        """The message as one line of JSON."""
+        """Return the message as one line of JSON."""
         return to_json(self, inf_nan_mode="strings").decode()
 
 
@@ -56,32 +56,34 @@ class Item(Message):
     kind: str
     content: dict[str, JsonValue]
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
-    """The PNGs of its pictures in base64, by name; the size limit of a message covers them. None in a `restore`."""
+    """The PNGs of its pictures in base64, by name. They count towards the size limit of a message. In a `restore` it is
+    empty."""
 
     @classmethod
     def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
-        """The step, as plain values. BadPicture if a picture's bytes are missing."""
+        """Convert a step to plain values. Raises BadPicture if the bytes of a picture are missing."""
         sent = files_of(step) if files else {}
         return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"), files=sent)
 
     def received(self) -> Received | None:
-        """The files, checked; None if there are none. BadAnswer for a file that isn't the picture of its name."""
+        """Return the checked files, or None without files. Raises BadAnswer if a file isn't the picture that it is
+        named as."""
         try:
             return _received(self.files) if self.files else None
         except ValueError as error:
             raise BadAnswer(f"invalid picture in a step of the kind {self.kind[:80]!r}: {error}") from error
 
     def action(self, declared: Declared) -> Action:
-        """The step as an action. BadAnswer if it is undeclared or invalid."""
+        """Return the step as an action. Raises BadAnswer if it is undeclared or invalid."""
         return declared.action(self.kind, self.content, self.received())
 
     def observation(self, declared: Declared) -> Observation:
-        """The step as an observation. BadAnswer if it is undeclared or invalid."""
+        """Return the step as an observation. Raises BadAnswer if it is undeclared or invalid."""
         return declared.observation(self.kind, self.content, self.received())
 
 
 def files_of(value: Step | Task) -> dict[str, str]:
-    """The PNGs of the pictures of a step or task, in base64, by name. BadPicture if the bytes of one are missing."""
+    """Return the PNGs of the pictures in `value`, in base64, by name. Raises BadPicture if a picture has no bytes."""
     sent: dict[str, str] = {}
     for picture in pictures_of(value):
         if picture.data is None:
@@ -108,7 +110,7 @@ class RandomState(Message):
         return cls(words=base64.b64encode(_LAYOUT.pack(*words)).decode(), position=position, gauss=gauss)
 
     def made(self) -> random.Random:
-        """A generator in this state. ValueError if the state is invalid."""
+        """Return a generator in this state. Raises ValueError if the state is invalid."""
         rng = random.Random()
         try:
             words = _LAYOUT.unpack(base64.b64decode(self.words, validate=True))
@@ -122,7 +124,7 @@ class Numbered(Message):
     """Base of calls and answers."""
 
     id: Number
-    """The number of the call; its answer has the same one."""
+    """The number of the call. Its answer has the same number."""
 
 
 class _Begins(Numbered):
@@ -130,12 +132,12 @@ class _Begins(Numbered):
 
     task: Task
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
-    """As `Item.files`, of the task's pictures."""
+    """Like `Item.files`, for the pictures in the task."""
 
     @model_validator(mode="before")
     @classmethod
     def _read(cls, data: Any) -> Any:
-        """The task with the bytes of its pictures. A ValueError for a file that isn't the picture of its name."""
+        """Read the task with the bytes of its pictures. Raises ValueError if a file isn't the picture with its name."""
         if not isinstance(data, dict) or not isinstance(data.get("task"), dict) or not data.get("files"):
             return data
         files = TypeAdapter(dict[str, str]).validate_python(data["files"])
@@ -158,7 +160,7 @@ class StepCall(Numbered):
 
 
 class FinishCall(Numbered):
-    """Final scoring."""
+    """Compute the final score."""
 
     t: Literal["finish"] = "finish"
     status: Status
@@ -170,10 +172,10 @@ class RestoreCall(_Begins):
     t: Literal["restore"] = "restore"
     rng: RandomState | None = None
     tape: str
-    """The tape's id, for messages."""
+    """The id of the tape, for messages."""
     env_seed: int
     steps: tuple[Item, ...]
-    """The tape's observations and actions in order; thoughts, calls and rewards are not sent."""
+    """The observations and actions on the tape, in order. Thoughts, calls and rewards are not sent."""
 
 
 class CloseCall(Numbered):
@@ -186,7 +188,8 @@ Call = ResetCall | StepCall | FinishCall | RestoreCall | CloseCall
 
 
 class Result(Numbered):
-    """The call succeeded: the observation of `reset`, the outcome of `step` or `finish`, empty for the other calls."""
+    """The call succeeded. The result holds the observation after `reset` or the outcome after `step` or `finish`. It is
+    empty after the other calls."""
 
     t: Literal["result"] = "result"
     observation: Item | None = None
@@ -202,7 +205,7 @@ class Result(Numbered):
         return cls.model_construct(id=number, observation=seen, **fields)
 
     def outcome(self, declared: Declared) -> Outcome:
-        """The outcome that the environment returned. BadAnswer for an undeclared or invalid observation."""
+        """Return the environment's outcome. Raises BadAnswer if its observation is undeclared or invalid."""
         shown = self.observation.observation(declared) if self.observation is not None else None
         return Outcome(shown, self.reward, self.terminated, self.truncated, self.metrics)
 
@@ -212,38 +215,38 @@ class Fault(Message):
 
     t: Literal["fault"] = "fault"
     id: Annotated[int, Field(ge=0, le=1 << 53)]
-    """0 if the call could not be read and so has no number."""
+    """The number of the call, or 0 if the call could not be read and therefore has no number."""
     code: Literal["raised", "mismatch", "hung", "refused", "lost"]
-    """In this order: the environment raised; it did not return to the recorded state; it did not answer in time; the
-    call is invalid; the environment is gone."""
+    """`raised`: the environment raised an exception. `mismatch`: it did not return to the recorded state. `hung`: it
+    did not answer in time. `refused`: the call is invalid. `lost`: the environment is gone."""
     error: str = ""
     """The class name of the exception."""
     message: str
     frame: str | None = None
-    """`file:line in function` that raised it."""
+    """Where the exception was raised, as `file:line in function`."""
 
 
 Answer = Result | Fault
 
 
 class Welcome(Message):
-    """The first message of the serving side."""
+    """The first message from the serving side."""
 
     t: Literal["welcome"] = "welcome"
     protocol: str
     session: str
-    """Identifies the episode after a lost connection; a secret of this client. Empty over pipes."""
+    """Identifies the episode after a lost connection. It is a secret of this client. It is empty over pipes."""
     resumed: bool = False
     name: str
     kinds: dict[str, str]
-    """As `Declared.digests`."""
+    """Like `Declared.digests`."""
     effect: Effect
     message_bytes: int
-    """The longest message that the server accepts."""
+    """The longest message that the server accepts, in bytes."""
 
     @classmethod
     def to(cls, declared: Declared, session: str = "", *, resumed: bool = False, message_bytes: int) -> Welcome:
-        """The greeting of a server of the environment `declared`."""
+        """Return the greeting from a server that serves the environment `declared`."""
         return cls(
             protocol=PROTOCOL,
             session=session,
@@ -261,22 +264,22 @@ _welcome: TypeAdapter[Welcome] = TypeAdapter(Welcome)
 
 
 def read_call(text: str | bytes) -> Call:
-    """Parse a call. Raises BadAnswer."""
+    """Parse a call. Raises BadAnswer if it is invalid."""
     return _parsed(_calls, text, "call")
 
 
 def read_answer(text: str | bytes) -> Answer:
-    """Parse an answer. Raises BadAnswer."""
+    """Parse an answer. Raises BadAnswer if it is invalid."""
     return _parsed(_answers, text, "answer")
 
 
 def read_welcome(text: str | bytes) -> Welcome:
-    """Parse a greeting. Raises BadAnswer."""
+    """Parse a greeting. Raises BadAnswer if it is invalid."""
     return _parsed(_welcome, text, "greeting")
 
 
 def check_length(call: Call, text: str, most: int, remedy: str) -> None:
-    """Raise BadAnswer if `text`, the encoded call, has more than `most` bytes; `remedy` ends the message."""
+    """Raise BadAnswer if `text`, the encoded call, has more than `most` bytes. The message ends with `remedy`."""
     if len(text) * 4 > most and (size := len(text.encode())) > most:
         raise BadAnswer(f"this `{call.t}` has {size} bytes, and at most {most} are accepted; {remedy}")
 

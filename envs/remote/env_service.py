@@ -1,14 +1,15 @@
-"""Service: serves an environment on a port, one instance for each WebSocket session.
+"""Serves an environment on a port, with one instance for each WebSocket session.
 
-Every client needs the token, and `HttpService` checks each request, also one that opens a WebSocket. `ServiceLimits`
-bounds the resources of clients; a client over a limit is refused before it costs resources. Messages are JSON and
-become steps of declared kinds only. OpenEnv's clients are served too, at `/ws`, `/schema` and `/metadata`
+Every client needs the token. `HttpService` checks each request, including one that opens a WebSocket. `ServiceLimits`
+bounds the resources that clients can use, and a client over a limit is refused before it costs resources. Messages are
+JSON and can only become steps of declared kinds. OpenEnv's clients are served too, at `/ws`, `/schema` and `/metadata`
 (`openenv_service.py`).
 
-A session is one episode, with one environment. Its calls are numbered from 1. The next number is carried out. The last
-number again, with the same content, gets the same answer and is not carried out twice, also while it still runs. Other
-numbers are refused. A session without a connection waits for a new one, and is closed after `window_seconds`, or
-earlier if a new client needs its place. OpenEnv's messages have no numbers, so its sessions end with their connection.
+A session is one episode with one environment. Its calls are numbered from 1. A call with the next number is carried
+out. A call that repeats the last number and content gets the same answer and is not carried out twice, even if the
+first one is still running. Other numbers are refused. A session without a connection waits for a new one. It is closed
+after `window_seconds`, or earlier if a new client needs its place. OpenEnv's messages have no numbers, so its sessions
+end with their connection.
 """
 
 from __future__ import annotations
@@ -45,26 +46,27 @@ from .remote_errors import BadAnswer
 
 log = logger("service")
 RECONNECT_SECONDS = 5.0
-"""How long a session that made a call surely keeps its place without a connection: clients try again within it."""
+"""Seconds for which a session that has made a call keeps its place without a connection, so that its client can
+reconnect."""
 _AT_ONCE = 4
-"""Unanswered calls of one connection; a correct client has one, and one more to close."""
+"""Unanswered calls allowed on one connection. A correct client has one, and one more when it closes."""
 
 
 class ServiceLimits(Value):
-    """Limits of a service for its clients."""
+    """The limits of a service for its clients."""
 
     sessions: int = Field(default=1000, ge=1)
-    """Concurrent episodes, including those without a connection; further clients get status 503 and may try later."""
+    """Concurrent episodes, including those without a connection. Further clients get status 503 and may retry later."""
     message_bytes: int = Field(default=1 << 20, ge=1024)
-    """Size limit of a message, in bytes."""
+    """Size limit for a message, in bytes."""
     call_seconds: float = Field(default=60.0, gt=0)
-    """Time limit of a call; after it the session ends."""
+    """Time limit for a call. The session ends if a call exceeds it."""
     idle_seconds: float = Field(default=900.0, gt=0)
-    """Longest time between two calls of a session; the model samples in between."""
+    """The longest time between two calls in a session. The model samples in this time."""
     window_seconds: float = Field(default=30.0, gt=0)
     """How long a session waits for its client after a connection broke."""
     heartbeat_seconds: float = Field(default=20.0, gt=0)
-    """Time between two pings; a client that doesn't answer a ping is considered gone."""
+    """Seconds between two pings. A client that doesn't answer a ping is considered gone."""
     retry_after: int = Field(default=1, ge=0)
     """Seconds after which a client that found no free place may try again."""
     grace_seconds: float = Field(default=5.0, ge=0)
@@ -76,14 +78,14 @@ class Session:
 
     def __init__(self, host: Host) -> None:
         self.id = secrets.token_hex(16)
-        """A secret: a client that sends it may continue the episode."""
+        """The session's id. It is a secret, because a client that sends it may continue the episode."""
         self.connection: object | None = None
-        """The current connection; None between two connections."""
+        """The current connection, or None if there is none at the moment."""
         self.expires: asyncio.TimerHandle | None = None
         self.left_at = 0.0
-        """When its last connection ended, in the event loop's time."""
+        """When the last connection ended, in the event loop's time."""
         self.over = False
-        """Whether it accepts no more calls: its environment was closed, or hung."""
+        """Whether the session accepts no more calls, because its environment was closed or hung."""
         self.work: asyncio.Task[Answer] | None = None
         """The last call."""
         self._host = host
@@ -96,13 +98,14 @@ class Session:
         return self.work is not None and not self.work.done()
 
     def abandoned(self, now: float) -> bool:
-        """Whether a new client may take its place: it has no connection, and made no call or left a while ago."""
+        """Return whether a new client may take this session's place. It may if the session has no connection and has
+        either made no call or lost its connection a while ago."""
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:
-        """Carry out the call, or return the answer that its number already has. BadAnswer for a wrong number.
+        """Carry out the call, or return the answer that its number already has. Raises BadAnswer for a wrong number.
 
-        A client that repeats a call after a broken connection gets its answer: a retry doesn't act twice.
+        A client that repeats a call after a broken connection gets its answer, so a retry doesn't act twice.
         """
         digest = hashlib.sha256(text.encode()).digest()
         if call.id == self._last and self.work is not None:
@@ -119,7 +122,7 @@ class Session:
         return await self.carry_out(call)
 
     async def carry_out(self, call: Call) -> Answer:
-        """Carry out the call in its own task, shielded from the connection's. A broken connection doesn't stop it."""
+        """Carry out the call in its own task, which a broken connection doesn't stop."""
         if self.over:
             return Fault(id=call.id, code="lost", message="the episode has ended; connect again for another one")
 
@@ -138,13 +141,13 @@ class Session:
             await asyncio.wait({self.work}, timeout=GRACE + 1)  # the host leaves a call behind after GRACE
 
     async def close(self) -> None:
-        """Cancel the running call and release the environment; a further call would get a fresh one."""
+        """Cancel the running call and release the environment. A further call would get a fresh one."""
         await self.stop()
         await self._host.close()
 
 
 class Service(HttpService):
-    """`async with Service(GuessNumber).serving(8100) as service: ...`"""
+    """Serves an environment: `async with Service(GuessNumber).serving(8100) as service: ...`"""
 
     token_in_file = True
 
@@ -158,9 +161,10 @@ class Service(HttpService):
         limits: ServiceLimits | None = None,
         tasks: Sequence[JsonValue | Task] | None = None,
     ) -> None:
-        """`make` makes an instance for each session: a class, a function or a `Pool`. `declared`: the declaration, if
-        neither the class nor a return type has it. `token`: required from every client; without one, a new one is
-        made, and clients of this user on this machine find it. `tasks`: for OpenEnv's clients that bring none."""
+        """`make` makes an instance for each session. It is a class, a function or a `Pool`. `declared` is the
+        declaration, if neither the class nor a return type provides it. `token` is required from every client. Without
+        it, a new token is made, which clients of this user on this machine find. `tasks` are used for OpenEnv's clients
+        that bring none."""
         super().__init__(host, token)
         self.declared = declared or Declared.of(make)
         self.limits = limits or ServiceLimits()
@@ -168,14 +172,14 @@ class Service(HttpService):
         if isinstance(most, int):
             self.limits = self.limits.model_copy(update={"sessions": min(most, self.limits.sessions)})
         self.sessions: dict[str, Session] = {}
-        """Id -> open session."""
+        """Open sessions by id."""
         self._make, self._tasks = make, tasks
         self._closing: set[asyncio.Task[None]] = set()
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()
         self._ending = False
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """The WebSockets of both protocols, the state of the service, and OpenEnv's descriptions."""
+        """Return the routes: the WebSockets of both protocols, the state of the service, and OpenEnv's descriptions."""
         return [
             web.get(ROUTE, self._serve),
             web.get(OPENENV_ROUTE, self._serve_openenv),
@@ -203,13 +207,13 @@ class Service(HttpService):
 
     @property
     def occupied(self) -> int:
-        """The places that are taken. Closing sessions count: their environments still hold resources."""
+        """The number of places taken. A closing session counts, because its environment still holds resources."""
         return len(self.sessions) + len(self._closing)
 
     def _refusal(self) -> web.Response | None:
-        """The refusal of a client if no place is free, otherwise None.
+        """Return the refusal of a new client if no place is free, otherwise None.
 
-        If none is free, the session that was abandoned first is ended. Its place is free after that.
+        If none is free, end the session that was abandoned first. Its place is free after that.
         """
         if not self._ending and self.occupied < self.limits.sessions:
             return None
@@ -226,7 +230,7 @@ class Service(HttpService):
         return session
 
     def _finish(self, session: Session) -> None:
-        """End the episode; the environment is released in the background, and its place is free after that."""
+        """End the episode. The environment is released in the background, and its place is free after that."""
         session.over = True
         if self.sessions.pop(session.id, None) is None:
             return
@@ -238,7 +242,7 @@ class Service(HttpService):
 
     @contextmanager
     def _connected(self, session: Session) -> Iterator[None]:
-        """Inside the block the session has this connection, which replaces any other.
+        """Give the session this connection inside the block. It replaces any other connection.
 
         Afterwards the session waits `window_seconds` for a new connection.
         """
@@ -271,7 +275,7 @@ class Service(HttpService):
         return socket
 
     async def _heard(self, socket: web.WebSocketResponse, session: Session) -> str | None:
-        """The next message; None if the connection has ended, also by exceeding `idle_seconds`."""
+        """Return the next message, or None if the connection has ended. Exceeding `idle_seconds` also ends it."""
         while True:
             try:
                 async with asyncio.timeout(self.limits.idle_seconds):
@@ -289,7 +293,8 @@ class Service(HttpService):
             return None
 
     def has_token(self, request: web.Request) -> bool:
-        """Also as the password of Basic authentication: OpenEnv's own client sends no token but one in its address."""
+        """Return whether the request has the token. It may also be the password of Basic authentication, because
+        OpenEnv's own client can send a token only in its address."""
         try:
             sent = BasicAuth.decode(request.headers.get("Authorization", "")).password
         except ValueError:
@@ -354,9 +359,9 @@ class Service(HttpService):
     async def _converse(
         self, socket: web.WebSocketResponse, session: Session, reply: Callable[[str], Awaitable[str | None]]
     ) -> None:
-        """Reply to each message until the connection ends, or `reply` returns None.
+        """Reply to each message until the connection ends or `reply` returns None.
 
-        Messages are read while calls run; otherwise a lost connection would be noticed only after the call.
+        Messages are read while calls run, because a lost connection would otherwise be noticed only after the call.
         """
 
         async def answer(text: str) -> None:
@@ -389,7 +394,7 @@ class Service(HttpService):
 
 
 async def _reply(session: Session, text: str) -> str:
-    """The answer to one message of Tapereel's protocol."""
+    """Return the answer to one message in Tapereel's protocol."""
     number = 0
     try:
         call = read_call(text)

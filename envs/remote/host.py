@@ -1,13 +1,13 @@
-"""Host: carries out the calls to one environment instance and reports its errors as `Fault` messages.
+"""Carries out the calls to one environment instance and reports its errors as `Fault` messages.
 
-A server (`env_service.py`) uses it, and so do the processes of a pool. Whatever the environment raises,
-KeyboardInterrupt excepted, becomes a `Fault`. After a call that exceeds its time limit the host accepts no more calls.
+A server (`env_service.py`) uses it, and so do the processes in a pool. Any exception from the environment except
+KeyboardInterrupt becomes a `Fault`. After a call that exceeds its time limit, the host accepts no more calls.
 
-This module is also the worker process of a pool. Calls and answers are lines of JSON on stdin and stdout:
+This module is also the worker process in a pool. Calls and answers are lines of JSON on stdin and stdout:
 
     python -m tapereel.envs.remote.host package.module:name LARGEST
 
-The environment's own output goes to stderr. The process ends when its stdin is closed, also in the middle of a call.
+The environment's own output goes to stderr. The process ends when its stdin is closed, even in the middle of a call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from .remote_errors import BadAnswer
 
 log = logger("service")
 _ENDING = 3.0
-"""Seconds that the environment of a worker has to close after stdin has ended."""
+"""Seconds in which the environment of a worker must close after stdin has ended."""
 
 
 class Host:
@@ -70,10 +70,10 @@ class Host:
     def __init__(
         self, make: EnvironmentFactory, declared: Declared, seconds: float | None, *, alone: bool = False
     ) -> None:
-        """`seconds`: time limit of a call; None for no limit. `alone`: no other episode uses this event loop, so a
-        blocking environment needs no thread."""
+        """`seconds` is the time limit for a call, or None for no limit. `alone` states that no other episode uses this
+        event loop, so a blocking environment needs no thread."""
         self.dead = False
-        """True after a call hung: the state of the environment is unknown."""
+        """True after a call hung, because the state of the environment is then unknown."""
         self._make = make
         self._declared = declared
         self._seconds = seconds
@@ -83,7 +83,8 @@ class Host:
         self._thread: EnvironmentThread | None = None
 
     async def answer(self, call: Call) -> Answer:
-        """Carry out the call. Raises CancelledError if the caller was cancelled, and KeyboardInterrupt."""
+        """Carry out the call and return its answer. Raises CancelledError if the caller was cancelled. A
+        KeyboardInterrupt is passed on."""
         try:
             return await self._code(self._do(call), f"{self._declared.name}.{call.t}", self._seconds)
         except TimedOut as error:
@@ -102,10 +103,11 @@ class Host:
             return Fault(id=call.id, code="raised", error=kind, message=message, frame=frame)
         finally:
             if isinstance(call, CloseCall):
-                self._code.close()  # the next episode gets a task and context variables of its own
+                self._code.close()  # the next episode gets its own task and context variables
 
     async def close(self) -> None:
-        """Release the instance, if there is one. No call waits for an answer: a fault of its `close` is a warning."""
+        """Release the instance, if there is one. An error in its `close` is logged as a warning, since no call waits
+        for it."""
         try:
             await self._code(self._release(), f"{self._declared.name}.close", self._seconds)
         except (asyncio.CancelledError, KeyboardInterrupt):
@@ -182,7 +184,7 @@ class Host:
         return Result.of(call.id, outcome)
 
     def _tape(self, call: RestoreCall) -> Tape:
-        """The tape to restore, from the steps in the message."""
+        """Return the tape to restore, made from the steps in the message."""
         declared, steps = self._declared, list[Step]()
         for item in call.steps:
             read = declared.action if item.kind in declared.actions else declared.observation
@@ -192,8 +194,8 @@ class Host:
 
 def main(name: str, largest: int) -> None:
     """Serve the environment called `name` until stdin ends."""
-    # The messages get copies of stdin and stdout. The environment's own reads get an empty file and its prints go to
-    # stderr: otherwise a `print` in the environment would corrupt the protocol.
+    # The messages use copies of stdin and stdout. The environment itself reads from an empty file and prints to stderr,
+    # because a `print` in the environment would otherwise corrupt the protocol.
     asked, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -225,7 +227,7 @@ def _serve(
 
 
 def _read(asked: IO[bytes], lines: queue.SimpleQueue[bytes | None], largest: int) -> None:
-    """Read calls in a separate thread, so that the end of stdin ends the process although a call still hangs."""
+    """Read calls in a separate thread, so that the process ends when stdin ends, even if a call still hangs."""
     while (line := asked.readline(largest + 1)).endswith(b"\n"):
         lines.put(line)
     lines.put(None)

@@ -1,9 +1,9 @@
-"""OpenEnvironment: a client of OpenEnv's WebSocket protocol that doesn't need OpenEnv's package.
+"""A client for OpenEnv's WebSocket protocol that doesn't need OpenEnv's package.
 
-OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments at `/ws`: `reset`, `step`, `state` and `close`
-with plain objects, answered by an observation, a reward and `done`. Its messages have no numbers, so a broken
-connection ends the episode. It has no flag for truncation, so `done` is always `terminated`. It has no `finish`,
-no `restore` and no pictures.
+OpenEnv (https://github.com/meta-pytorch/OpenEnv) serves environments at `/ws`. It accepts `reset`, `step`, `state` and
+`close` with plain objects, and answers with an observation, a reward and `done`. Its messages have no numbers, so a
+broken connection ends the episode. It has no flag for truncation, so `done` always means `terminated`. It has no
+`finish`, no `restore` and no pictures.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class SeenMessage(BaseModel):
 
 
 class ErrorMessage(BaseModel):
-    """An error, as the answer to any message."""
+    """An error, which can be the answer to any message."""
 
     type: Literal["error"] = "error"
     data: Problem
@@ -81,12 +81,12 @@ _answers: TypeAdapter[SeenMessage | ErrorMessage] = TypeAdapter(
 
 
 class OpenEnvironment(RemoteEnvironment):
-    """`OpenEnvironment("http://host:port", action=Echo, observation=Echoed)`: one episode on that server.
+    """One episode on an OpenEnv server: `OpenEnvironment("http://host:port", action=Echo, observation=Echoed)`.
 
-    Without your own classes, actions are `OpenEnvAction(data={...})` and observations `OpenEnvObservation`. A task is
-    None, an int (the seed) or a dict (arguments of `reset`); public and private parts of a `Task` are merged. If the
-    task has no seed, it is drawn from `self.rng`. A subclass sets `effect` to the effect of its actions on the outside
-    world. Tasks and actions with pictures are refused.
+    Without your own classes, actions are `OpenEnvAction(data={...})` and observations are `OpenEnvObservation`. A task
+    is None, an int (the seed) or a dict (arguments of `reset`). The public and private parts of a `Task` are merged. If
+    the task has no seed, it is drawn from `self.rng`. A subclass sets `effect` to the effect of its actions on the
+    outside world. Tasks and actions with pictures are refused.
     """
 
     kinds = (OpenEnvAction, OpenEnvObservation)
@@ -102,8 +102,8 @@ class OpenEnvironment(RemoteEnvironment):
         patience: float = 30.0,
         largest: int = 4 << 20,
     ) -> None:
-        """action, observation: your classes, with the environment's fields. The other parameters are as in
-        `RemoteEnvironment`."""
+        """`action` and `observation` are your classes, with the environment's fields. The other parameters are the same
+        as in `RemoteEnvironment`."""
         declared = dataclasses.replace(
             Declared.of(type(self)), actions={action.kind: action}, observations={observation.kind: observation}
         )
@@ -111,14 +111,14 @@ class OpenEnvironment(RemoteEnvironment):
         self.action, self.observation = action, observation
 
     async def finish(self, status: Status) -> None:
-        """Nothing: OpenEnv's protocol has no final scoring."""
+        """Do nothing, because OpenEnv's protocol has no final scoring."""
 
     async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
         """Reset, carry out the tape's actions again and compare each observation."""
         await Environment.restore(self, task, tape)
 
     async def close(self) -> None:
-        """Send `close` and disconnect. A lost connection isn't an error: the server closes the episode itself."""
+        """Send `close` and disconnect. A lost connection isn't an error, because the server then closes the episode."""
         self._over = self._over or "it is closed"
         if self._channel is not None:
             with contextlib.suppress(Dropped):
@@ -149,7 +149,7 @@ class OpenEnvironment(RemoteEnvironment):
         if isinstance(answer, ErrorMessage):
             return self._fault(call, answer.data)
         seen = answer.data
-        # An empty object at the end stands for no observation.
+        # An empty object at the end of an episode means that there is no observation.
         item = self._item(seen.observation) if seen.observation or not seen.done else None
         if isinstance(call, ResetCall):
             return Result(id=call.id, observation=self._item(seen.observation))
@@ -157,7 +157,7 @@ class OpenEnvironment(RemoteEnvironment):
         return Result(id=call.id, observation=item, reward=reward, terminated=seen.done)
 
     def _encoded(self, call: Call) -> str:
-        """The message of a `reset` or `step`. TypeError for one that OpenEnv's protocol can't carry."""
+        """Return the message for a `reset` or `step`. Raises TypeError if OpenEnv's protocol can't carry the call."""
         if isinstance(call, ResetCall):
             files, data = call.files, _arguments(call.task)
             if "seed" not in data and call.rng is not None:
@@ -187,7 +187,7 @@ class OpenEnvironment(RemoteEnvironment):
 
 
 def _arguments(task: Any) -> dict[str, Any]:
-    """The arguments of the remote `reset`. TypeError if the task has another form."""
+    """Return the arguments for the remote `reset`. Raises TypeError if the task has another form."""
     parts = [task.public, task.private] if isinstance(task, Task) else [task]
     data: dict[str, Any] = {}
     for part in parts:

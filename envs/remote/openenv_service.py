@@ -1,10 +1,10 @@
-"""OpenEnv's protocol for the clients of a `Service`: translates its messages to calls, and answers to its messages.
+"""OpenEnv's protocol for the clients of a `Service`: its messages become calls, and answers become its messages.
 
-An action is sent as its fields, plus its `kind` if the environment accepts several kinds; observations likewise.
-`reset` takes `seed` (of the environment's generator) and `task`; without a task, the seed draws one of the service's
-tasks. The reward is the sum of an outcome's components; the reward of `finish` is added to the last step. `done` is
-`terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may play several episodes in
-turn; each has a fresh environment.
+An action is sent as its fields, plus its `kind` if the environment accepts several kinds. The same holds for an
+observation. `reset` takes `seed` (for the environment's generator) and `task`. Without a task, the seed is used to draw
+one of the service's tasks. The reward is the sum of an outcome's components. The reward from `finish` is added to the
+last step. `done` means `terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may
+play several episodes in turn, each with a fresh environment.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Asked(BaseModel):
 
 
 class OpenEnvEpisodes:
-    """The episodes of one connection. `reply` answers its messages."""
+    """The episodes on one connection. `reply` answers its messages."""
 
     def __init__(
         self,
@@ -47,7 +47,8 @@ class OpenEnvEpisodes:
         carry_out: Callable[[Call], Awaitable[Answer]],
         release: Callable[[], Awaitable[None]],
     ) -> None:
-        """carry_out: answers one call to the environment. release: closes it; the next call gets a fresh one."""
+        """`carry_out` answers one call to the environment. `release` closes it, so that the next call gets a fresh
+        one."""
         self._declared, self._tasks = declared, tasks
         self._carry_out, self._release = carry_out, release
         self._turn = asyncio.Lock()
@@ -56,7 +57,7 @@ class OpenEnvEpisodes:
         self._id: str | None = None
 
     async def reply(self, text: str) -> str | None:
-        """The answer to one message; None to end the connection. The lock keeps the order of messages."""
+        """Return the answer to one message, or None to end the connection. A lock keeps the messages in order."""
         async with self._turn:
             try:
                 asked = _Asked.model_validate_json(text)
@@ -117,12 +118,12 @@ class OpenEnvEpisodes:
 
 
 def problem(code: str, message: str) -> str:
-    """An error message of OpenEnv's protocol."""
+    """Return an error message in OpenEnv's protocol."""
     return ErrorMessage(data=Problem(message=message, code=code)).model_dump_json()
 
 
 def openenv_schema(declared: Declared) -> dict[str, object]:
-    """The JSON Schemas of the environment's steps, as OpenEnv's clients ask for them."""
+    """Return the JSON Schemas of the environment's steps in the form that OpenEnv's clients expect."""
     kinds = {"action": _schema(declared.actions), "observation": _schema(declared.observations)}
     return {**kinds, "state": {"type": "object"}}
 

@@ -1,8 +1,8 @@
-"""Pool: runs environments in separate processes, for environments that block, compute, hang or crash.
+"""Runs environments in separate processes, for environments that block, compute, hang or crash.
 
-`with Pool(Simulator, processes=4) as pool:` makes a factory; each episode has a process to itself. If a call takes too
-long, its process is killed together with its child processes, and the episode fails. A new process replaces it; other
-episodes are not affected. The messages of `env_protocol.py` go over pipes as lines; nothing is pickled.
+`with Pool(Simulator, processes=4) as pool:` makes a factory. Each episode has a process to itself. If a call takes too
+long, its process and its child processes are killed, and the episode fails. A new process replaces it, and other
+episodes are not affected. The messages in `env_protocol.py` are sent over pipes as lines, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from .proxy import Proxy
 from .remote_errors import BadAnswer, Busy, SessionLost, Unreachable
 
 _STARTING = 120.0
-"""Time limit for a process to start, in seconds: it imports the packages of its environment."""
+"""Time limit for a process to start, in seconds. It imports the packages of its environment in this time."""
 ResultT = TypeVar("ResultT")
 _ENDING = 5.0
-"""Seconds that a process has to exit before it is killed."""
+"""Seconds in which a process must exit before it is killed."""
 
 
 class Pool:
@@ -48,11 +48,12 @@ class Pool:
         patience: float | None = 60.0,
         largest: int = 4 << 20,
     ) -> None:
-        """`make`: an Environment class or a function with a return type, at the top of a module, or its name as
-        `package.module:name` or `file.py:name`.
+        """`make` is an Environment class, a function with a return type, or the name of either.
 
-        seconds: time limit of a call, after which the process is killed. patience: the longest wait of an episode for a
-        free process, in seconds. None: no limit. largest: size limit of a message, in bytes.
+        A class or function must be at the top level of a module. A name is `package.module:name` or `file.py:name`.
+        `seconds` is the time limit for a call, after which the process is killed. `patience` is how long an episode
+        waits for a free process, in seconds. None means no limit for either. `largest` is the size limit for a message,
+        in bytes.
         """
         if processes < 1:
             raise ValueError(f"processes is {processes}; a pool needs at least one")
@@ -60,11 +61,11 @@ class Pool:
         check_factory(found)
         self.declared = Declared.of(found)
         self.places = processes
-        """Concurrent episodes."""
+        """The number of episodes that can run at once."""
         self.started = 0
-        """Processes started so far."""
+        """The number of processes started so far."""
         self.killed = 0
-        """Processes killed because a call hung, failed or was cancelled."""
+        """The number of processes killed because a call hung, failed or was cancelled."""
         self.seconds, self.patience, self.largest = seconds, patience, largest
         self._name = make if isinstance(make, str) else _name_of(make)
         self._free = Places(processes)
@@ -75,7 +76,7 @@ class Pool:
         self._closed = False
 
     def __call__(self) -> PooledEnvironment:
-        """An environment for one episode; its first call takes a process."""
+        """Return an environment for one episode. Its first call takes a process."""
         return PooledEnvironment(self)
 
     def __enter__(self) -> Self:
@@ -85,7 +86,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End all processes: ask idle ones to exit, and kill the others."""
+        """End all processes. Idle ones are asked to exit, and the others are killed."""
         with self._lock:
             self._closed = True
             idle, workers = list(self._idle), list(self._all)
@@ -106,7 +107,7 @@ class Pool:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     async def take(self) -> LineProcess:
-        """A free process, reserved for the caller. Raises Busy if none is free in time."""
+        """Return a free process, reserved for the caller. Raises Busy if no process is free in time."""
         try:
             async with asyncio.timeout(self.patience):
                 await self._free.acquire()
@@ -122,14 +123,14 @@ class Pool:
             raise
 
     def give_back(self, worker: LineProcess) -> None:
-        """Return a process after its episode; another episode may use it."""
+        """Return a process after its episode, so that another episode may use it."""
         with self._lock:
             if not self._closed:
                 self._idle.append(worker)
         self._free.release()
 
     def lose(self, worker: LineProcess) -> None:
-        """Kill a process whose state is unknown; the next episode starts another."""
+        """Kill a process whose state is unknown. The next episode starts another process."""
         with self._lock:
             self.killed += 1
             self._discard(worker)
@@ -153,7 +154,7 @@ class Pool:
                 if worker.ended() is None:
                     return worker
                 self._discard(worker)
-            # The worker can import the same modules as this process.
+            # This lets the worker import the same modules as this process.
             search = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
             command = [sys.executable, "-m", "tapereel.envs.remote.host", self._name, str(self.largest)]
             worker = LineProcess(command, largest=self.largest, environment=search)
@@ -179,7 +180,7 @@ class Pool:
 
 
 class PooledEnvironment(Proxy):
-    """One episode in a process of a pool."""
+    """One episode in a process from a pool."""
 
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool.declared, call_seconds=pool.seconds)
@@ -219,19 +220,19 @@ class PooledEnvironment(Proxy):
         return self._read(call, answer)
 
     async def _abandon(self, cut: bool) -> None:
-        # Also after a cancellation: the answer is still to come, and the next episode would read it as its own.
+        # A cancelled call has its answer still to come, and the next episode would read that answer as its own.
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.lose(worker)
 
 
 class LineProcess:
-    """One process and its two pipes. `ask` and `read` block; other threads may call the other methods meanwhile."""
+    """One process and its two pipes. `ask` and `read` block, and other threads may call the other methods meanwhile."""
 
     def __init__(
         self, command: Sequence[str], *, largest: int = 1 << 20, environment: Mapping[str, str] | None = None
     ) -> None:
-        """largest: size limit of an answer, in bytes. environment: variables to add to this process's."""
+        """`largest` is the size limit for an answer, in bytes. `environment` is added to this process's variables."""
         self._largest = largest
         self._process = subprocess.Popen(
             command,
@@ -242,7 +243,7 @@ class LineProcess:
         )
 
     def ask(self, line: bytes) -> bytes:
-        """The answer to one line; empty when the process has ended."""
+        """Send one line and return the answer. It is empty if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
@@ -252,7 +253,10 @@ class LineProcess:
         return self.read()
 
     def read(self) -> bytes:
-        """The next line; empty if the process has ended, also in the middle of a line. BadAnswer if it is too long."""
+        """Return the next line. It is empty if the process has ended, even in the middle of a line.
+
+        Raises BadAnswer if the line is too long.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline(self._largest + 1)
         if len(line) > self._largest:
@@ -260,9 +264,9 @@ class LineProcess:
         return line if line.endswith(b"\n") else b""
 
     def ended(self) -> int | None:
-        """The exit code, negative for a signal; None while the process runs.
+        """Return the exit code, which is negative for a signal, or None while the process runs.
 
-        WNOWAIT leaves the process unreaped, so its number stays reserved: `kill` can't hit another process.
+        WNOWAIT leaves the process unreaped, so its number stays reserved and `kill` can't hit another process.
         """
         if self._process.returncode is not None or not hasattr(os, "waitid"):
             return self._process.poll()
@@ -272,7 +276,7 @@ class LineProcess:
         return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def code(self) -> int | None:
-        """Wait up to `_ENDING` seconds for the exit code; None if the process doesn't end."""
+        """Wait up to `_ENDING` seconds for the exit code. Return None if the process doesn't end."""
         for _ in range(int(_ENDING / 0.05)):
             if self.ended() is not None:
                 break
@@ -280,7 +284,7 @@ class LineProcess:
         return self.ended()
 
     def leave(self) -> None:
-        """Ask the process to end: it exits when its stdin is closed."""
+        """Ask the process to end by closing its stdin."""
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -288,7 +292,7 @@ class LineProcess:
     def kill(self) -> None:
         """Kill the process and its child processes (its process group)."""
         if self._process.returncode is not None:
-            return  # it is reaped, and the system may have given its number to another process
+            return  # it has been reaped, and the system may have given its number to another process
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -311,7 +315,7 @@ class LineProcess:
 
 
 class Places:
-    """A fair semaphore that tasks of several event loops can share. `asyncio.Semaphore` belongs to one loop."""
+    """A fair semaphore that tasks in several event loops can share. An `asyncio.Semaphore` belongs to one loop."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -331,7 +335,7 @@ class Places:
             await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled():
-                self.release()  # the place arrived together with the cancellation: pass it on, or it is lost for ever
+                self.release()  # the place arrived together with the cancellation: pass it on, or it is lost
             raise
 
     def release(self) -> None:
@@ -352,7 +356,8 @@ class Places:
 
 
 def _name_of(make: Any) -> str:
-    """The name by which `load_named` finds the object in another process. ValueError if there is none."""
+    """Return the name by which `load_named` finds `make` in another process. Raises ValueError if it has no such
+    name."""
     path = getattr(make, "__qualname__", "<")
     if "<" in path:
         raise ValueError(

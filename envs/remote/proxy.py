@@ -1,7 +1,7 @@
-"""Proxy: an Environment whose instance is in another process. Its methods send calls and return typed results.
+"""An Environment whose instance is in another process. Its methods send calls and return typed results.
 
-Subclasses carry the messages: over a WebSocket (`remote_environment.py`), a pipe (`pool.py`) or OpenEnv's protocol
-(`openenv.py`). An exception of the remote environment is raised here under the same class name.
+Subclasses carry the messages over a WebSocket (`remote_environment.py`), a pipe (`pool.py`) or OpenEnv's protocol
+(`openenv.py`). An exception in the remote environment is raised here under the same class name.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Proxy(Environment[Action]):
     """Base class of remote environments. `_exchange` sends a call and returns its answer."""
 
     def __init__(self, declared: Declared, *, location: str = "", call_seconds: float | None = None) -> None:
-        """location: the environment's address, for messages; by default its name. call_seconds: time limit
-        of a call; None for no limit."""
+        """`location` is the environment's address in messages. By default it is the environment's name. `call_seconds`
+        is the time limit for a call, or None for no limit."""
         self.environment = declared.name
-        """Class name of the remote environment."""
+        """The class name of the remote environment."""
         self.effect = declared.effect
         self.varies = dict(declared.varies)
-        if declared.pixels:  # not set otherwise: recorded configurations of environments without it stay as they are
+        if declared.pixels:  # otherwise unset, so that recorded configurations of such environments don't change
             self.pixels = True
         if declared.rewards is not None:
             self.rewards = declared.rewards
@@ -53,12 +53,12 @@ class Proxy(Environment[Action]):
         self._location = location or declared.name
         self._call_seconds = call_seconds
         self._number = 0
-        """Number of the last call that was sent."""
+        """The number of the last call that was sent."""
         self._over: str | None = None
-        """Why the episode accepts no more calls; None while it does."""
+        """Why the episode accepts no more calls, or None while it does."""
 
     async def reset(self, task: JsonValue | Task) -> Observation:
-        """Begin the episode, with the state of the local `rng`."""
+        """Begin the episode, and send the state of the local `rng`."""
         whole = Task.of(task)
         call = ResetCall(id=self._number + 1, task=whole, files=files_of(whole), rng=self._rng_state())
         result = await self._ask(call)
@@ -76,11 +76,11 @@ class Proxy(Environment[Action]):
         return await self._outcome(StepCall(id=self._number + 1, action=Item.of(action)))
 
     async def finish(self, status: Status) -> Outcome | None:
-        """The environment's final scoring; an empty outcome if it has none."""
+        """Return the environment's final score, or an empty outcome if it has none."""
         return await self._outcome(FinishCall(id=self._number + 1, status=status))
 
     async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
-        """Call the environment's own `restore`; the tape's actions and observations are sent."""
+        """Call the environment's own `restore`. The actions and observations on the tape are sent."""
         steps = [step for step in tape if isinstance(step, Action | Observation)]
         foreign = next((step for step in steps if not self._declared.holds(step)), None)
         if foreign is not None:
@@ -103,7 +103,7 @@ class Proxy(Environment[Action]):
         return (await self._ask(call)).outcome(self._declared)
 
     async def _ask(self, call: Call) -> Result:
-        """Send one call and return its result. Raises the error of a Fault.
+        """Send one call and return its result. If the answer is a Fault, raise its error.
 
         If there is no valid answer, the episode accepts no more calls.
         """
@@ -130,19 +130,19 @@ class Proxy(Environment[Action]):
         return answer
 
     def _encoded(self, call: Call) -> str:
-        """The message of the call."""
+        """Return the message for the call."""
         return call.encoded()
 
     async def _exchange(self, call: Call, text: str) -> Answer:
-        """Send the message of one call and receive its answer, which `_read` checks. Sets `_number` when it sends."""
+        """Send the message for one call and return its answer, checked by `_read`. Sets `_number` when sending."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _exchange(call, text)")
 
     async def _abandon(self, cut: bool) -> None:
-        """Release the connection after an error. cut: the call was cancelled or exceeded its time limit."""
+        """Release the connection after an error. `cut`: the call was cancelled or exceeded its time limit."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _abandon(cut)")
 
     def _read(self, call: Call, text: str | bytes) -> Answer:
-        """The answer in `text`. BadAnswer if it belongs to another call."""
+        """Return the answer in `text`. Raises BadAnswer if it belongs to another call."""
         answer = read_answer(text)
         if answer.id != call.id:
             raise BadAnswer(f"{self._location}: an answer to call {answer.id} instead of call {call.id}")

@@ -1,8 +1,8 @@
-"""RemoteEnvironment: the client of an environment on a server.
+"""The client for an environment on a server.
 
-After a dropped connection the client reconnects and repeats the call with the same number, so no action is carried out
-twice. If the server is full, the client retries at the time that the server names. All waiting is bounded. An answer
-must belong to the call and be of a declared kind; otherwise the episode ends as an error of the environment.
+After a dropped connection, the client reconnects and repeats the call with the same number, so no action is carried out
+twice. If the server is full, the client retries at the time that the server names. Every wait is bounded. An answer
+must belong to the call and be of a declared kind. Otherwise the episode ends as an error of the environment.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .proxy import Proxy
 from .remote_errors import BadAnswer, Busy, Hung, Refused, RemoteError, SessionLost, Unreachable
 
 _CLOSING, _CLOSING_AFTER_FAILURE = 10.0, 1.0
-"""Time limits for closing on the server, in seconds: normally, and after a call without an answer."""
+"""Time limits for closing on the server, in seconds: normally, and after a call that had no answer."""
 _FIRST, _LONGEST = 0.05, 5.0
-"""Seconds between attempts: the first pause, and the longest."""
+"""Seconds between attempts: the first pause, and the longest one."""
 
 
 class RemoteEnvironment(Proxy):
-    """`RemoteEnvironment("http://host:port", GuessNumber)`: one episode in the `GuessNumber` of that server."""
+    """One episode in the environment of a server: `RemoteEnvironment("http://host:port", GuessNumber)`."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class RemoteEnvironment(Proxy):
         patience: float = 30.0,
         largest: int = 4 << 20,
     ) -> None:
-        """`environment`: the class, or a `Declared`, with the expected kinds of steps.
+        """`environment` is the class, or a `Declared`, with the expected kinds of steps.
 
-        key_variable: the environment variable with the server's token. seconds: time limit of an answer after the
-        server has received the call. patience: the longest wait, in each call, for a free place or an unreachable
-        server, in seconds. largest: size limit of a message, in bytes. ValueError if the address is invalid or holds a
-        secret.
+        `key_variable` names the environment variable that holds the server's token. `seconds` is the time limit for an
+        answer after the server has received the call. `patience` is the longest time, in seconds, that each call waits
+        for a free place or an unreachable server. `largest` is the size limit for a message, in bytes. Raises
+        ValueError if the address is invalid or contains a secret.
         """
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
             raise ValueError(f"server address {url[:60]!r}: must begin with http://, https://, ws:// or wss://")
@@ -70,10 +70,10 @@ class RemoteEnvironment(Proxy):
         self._channel: Channel | None = None
         self._session = ""
         self._accepts = 0
-        """Size limit of the server for a message, in bytes; 0 before the greeting."""
+        """The server's size limit for a message, in bytes. It is 0 before the greeting."""
 
     async def close(self) -> None:
-        """Release the environment on the server. A lost session isn't an error: an earlier call has reported it."""
+        """Release the environment on the server. A lost session is no error, since an earlier call has reported it."""
         over, self._over = self._over, self._over or "it is closed"
         if self._channel is None:
             return
@@ -98,9 +98,9 @@ class RemoteEnvironment(Proxy):
             raise self._error(answer)
 
     async def _exchange(self, call: Call, text: str) -> Answer:
-        """The answer to the call, which is repeated after Unreachable and Full for `patience` seconds.
+        """Return the answer to the call, which is repeated after Unreachable and Full for `patience` seconds.
 
-        Raises Unreachable or Busy after that.
+        After that, raises Unreachable or Busy.
         """
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._patience, _FIRST
@@ -112,11 +112,11 @@ class RemoteEnvironment(Proxy):
             except (Full, Unreachable) as error:
                 await self._hang_up(goodbye=False)
                 after = error.after if isinstance(error, Full) else None
-                # Never before the server's Retry-After. The random factor spreads the retries of many clients: without
-                # it all episodes that found the server full would try again at the same moment.
+                # The wait never ends before the server's Retry-After. The random factor spreads out the retries of many
+                # clients. Without it, all episodes that found the server full would try again at the same moment.
                 wait = max(pause, after or 0.0) * (1 + random.random())
                 if isinstance(error, Dropped) and pause == _FIRST:
-                    wait = 0.0  # the server had accepted this client
+                    wait = 0.0  # the server has accepted this client before
                 if loop.time() + wait > until:
                     kind = Busy if isinstance(error, Full) else Unreachable
                     raise kind(f"{error}; stopped trying after {self._patience:g} s") from error
@@ -124,14 +124,14 @@ class RemoteEnvironment(Proxy):
                 pause = min(2 * pause, _LONGEST)
 
     async def _exchange_once(self, channel: Channel, call: Call, text: str) -> Answer:
-        """Send the call over this channel and receive its answer. Dropped if the connection breaks."""
+        """Send the call over this channel and return its answer. Raises Dropped if the connection breaks."""
         check_length(call, text, self._accepts, f"increase the limit message_bytes of {self.url}")
         self._number = call.id
         await channel.send(text)
         return self._read(call, await self._received(channel, call))
 
     async def _received(self, channel: Channel, call: Call) -> str:
-        """The next message of the channel. Hung after `seconds`."""
+        """Return the next message from the channel. Raises Hung after `seconds`."""
         timer = asyncio.timeout(self._seconds)
         try:
             async with timer:
@@ -142,7 +142,7 @@ class RemoteEnvironment(Proxy):
             raise Hung(f"{self.url}: no answer to `{call.t}` within {self._seconds:g} s") from error
 
     async def _connected(self) -> Channel:
-        """A new channel to the environment's session."""
+        """Return a new channel to the environment's session."""
         channel = await self._opened(ROUTE, {SESSION: self._session} if self._session else {}, (PROTOCOL,))
         try:
             async with asyncio.timeout(_CLOSING):
@@ -155,7 +155,7 @@ class RemoteEnvironment(Proxy):
         return channel
 
     async def _opened(self, route: str, headers: dict[str, str], protocols: tuple[str, ...] = ()) -> Channel:
-        """A channel to the route. Refused if the variable with the server's token is not set."""
+        """Return a channel to the route. Raises Refused if the variable with the server's token is not set."""
         variable = self._key_variable
         token = token_for(self.url) if variable is None else os.environ.get(variable)
         if variable is not None and not token:
@@ -181,7 +181,7 @@ class RemoteEnvironment(Proxy):
         self._session, self._accepts = welcome.session, welcome.message_bytes
 
     async def _hang_up(self, *, goodbye: bool = True) -> None:
-        """Close the channel; see `Channel.close`."""
+        """Close the channel (see `Channel.close`)."""
         channel, self._channel = self._channel, None
         if channel is not None:
             await channel.close(goodbye=goodbye)

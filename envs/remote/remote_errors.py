@@ -33,19 +33,19 @@ class Busy(RemoteError, ConnectionError):
 
 
 class SessionLost(RemoteError, ConnectionError):
-    """The episode's environment is gone; a retry can't recover its state."""
+    """The environment of the episode is gone. A retry can't recover its state."""
 
 
 class Refused(RemoteError, PermissionError):
-    """The server rejects the call; a retry would be rejected too."""
+    """The server rejects the call. A retry would be rejected too."""
 
 
 class WrongEnvironment(RemoteError, TypeError):
-    """The served environment has other kinds of steps, or another effect, than the expected one."""
+    """The kinds of steps or the effect of the served environment differ from the expected ones."""
 
 
 class BadAnswer(RemoteError, ValueError):
-    """An answer that is too long, not a message of the protocol, for another call, or of an undeclared kind."""
+    """An answer is too long, is not a message of the protocol, belongs to another call, or is of an undeclared kind."""
 
 
 class Hung(RemoteError, TimeoutError):
@@ -53,12 +53,12 @@ class Hung(RemoteError, TimeoutError):
 
 
 class RemoteFault(RemoteError, RuntimeError):
-    """The environment raised. The class has the name of the original exception, so a tape records the same cause as for
-    a local environment."""
+    """The environment raised an exception. The class has the name of the original exception, so a tape records the same
+    cause as for a local environment."""
 
     @staticmethod
     def named(error: str, message: str) -> RemoteFault:
-        """A fault with the class name `error`, or RemoteFault if that is not a valid class name."""
+        """Return a fault with the class name `error`, or a RemoteFault if that is not a valid class name."""
         name = error if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]{0,99}", error) else "RemoteFault"
         cls = type(name.rpartition(".")[2] or name, (RemoteFault,), {"__qualname__": name, "__module__": __name__})
         return cls(message)
