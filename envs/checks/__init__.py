@@ -1,4 +1,4 @@
-"""Checks: does an environment keep its contract, do recorded actions give the same results, and the same rewards?
+"""Checks whether an environment keeps its contract, and whether recorded actions give the same results and rewards.
 
-Imports the other folders of `envs`, and `tapes`. `agents` and `cli` may import it.
+This package imports the other folders of `envs`, and `tapes`. `agents` and `cli` may import it.
 """

@@ -1,8 +1,8 @@
-"""check_env: plays an environment and reports violations of its contract, each with a remedy.
+"""Plays an environment and reports violations of its contract, each with a remedy.
 
-It needs a factory, a few tasks and a policy. Faults of the environment become findings, not exceptions, and every call
-has a time limit. Plain environments are accepted: a `str` observation is `Text`, and the policy may return a `str`,
-which becomes an `Answer`.
+`check_env` needs a factory, a few tasks and a policy. Faults of the environment become findings, not exceptions, and
+every call has a time limit. Plain environments are accepted: a `str` observation becomes `Text`, and the policy may
+return a `str`, which becomes an `Answer`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CHECKS = {
     "cancellation": "a cancelled call stops",
     "leaks": "a closed episode leaves no task, thread or open file behind",
 }
-"""Check -> what holds if it is ok."""
+"""Maps each check to the statement that holds if it is ok."""
 SAME_TWICE = (
     "played twice with the same seed and actions, {}; draw every random number from `self.rng`, or from a generator "
     "seeded with it in `reset`"
@@ -52,19 +52,19 @@ SAME_TOGETHER = (
     "module or a shared object"
 )
 _MORE = 4
-"""Episodes played to measure leaks."""
+"""The number of episodes played to measure leaks."""
 
 
 class Report(CheckReport):
     """The result of `check_env`."""
 
     environment: str
-    """Class name."""
+    """The name of the class."""
     episodes: int
-    """Episodes that the policy played to their end; episodes of the later checks are not counted."""
+    """Episodes that the policy played to their end. Episodes in the later checks are not counted."""
     turns: int
     rewards: tuple[float, float] | None
-    """Smallest and largest sum of an episode's reward components; None when no episode was scored."""
+    """The smallest and the largest sum of an episode's reward components, or None if no episode was scored."""
 
     def __str__(self) -> str:
         head = (
@@ -90,10 +90,11 @@ def check_env(
 ) -> Report:
     """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then repeat them for other checks.
 
-    The policy returns an Action, or a `str` for an environment that takes `Answer`. timeout: seconds that a call may
-    take. stall: seconds that a call may block the event loop. reward_range: smallest and largest reward of an episode,
-    if the environment promises them. Runs its own event loops in threads, so it works inside a running loop too. An
-    `irreversible` environment is played once per task. Raises BadArgument, NotAnEnvironment and BadTasks.
+    The policy returns an Action, or a `str` for an environment that takes `Answer`. A call may take `timeout` seconds,
+    and may block the event loop for `stall` seconds. `reward_range` is the smallest and the largest reward of an
+    episode, if the environment promises them. The check runs its own event loops in threads, so it works inside a
+    running loop too. An `irreversible` environment is played once per task. Raises BadArgument, NotAnEnvironment and
+    BadTasks.
     """
     started = time.perf_counter()
     chosen = [as_task(task, k) for k, task in zip(range(episodes), tasks, strict=False)]
@@ -167,7 +168,7 @@ def _check_rewards(probe: Probe, plays: list[Play], promised: tuple[float, float
 
 
 def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> None:
-    """The checks that play more episodes. A check is skipped unless the earlier ones passed."""
+    """Run the checks that play more episodes. A check is skipped if an earlier check that it depends on failed."""
     again = ("determinism", "concurrency", "restore")
     after = (*again, "cancellation", "leaks")
     whole = [play for play in plays if play.status is not None]
@@ -198,12 +199,12 @@ def _check_again(probe: Probe, plays: list[Play], skipped: dict[str, str]) -> No
 
 
 async def _replayed(probe: Probe, play: Play, prefix: Tape | None = None) -> Play:
-    """The episode with the same actions; with `prefix`, from the end of that tape."""
+    """Play an episode again with the same actions. With `prefix`, continue from the end of that tape."""
     return await probe.play(play.task, play.number, script=[action for action, _ in play.turns], prefix=prefix)
 
 
 def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> None:
-    """Play the episodes again, all at once, and compare. sentence: the finding, with a place for the difference."""
+    """Play the episodes again, all at once, and compare. `sentence` is a finding with a placeholder."""
     results = probe.run(*(partial(_replayed, probe, play) for play in plays))
     for first, second in zip(plays, results, strict=True):
         if difference := _difference(first, second):
@@ -211,8 +212,8 @@ def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> N
 
 
 def _check_leaks(probe: Probe, play: Play) -> None:
-    """Report resources that grow by at least one with every episode. Growth that happens once is a cache, not a leak:
-    the first episode here fills such caches before the count starts."""
+    """Report resources that grow by at least one with every episode. Growth that happens only once is a cache, not a
+    leak. The first episode here fills such caches before the count starts."""
 
     async def several() -> dict[str, int]:
         before: dict[str, set[object]] = {}
@@ -221,7 +222,7 @@ def _check_leaks(probe: Probe, play: Play) -> None:
             for _ in range(3):  # cancelled tasks need a few passes of the loop to end
                 await asyncio.sleep(0)
             before = before if episode else _held()
-        # New ones are counted: a difference of counts would miss a leak if older ones ended in the meantime.
+        # New resources are counted: a difference between two counts would miss a leak if older ones ended meanwhile.
         return {what: len(held - before[what]) for what, held in _held().items()}
 
     for what, left in probe.run(several)[0].items():
@@ -234,15 +235,15 @@ def _check_leaks(probe: Probe, play: Play) -> None:
 
 
 def _held() -> dict[str, set[object]]:
-    """The tasks of this event loop, and the threads and open files of this process."""
+    """Return the tasks in this event loop, and the threads and open files in this process."""
     gc.collect()
     files = os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []  # not every system lists them
     return {"tasks": {*asyncio.all_tasks()}, "threads": {*threading.enumerate()}, "open files": {*files}}
 
 
 def _difference(a: Play, b: Play, first: int = 1) -> str | None:
-    """The first difference of two episodes, as part of a sentence; None if they are equal. first: number of the first
-    turn."""
+    """Return the first difference between two episodes, as part of a sentence, or None if they are equal. `first` is
+    the number of the first turn."""
     if b.status is None:
         return "the second one did not reach its end"
     pairs: list[tuple[str, object, object]] = [("reset returned", a.first, b.first)]
@@ -254,9 +255,10 @@ def _difference(a: Play, b: Play, first: int = 1) -> str | None:
 
 
 def _check_restore(probe: Probe, play: Play) -> None:
-    """Restore the first half of an episode in a fresh instance and play the second half: results must be equal.
+    """Restore the first half of an episode in a fresh instance and play the second half. The results must be equal.
 
-    The second half shows state that no observation of the first half shows, such as the random generator's.
+    The second half reveals state that no observation in the first half shows, such as the state of the random
+    generator.
     """
     cut = len(play.turns) // 2
     begun, rest = replace(play, turns=play.turns[:cut]), Play(play.task, play.number, turns=play.turns[cut:])
@@ -271,8 +273,10 @@ def _check_restore(probe: Probe, play: Play) -> None:
 
 
 async def _cancelled(probe: Probe, play: Play, method: str) -> bool:
-    """Start `reset` or `step`, cancel it at its first wait and check that it ends as cancelled. False if it never
-    waits."""
+    """Start `reset` or `step`, cancel it at its first wait and check that it ends as cancelled.
+
+    Return False if it never waits.
+    """
     env = probe.make()
     env.rng = random.Random(probe.seed + play.number)
     try:
@@ -282,7 +286,7 @@ async def _cancelled(probe: Probe, play: Play, method: str) -> bool:
         await asyncio.sleep(0)
         if call.done():
             if not call.cancelled():
-                call.exception()  # retrieve it, or asyncio logs a warning; the first episodes have reported it
+                call.exception()  # retrieve it, or asyncio logs a warning; the first episodes reported it
             return False
         call.cancel()
         await asyncio.wait({call}, timeout=probe.timeout)

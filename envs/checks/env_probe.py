@@ -1,4 +1,4 @@
-"""Probe: plays episodes of an untested environment and turns its faults into findings, for `check_env`.
+"""Plays episodes in an untested environment and turns its faults into findings, for `check_env`.
 
 Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout and not the
 whole check.
@@ -36,17 +36,17 @@ from ..loop_watch import LoopWatch, Stall
 from .findings import Finding
 
 Policy = Callable[[Observation, random.Random], Action | str]
-"""The action for an observation; a `str` stands for an `Answer`. It must draw from the generator that it receives, so
-that the episode can be repeated."""
+"""Returns the action for an observation. A `str` stands for an `Answer`. It must draw from the generator that it
+receives, so that the episode can be repeated."""
 ResultT = TypeVar("ResultT")
 
 
 class Failed(Exception):
-    """An episode can't continue; its finding is reported."""
+    """An episode can't continue. Its finding has been reported."""
 
 
 class Stuck(Exception):
-    """A call never returned; the check ends, since the environment's state is unknown."""
+    """A call never returned. The check ends, because the environment's state is unknown."""
 
 
 @dataclass
@@ -55,17 +55,17 @@ class Play:
 
     task: Task
     number: int
-    """It decides the seeds."""
+    """The number of the episode, which decides its seeds."""
     first: Observation | None = None
     turns: list[tuple[Action, Outcome]] = field(default_factory=list)
     last: Outcome | None = None
     """The result of `finish`."""
     status: Status | None = None
-    """None if the episode failed."""
+    """How the episode ended, or None if it failed."""
 
     @property
     def steps(self) -> list[Observation | Action]:
-        """The steps that the tape of the episode would hold."""
+        """The steps that a tape of the episode would hold."""
         steps: list[Observation | Action | None] = [self.first]
         for action, outcome in self.turns:
             steps += [action, outcome.observation]
@@ -73,7 +73,7 @@ class Play:
 
     @property
     def total(self) -> float | None:
-        """The reward that the tape of the episode would have; None if no part of it is scored."""
+        """The reward that a tape of the episode would have, or None if no part of it is scored."""
         outcomes = [outcome for _, outcome in self.turns] + ([self.last] if self.last is not None else [])
         values = [value for outcome in outcomes for _, value, weight in outcome.components() if weight]
         return sum(values) if values else None
@@ -97,7 +97,7 @@ class Probe:
         self._factory, self._policy, self._stall = factory, policy, stall
         self._calls = 0
         self._inside: dict[int | None, str] = {}
-        """Thread id -> the method that the thread called last."""
+        """Maps each thread id to the method that the thread called last."""
         self._made: list[AnyEnvironment] = []
         self.unused = self.make()
         """An instance that is closed without a reset."""
@@ -107,13 +107,13 @@ class Probe:
         self._files = {f.__code__.co_filename for cls in own for f in vars(cls).values() if inspect.isfunction(f)}
 
     def found(self, check: str, sentence: str, where: str | None = None, *, warning: bool = False) -> None:
-        """Report a finding; the same sentence is reported once."""
+        """Report a finding. The same sentence is reported only once."""
         if not any((f.check, f.sentence) == (check, sentence) for f in self.findings):
             severity = "warning" if warning else "error"
             self.findings.append(Finding(check=check, severity=severity, sentence=sentence, where=where))
 
     def make(self) -> AnyEnvironment:
-        """A fresh instance. NotAnEnvironment if the factory returns another type, or the same instance twice."""
+        """Return a new instance. Raises NotAnEnvironment for another type, or for the same instance twice."""
         env = new_environment(self._factory)
         if any(env is other for other in self._made):
             raise NotAnEnvironment(
@@ -126,16 +126,16 @@ class Probe:
     # Threads
 
     def run(self, *works: Callable[[], Coroutine[object, Never, ResultT]]) -> list[ResultT]:
-        """Run all works concurrently: in one event loop, or each in its own thread if the environment is `blocking`.
+        """Run all works concurrently, in one event loop, or each in its own thread if the environment is `blocking`.
 
-        Raises Stuck when no call has started or returned for 1.5 times the timeout. `self._calls` counts both events,
-        so an episode of many slow calls isn't taken for a hanging one.
+        Raises Stuck if no call has started or returned for 1.5 times the timeout. `self._calls` counts both events, so
+        an episode with many slow calls isn't mistaken for one that hangs.
         """
         groups = [[work] for work in works] if self.blocking else [list(works)]
         threads = dict(self._start(group) for group in groups)
         while True:
             before = self._calls
-            # Longer than the limit inside the loop, whose finding names the line of a call that only waits.
+            # This is longer than the limit inside the loop, whose finding names the line of a call that only waits.
             _, late = wait(threads, timeout=1.5 * self.timeout)
             if not late:
                 return [result for done in threads for result in done.result()]
@@ -175,7 +175,7 @@ class Probe:
             )
 
     def _report_stuck(self, ident: int | None) -> None:
-        # Nothing raises in a call that hangs, so its line is read from the stack of its thread.
+        # A call that hangs raises nothing, so its line is read from the stack of its thread.
         frame = sys._current_frames().get(ident or 0)
         self.found(
             "hangs",
@@ -186,17 +186,18 @@ class Probe:
         )
 
     def _frame(self, frames: Sequence[traceback.FrameSummary], *, any_file: bool = False) -> str | None:
-        """The innermost frame in the environment's own files; if there is none and `any_file`, the innermost one."""
+        """Return the innermost frame in the environment's own files. If there is none and `any_file` is set, return the
+        innermost frame in any file."""
         own = [frame for frame in frames if frame.filename in self._files] or (list(frames) if any_file else [])
         return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None
 
     # Calls
 
     async def call(self, env: AnyEnvironment, method: str, *args: object, check: str = "raises") -> object:
-        """`await env.method(*args)` within the time limit. Raises Failed if it raises, Stuck if it waits too long."""
+        """Return `await env.method(*args)`. Raises Failed if the method raises, and Stuck if it takes too long."""
         self._calls += 1
         self._inside[threading.get_ident()] = method
-        await asyncio.sleep(0)  # interleave concurrent episodes at each call, so that shared state shows
+        await asyncio.sleep(0)  # interleave concurrent episodes at each call, to reveal shared state
         timer = asyncio.timeout(self.timeout)
         try:
             async with timer:
@@ -224,9 +225,9 @@ class Probe:
     async def play(
         self, task: Task, number: int, *, script: Sequence[Action] | None = None, prefix: Tape | None = None
     ) -> Play:
-        """Play the episode of `task` with the policy, or with the actions of `script`.
+        """Play the episode for `task` with the policy, or with the actions in `script`.
 
-        With `prefix`, the episode continues from the end of that tape, without `finish`.
+        With `prefix`, the episode continues from the end of that tape, and `finish` is not called.
         """
         env = self.make()
         env.rng = random.Random(self.seed + number)
@@ -270,7 +271,7 @@ class Probe:
         play.status = Status.LIMIT
 
     async def close(self, env: AnyEnvironment) -> None:
-        """Close; a failure is only reported."""
+        """Close the environment. A failure is only reported."""
         with contextlib.suppress(Failed):
             await self.call(env, "close", check="close")
 
@@ -283,7 +284,10 @@ class Probe:
         return action
 
     def _checked(self, convert: Callable[[object], ResultT], value: object, method: str) -> ResultT:
-        """`value`, which `method` returned, as rollout takes it. A wrong type is a finding and ends the episode."""
+        """Return `value`, which `method` returned, converted as in a rollout.
+
+        A wrong type is a finding and ends the episode.
+        """
         try:
             return convert(value)
         except (TypeError, ValueError) as error:

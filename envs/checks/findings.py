@@ -1,4 +1,4 @@
-"""Findings of `check_env` and `check_engine`, and what their reports have in common."""
+"""Findings of `check_env` and `check_engine`, and the parts that their reports share."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ class Finding(Value):
     """One fault, described for the maintainer of the checked object."""
 
     check: str
-    """Which check found it; a key of `CheckReport.checks`."""
+    """The check that found it, a key of `CheckReport.checks`."""
     severity: Literal["error", "warning"] = "error"
     sentence: str
     """What happened and how to correct it."""
     where: str | None = None
-    """`file:line in function`; None if no line causes it."""
+    """The line that causes it, as `file:line in function`, or None if no line causes it."""
 
 
 class CheckReport(Value):
-    """The result of a check. `print(report)` for people, `report.model_dump_json()` for programs."""
+    """The result of a check. Use `print(report)` for people and `report.model_dump_json()` for programs."""
 
     ok: bool
-    """True if no finding is an error; there may be warnings."""
+    """True if no finding is an error. There may be warnings."""
     checks: dict[str, str]
-    """Check -> `ok`, `warned`, `failed`, or `skipped: ` and the reason."""
+    """Maps each check to `ok`, `warned`, `failed`, or `skipped: ` and the reason."""
     findings: tuple[Finding, ...]
     seconds: float
 
     def shown(self, head: str, meaning: Mapping[str, str]) -> str:
-        """The report as lines of text, with `meaning`: check -> what holds if it is ok."""
+        """Return the report as lines of text. `meaning` maps each check to the statement that holds if it is ok."""
         lines = [head]
         for name, state in self.checks.items():
             state, _, reason = state.partition(": ")
@@ -42,7 +42,7 @@ class CheckReport(Value):
 
 
 def checked(names: Iterable[str], findings: Iterable[Finding], skipped: Mapping[str, str]) -> dict[str, str]:
-    """`CheckReport.checks`. skipped: check -> why it was skipped."""
+    """Return `CheckReport.checks`. `skipped` maps a check to the reason why it was skipped."""
     checks = {name: f"skipped: {skipped[name]}" if name in skipped else "ok" for name in names}
     for finding in findings:
         if finding.severity == "error":

@@ -1,8 +1,8 @@
 """Re-execution: applies the recorded actions again in a fresh environment, with the recorded seed.
 
-Each observation, reward and end is compared with the recorded one, without the fields that the environment declares as
-varying (`Environment.varies`). Several executions show which fields differ between them and so must be declared. No
-agent runs and no model is called. Irreversible environments are refused.
+Each observation, reward and end is compared with the recorded one, except for the fields that the environment declares
+as varying (`Environment.varies`). Several executions show which fields differ between them and therefore must be
+declared. No agent runs and no model is called. Irreversible environments are refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from ...tapes.store.store import Store
 
 SECONDS = 60.0
-"""Time limit of one execution, in seconds of wall-clock time."""
+"""Time limit for one execution, in seconds of wall-clock time."""
 _SHAPES = (
     r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}",
     r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d(?:\.\d+)?)?(?:Z|[+-]\d\d:?\d\d)?",
@@ -67,21 +67,21 @@ _SHAPES = (
     r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?",
     r"[0-9a-fA-F]{6,}",
 )
-"""Patterns of text that often varies, the narrowest first: ids, times, addresses, numbers, hashes."""
+"""Patterns for text that often varies, narrowest first: ids, times, addresses, numbers, hashes."""
 CALCULATOR_SETTINGS = ("width", "max_turns", "scorer")
-"""Settings of a calculator that are read from a tape."""
+"""The settings of a calculator that are read from a tape."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The environment's results at one point of an episode."""
+    """What the environment returned at one point of an episode."""
 
     turn: int | None
-    """None at `reset` and for the episode as a whole."""
+    """The turn, or None at `reset` and for the episode as a whole."""
     step: int | None
-    """Index of the recorded observation, or of the action without one; None for the episode as a whole."""
+    """The index of the recorded observation, or of an action without one. None for the episode as a whole."""
     values: dict[str, JsonValue] = field(default_factory=dict)
-    """Plain values by field."""
+    """The JSON values by field."""
 
 
 async def reexec(
@@ -92,7 +92,7 @@ async def reexec(
     times: int = 1,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Execute the actions of `tape` again in an environment from `make`, `times` times, and compare.
+    """Execute the actions on `tape` again in an environment from `make`, `times` times, and compare.
 
     `normalise` adds to the fields that the environment declares as varying.
     """
@@ -139,9 +139,9 @@ def _unable(tape: Tape, env: AnyEnvironment) -> str | None:
 
 
 def _recorded(tape: Tape) -> Iterator[Moment]:
-    """One moment for `reset`, one for each action, one for the episode."""
+    """Yield one moment for `reset`, one for each action and one for the episode."""
     rewards: dict[int | None, list[tuple[str, float, float]]] = defaultdict(list)
-    others = tape.begin.env.config.get("rewards")  # sources that read the tape: `rescore` runs those again
+    others = tape.begin.env.config.get("rewards")  # sources that read the tape: `rescore` runs these again
     for reward in tape.rewards:
         if not isinstance(others, list) or reward.name.partition("/")[0] not in others:
             rewards[reward.step].append((reward.name, reward.value, reward.weight))
@@ -164,7 +164,7 @@ def _plain(step: Observation | None) -> dict[str, JsonValue] | None:
 
 
 def _scored(parts: Iterable[tuple[str, float, float]]) -> dict[str, JsonValue]:
-    """(name, value, weight) of reward components, as fields; a metric has the weight 0."""
+    """Convert (name, value, weight) of reward components to fields. A metric has the weight 0."""
     return {f"{'reward' if weight else 'metric'}.{name}": float(value) for name, value, weight in parts}
 
 
@@ -172,7 +172,7 @@ def _scored(parts: Iterable[tuple[str, float, float]]) -> dict[str, JsonValue]:
 
 
 async def _execute(tape: Tape, env: AnyEnvironment) -> tuple[list[Moment], Exception | None]:
-    """The moments of one execution, and the exception that ended it, if any."""
+    """Return the moments of one execution, and the exception that ended it, if any."""
     moments: list[Moment] = []
     try:
         await _steps(tape, env, moments)
@@ -268,7 +268,7 @@ def _when(moment: Moment) -> str:
 
 
 def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str, JsonValue]:
-    """The values, without the fields that are declared as varying. The fields of an observation begin with its kind."""
+    """Return the values with the varying parts replaced. The names of an observation's fields begin with its kind."""
     made = {key: without(value, key, rules) for key, value in values.items()}
     seen = values.get("observation")
     if isinstance(seen, dict):
@@ -280,7 +280,8 @@ def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str,
 
 
 def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str, Any]:
-    """For several executions: the share of moments in which a field differs, and the `varies` that makes them equal."""
+    """Measure what varies between several executions. Returns the share of moments in which each field differs, and the
+    `varies` that makes the executions equal."""
     if len(runs) < 2:
         return {}
     rows: dict[str, list[list[JsonValue]]] = defaultdict(list)
@@ -298,7 +299,8 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """(field, part to ignore) as one declaration; where two proposals differ, the whole field is ignored (None)."""
+    """Merge pairs of (field, part to ignore) into one declaration. If two proposals differ, use None: the whole field
+    is ignored."""
     merged: dict[str, str | None] = {}
     for name, rule in proposals:
         merged[name] = rule if merged.get(name, rule) == rule else None
@@ -306,7 +308,7 @@ def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None
 
 
 def _leaves(values: Mapping[str, JsonValue]) -> Iterator[tuple[str, JsonValue]]:
-    """(field, value) of every leaf; the fields of an observation begin with its kind."""
+    """Yield (field, value) for every leaf. The names of an observation's fields begin with its kind."""
     for key, value in values.items():
         if key == "observation" and isinstance(value, dict):
             kind = str(value["kind"])
@@ -327,7 +329,7 @@ def _under(name: str, value: JsonValue) -> Iterator[tuple[str, JsonValue]]:
 
 
 def _proposal(rows: Sequence[Sequence[JsonValue]]) -> str | None:
-    """The narrowest pattern whose removal makes all executions equal; None to ignore the whole field."""
+    """Return the narrowest pattern whose removal makes all executions equal, or None to ignore the whole field."""
     if not all(isinstance(value, str) for row in rows for value in row):
         return None
     for shape in _SHAPES:
@@ -351,11 +353,12 @@ def reexec_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Execute the recorded actions again, on the named tapes of a run or on all closed tapes of a split.
+    """Execute the recorded actions again, on the named tapes of a run or on all closed tapes in a split.
 
-    env: `module:name` of an environment class or factory. None takes the run's configuration. masks: field -> the
-    regex of the part that may differ, None for the whole field. times: executions of each tape; with two or more, the
-    verdicts name the fields that vary (`proposed_masks`). seconds: wall clock of one execution.
+    `env` is the `module:name` of an environment class or factory. None takes it from the run's configuration. `masks`
+    maps a field to the regular expression for the part that may differ, or to None for the whole field. `times` is the
+    number of executions of each tape. With two or more, the verdicts name the fields that vary (`proposed_masks`). One
+    execution may take `seconds` of wall-clock time.
     """
     if times < 1 or seconds <= 0:
         raise UsageError(f"times is {times} and seconds {seconds}; times must be 1 or more, and seconds above 0")
@@ -367,14 +370,14 @@ def reexec_run(
 
 
 def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
-    """Field that varied between executions -> its entry for `Environment.varies`."""
+    """Map each field that varied between executions to its entry for `Environment.varies`."""
     return _merged(item for verdict in verdicts for item in verdict.proposed.items())
 
 
 def own_environment(identity: Identity) -> EnvironmentFactory | None:
-    """A demo's environment with the settings on the tape, if the tape was recorded in one; None for any other.
+    """Return a demo's environment with the settings on the tape if the tape was recorded in one, otherwise None.
 
-    A tape may come from an untrusted source, so a class path on it is never imported: other code runs only where the
+    A tape may come from an untrusted source, so a class path on it is never imported. Other code runs only if the
     caller or the run's configuration names it.
     """
     from ..adapters.calculator import Calculator
@@ -388,15 +391,15 @@ def own_environment(identity: Identity) -> EnvironmentFactory | None:
 
 
 def _factory(name: str | None) -> EnvironmentFactory | None:
-    """The factory called `name`; None without a name. UsageError if the name belongs to another object."""
+    """Return the factory called `name`, or None without a name. Raises UsageError if another object has that name."""
     if name is None:
         return None
     return cast("EnvironmentFactory", load_function(name, "an environment class or a function that makes one"))
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
-    """The check of one tape, made in each worker process. name: None for the environment on each tape, if it is
-    Tapereel's own."""
+    """Return the check for one tape. It is made in each worker process. If `name` is None, it uses the environment on
+    each tape if that is one of Tapereel's own."""
     named = _factory(name)
 
     def check(tape: Tape) -> Verdict:

@@ -1,4 +1,4 @@
-"""Rescoring: runs reward code again over recorded tapes, without agent, environment or model.
+"""Rescoring: runs reward code again over recorded tapes, without an agent, environment or model.
 
 Each component is compared with the recorded component of the same name. A component that isn't on the tape is new and
 can be added as a layer. Two reward functions can also be compared with each other. A source that needs more than the
@@ -45,11 +45,12 @@ if TYPE_CHECKING:
 async def rescore(
     tape: Tape, rewards: Rewards[Tape], *, layer: str | None = None, tolerance: float = 0.0
 ) -> tuple[Verdict, list[Reward]]:
-    """(the verdict on the recorded components, the records of components that are not recorded).
+    """Return the verdict on the recorded components, and records for the components that are not recorded yet.
 
-    Every recorded component of these sources must come out again; components of other sources are not compared. If a
-    source fails, nothing new is recorded: the sum would lack that source and be another reward. `layer`: the later
-    scoring to compare with, and the layer of new records; None compares with the rewards recorded during the episode.
+    The sources must reproduce each of their recorded components. Components from other sources are not compared. If a
+    source fails, nothing new is recorded, because the sum would lack that source and be a different reward. `layer`
+    names the later scoring to compare with, and also the layer of the new records. If it is None, the comparison is
+    with the rewards recorded during the episode.
     """
     if not tape.closed:
         return unverifiable("rescore", tape.id, "the tape has no end yet"), []
@@ -80,13 +81,16 @@ async def rescore(
 
 
 Scores = dict[int | None, Reward]
-"""Step (None: the episode) -> record."""
+"""Maps a step, or None for the episode, to its record."""
 
 
 def _sides(
     then: dict[str, Scores], computed: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
 ) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
-    """(pairs to compare, recorded failures first; components that can't be compared; notes on the others)."""
+    """Return the pairs to compare, with recorded failures first.
+
+    Also return the components that can't be compared, and notes on the others.
+    """
     sides: list[tuple[Scores, Scores]] = []
     skipped: list[str] = []
     notes: list[str] = []
@@ -99,7 +103,7 @@ def _sides(
         elif source.name in failed:
             sides.append((then[name], {None: failed[source.name]}))
         elif failed:
-            # After a failure `Rewards.score` records every component with weight 0, so no value can be compared.
+            # After a failure, `Rewards.score` records every component with weight 0, so no value can be compared.
             notes.append(f"reward component {name!r}: another source failed")
         else:
             sides.append((then[name], computed.get(name, {})))
@@ -107,7 +111,7 @@ def _sides(
 
 
 def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
-    """The source of a component: its name equals the component's, or a part of it that ends before a slash."""
+    """Return the source of a component. Its name equals the component's name, or a part of that name before a slash."""
     named = {source.name: source for source in sources}
     parts = component.split("/")
     return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
@@ -120,7 +124,7 @@ def _failure(record: Reward) -> Failure:
 
 
 def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
-    """The records of each component."""
+    """Group the records by component."""
     found: dict[str, Scores] = defaultdict(dict)
     for record in records:
         found[record.name][record.step] = record
@@ -128,20 +132,20 @@ def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
 
 
 def _pairs(then: Scores, now: Scores) -> list[tuple[Reward | None, Reward | None]]:
-    """The records to compare: step by step, or the sums if only one side scores each step."""
+    """Return the records to compare, step by step. If only one side scores each step, compare the sums instead."""
     if now and set(then) != set(now) and ({None} in (set(then), set(now))):
         return [(_sum(then), _sum(now))]
     return [(then.get(step), now.get(step)) for step in dict.fromkeys([*then, *now])]
 
 
 def _sum(parts: Scores) -> Reward:
-    """One record with the sum of all contributions, at the step of the last one."""
+    """Return one record with the sum of all contributions, at the step of the last one."""
     last = list(parts.values())[-1]
     return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
 
 
 def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
-    """Why a computed component has no recorded one to compare with."""
+    """Explain why a computed component has no recorded one to compare with."""
     held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
     if held:
         return (
@@ -159,7 +163,7 @@ def _nothing(then: Iterable[str], now: Iterable[str], layer: str | None) -> str:
 
 
 def _worth(record: Reward | None) -> float | None:
-    """The contribution of a component to the reward; for a metric (weight 0), its value."""
+    """Return the contribution of a component to the reward. For a metric (weight 0), return its value."""
     return None if record is None else record.value * (record.weight or 1.0)
 
 
@@ -198,10 +202,10 @@ class Opinion(Value):
     tape: str
     group: str | None
     ours: float | None
-    """None if not scored, or if a source failed."""
+    """The first function's score. None if the tape was not scored, or if a source failed."""
     theirs: float | None
     failures: tuple[Failure, ...] = ()
-    """Failed sources of either function; the score of that function is None."""
+    """The failed sources of either function. A function with a failed source has the score None."""
 
 
 class Disagreement(Value):
@@ -215,16 +219,16 @@ class Disagreement(Value):
     unscored: int
     """Tapes without a reward from one function or both."""
     failed: int
-    """Of these, tapes on which a source of one function failed."""
+    """How many of these tapes are unscored because a source failed."""
     mean_ours: float | None
-    """Over the tapes that both score."""
+    """The mean over the tapes that both functions score."""
     mean_theirs: float | None
     pairs: int
-    """Pairs of attempts of one group that at least one function scores differently."""
+    """Pairs of attempts in one group that at least one function scores differently."""
     turned: int
-    """Pairs that the two functions order differently: they reverse the sign of the advantage in training."""
+    """Pairs that the two functions order differently. In training, the sign of the advantage would be reversed."""
     furthest: tuple[Opinion, ...]
-    """The tapes on which they differ most."""
+    """The tapes on which the functions differ most."""
 
 
 async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
@@ -271,11 +275,11 @@ class Added(Value):
     """What `add_reward_layer` wrote."""
 
     verdicts: Verdicts
-    """On the tapes that had the layer already, and on those whose reward failed."""
+    """Verdicts on the tapes that had the layer already, and on those whose reward failed."""
     scored: int
     """Tapes that the reward code read."""
     tapes: int
-    """Tapes that got records of the layer."""
+    """Tapes that received records in the layer."""
     records: int
 
 
@@ -284,10 +288,10 @@ class FailureKind(Value):
 
     source: str
     where: str | None
-    """`file:line in function`; None if no line is known."""
+    """The line as `file:line in function`, or None if no line is known."""
     tapes: int
     tape: str
-    """The first tape of that kind."""
+    """The first tape with this failure."""
     first: str
     """The message of the first failure."""
 
@@ -302,10 +306,10 @@ def rescore_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Score the named tapes of a run again, or all closed tapes of a split, and compare with the recorded rewards.
+    """Score the named tapes of a run again, or all closed tapes in a split, and compare with the recorded rewards.
 
-    reward: `module:name` of a Rewards, a RewardSource or a function from a tape to its score. tolerance: the largest
-    difference that counts as equal.
+    `reward` is the `module:name` of a Rewards, a RewardSource or a function from a tape to its score. `tolerance` is
+    the largest difference that counts as equal.
     """
     load_reward(reward)  # a wrong name is refused here, before any process starts
     plan = partial(_plan, reward, tolerance)
@@ -322,10 +326,10 @@ def add_reward_layer(
     split: str | None = None,
     progress: Progress = silent,
 ) -> Added:
-    """Write the scores of `reward` as `layer` to the tapes that lack the layer, and compare it on the others.
+    """Write the scores from `reward` as `layer` to the tapes that lack the layer, and compare them on the others.
 
-    It runs in one process, since a store has one writer. A tape whose reward fails gets no records. UsageError for the
-    layer that training writes.
+    This runs in one process, because a store has one writer. A tape whose reward fails gets no records. Raises
+    UsageError for the layer that training writes.
     """
     from ...tapes.store.store import Store
 
@@ -356,7 +360,7 @@ def add_reward_layer(
 def compare_rewards(
     run: str | Path, reward: str, against: str, *, tapes: Sequence[str] = (), split: str | None = None
 ) -> tuple[Disagreement, list[FailureKind]]:
-    """(how two reward functions disagree on a run's tapes, the failures of either). Nothing is written."""
+    """Return how two reward functions disagree on the tapes of a run, and the failures of both. Nothing is written."""
     from ...tapes.store.store import Store
 
     ours, theirs = load_reward(reward), load_reward(against)
@@ -371,7 +375,7 @@ def compare_rewards(
 
 
 def failure_kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[FailureKind]:
-    """Failures counted by source and line, the most frequent first. failures: (tape, what failed on it)."""
+    """Count failures by source and line, the most frequent first. `failures` pairs each tape with what failed on it."""
     kinds: dict[tuple[str, str | None], FailureKind] = {}
     for tape, found in failures:
         for failure in found:
@@ -383,6 +387,6 @@ def failure_kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[Fai
 
 
 def _plan(reward: str, tolerance: float, store: Store) -> Callable[[Tape], Verdict]:
-    """The check of one tape, made in each worker process."""
+    """Return the check for one tape. It is made in each worker process."""
     rewards = load_reward(reward)
     return lambda tape: run_async(rescore(tape, rewards, tolerance=tolerance))[0]

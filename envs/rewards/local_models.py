@@ -1,7 +1,7 @@
 """A local reward model: a transformers model for sequence classification, in this process.
 
-The first score loads it. Each batch of scores moves it to its device and back afterwards, so that sampling and training
-have the device's memory. Torch is imported with the first score.
+The model is loaded at the first score. Each batch of scores moves it to its device and back afterwards, so that
+sampling and training can use the device's memory. Torch is imported at the first score.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LocalOptions(TypedDict, total=False):
 
 
 class LocalReward:
-    """Scores samples with a model that returns one logit for each: as `logits`, as `score`, or as a bare tensor."""
+    """Scores samples with a model that returns one logit for each, as `logits`, as `score`, or as a bare tensor."""
 
     def __init__(
         self,
@@ -43,12 +43,13 @@ class LocalReward:
         dtype: str | None = None,
     ) -> None:
         """
-        folder: model and tokenizer in Hugging Face format, or a model of the hub as `org/name@revision`. If the
+        folder: The model and tokenizer in Hugging Face format, or a model on the hub as `org/name@revision`. If the
             tokenizer has a chat template, the rendered messages are scored, otherwise the query.
-        device: the device for scoring. put_away: the device between scores; None keeps it on `device`.
-        batch: samples of one forward pass. length: maximum tokens of a sample, which is truncated on the left; None for
-            the model's maximum.
-        dtype: type of the weights, such as `bfloat16`; None for the stored type.
+        device: The device for scoring.
+        put_away: The device between scores. None keeps the model on `device`.
+        batch: The number of samples in one forward pass.
+        length: The maximum number of tokens in a sample, which is truncated on the left. None uses the model's maximum.
+        dtype: The type of the weights, such as `bfloat16`. None uses the stored type.
         """
         if batch < 1:
             raise ValueError(f"batch must be at least 1, not {batch}")
@@ -59,12 +60,12 @@ class LocalReward:
         self.device, self.put_away, self.batch = device, put_away, batch
         self.length, self.dtype = length, dtype
         self.model: Any = None
-        """None before the first score."""
+        """The model, or None before the first score."""
         self.tokenizer: Any = None
         self._lock = threading.Lock()
 
     async def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Score in a thread, because a forward pass would block the event loop and so all episodes."""
+        """Score the samples in a thread, because a forward pass would block the event loop and so all episodes."""
         return list(await asyncio.to_thread(self._score, samples))
 
     def _score(self, samples: Sequence[Sample]) -> list[float]:
@@ -72,7 +73,7 @@ class LocalReward:
             import torch
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "torch", "train", "a local reward model") from error
-        # One batch at a time: another thread must not move the model to `put_away` during a forward pass.
+        # Only one batch runs at a time: another thread must not move the model to `put_away` during a forward pass.
         with self._lock:
             self._load()
             queries = [self._text(sample) for sample in samples]
@@ -145,7 +146,9 @@ def local_reward(
     sample: Callable[[Tape], Sample] = sample_of,
     **options: Unpack[LocalOptions],
 ) -> RewardSource[Tape]:
-    """A source of `LocalReward(folder, **options)`, which is loaded once and scores up to `size` tapes at a time.
+    """Return a source for `LocalReward(folder, **options)`.
 
-    It is not pure: the last bits of its scores depend on device and batch, so they can't be recomputed exactly."""
+    The model is loaded once and scores up to `size` tapes at a time. The source is not pure, because the last bits of
+    its scores depend on the device and the batch, so they can't be recomputed exactly.
+    """
     return model_source(LocalReward(folder, **options), name=name, weight=weight, size=size, sample=sample)

@@ -1,7 +1,7 @@
-"""Mathematics: is an answer equal to the reference? It uses the library math-verify (the extra `math`).
+"""Checks whether an answer is mathematically equal to the reference, with the library math-verify (the extra `math`).
 
 math-verify parses LaTeX and expressions with sympy, which never ends for some answers. It therefore runs in a separate
-process, which is killed at the time limit of an answer and replaced.
+process, which is killed and replaced when an answer exceeds its time limit.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ START_SECONDS = 120.0
 
 
 class NotVerified(TapereelError, RuntimeError):
-    """The reference can't be parsed, or an answer was not checked in time; the message names it."""
+    """The reference can't be parsed, or an answer was not checked in time. The message names it."""
 
 
 class MathVerifier:
-    """math-verify in a separate process, one answer at a time. Threads and event loops may share it."""
+    """Runs math-verify in a separate process, one answer at a time. Several threads and event loops may share it."""
 
     def __init__(self, *, timeout: float = 10.0) -> None:
-        """timeout: seconds for one answer, without the start of the process."""
+        """`timeout` is the number of seconds for one answer, not counting the start of the process."""
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0, not {timeout}")
         self.timeout = timeout
@@ -42,8 +42,8 @@ class MathVerifier:
         self._finalizer: weakref.finalize[[], MathVerifier] | None = None
 
     def equal(self, answer: str, reference: str) -> bool:
-        """Whether the answer's text contains an expression equal to the reference. NotVerified if the reference can't
-        be parsed or the time limit is reached."""
+        """Return whether the text of the answer contains an expression that is equal to the reference. Raises
+        NotVerified if the reference can't be parsed or the time limit is reached."""
         with self._lock:
             if self._process is None or self._process.ended() is not None:
                 self._start()
@@ -53,7 +53,7 @@ class MathVerifier:
         return bool(reply["equal"])
 
     def close(self) -> None:
-        """End the process; the next answer starts another."""
+        """End the process. The next answer starts another one."""
         with self._lock:
             self._end()
 
@@ -75,7 +75,7 @@ class MathVerifier:
         finally:
             timer.cancel()
             late = time.monotonic() - began >= seconds
-            # Also after Ctrl-C: its late reply would be read as the reply to the next answer.
+            # This also happens after Ctrl-C, because a late reply would be read as the reply to the next answer.
             if late or not reply:
                 self._end()
         if not reply:
@@ -90,7 +90,7 @@ class MathVerifier:
 
 
 def last_text(tape: Tape) -> str:
-    """The text of the tape's last action, as a model reads it."""
+    """Return the text of the tape's last action, as a model reads it."""
     return str(tape.actions[-1]) if tape.actions else ""
 
 
@@ -103,9 +103,11 @@ def math_reward(
     reference: Callable[[Tape], object] = reference_of,
     verifier: MathVerifier | None = None,
 ) -> RewardSource[Tape]:
-    """A source that scores 1.0 if the answer is equal to the reference and otherwise 0.0, also for an answer that
-    isn't mathematics. A timeout, or a reference that isn't mathematics, leaves the tape unscored. A task without a
-    reference has no score."""
+    """Return a source that scores 1.0 if the answer is equal to the reference, and 0.0 otherwise.
+
+    An answer that isn't mathematics also scores 0.0. A timeout, or a reference that isn't mathematics, leaves the tape
+    unscored. A task without a reference has no score.
+    """
     verify = verifier or MathVerifier(timeout=timeout)
 
     async def score(tape: Tape) -> float | None:
@@ -121,13 +123,13 @@ def math_reward(
 
 
 def equal(question: dict[str, str]) -> dict[str, bool | str]:
-    """`equal` and whether answer and reference are equal; or `failed` and why the reference can't be parsed."""
+    """Return `equal`: whether answer and reference are equal, or `failed`: why the reference can't be parsed."""
     from math_verify import parse, verify
 
-    # math-verify's own time limits need signals and hide the timeout: the parent process kills this one instead.
+    # math-verify's own time limits need signals and hide the timeout. The parent process kills this one instead.
     unlimited: Any = None
     text = question["reference"]
-    # LaTeX marks: math-verify needs them to read the whole text as mathematics.
+    # math-verify needs LaTeX delimiters to read the whole text as mathematics.
     marked = text if "$" in text or "\\boxed" in text or "\\(" in text else f"${text}$"
     reference: Any = parse(marked, parsing_timeout=unlimited)
     if not reference:

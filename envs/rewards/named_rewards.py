@@ -1,8 +1,8 @@
 """Rewards by name, as in a configuration: `module:name`, a `.py` file, or the address of a reward model.
 
-A file has a function for many samples, `reward_func(queries, prompts, labels=..., references=...)`. It receives the
-lists for which it has parameters. It returns a list of numbers (or an array), or a dict of named lists. Loading imports
-the file and so runs its code.
+A file has a function that scores many samples, `reward_func(queries, prompts, labels=..., references=...)`. It receives
+the lists for which it has parameters. It returns a list of numbers, an array, or a dict of named lists. Loading imports
+the file, which runs its code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .sources import Rewards, RewardSource, Scorer
 
 FUNCTION = "reward_func"
 FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "references": "reference", "ids": "id"}
-"""Parameter -> field of a Sample."""
+"""Maps a parameter to the field of a Sample."""
 
 
 def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
-    """A `Rewards`, a `RewardSource`, or a function from a tape to its score, as `Rewards`."""
+    """Return `found` as a `Rewards`. It may also be a `RewardSource`, or a function from a tape to its score."""
     if isinstance(found, Rewards):
         return found
     if isinstance(found, RewardSource):
@@ -40,7 +40,7 @@ def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
 
 
 def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
-    """All named rewards together; None for no names. UsageError if a name doesn't belong to a reward."""
+    """Return all named rewards together, or None without names. Raises UsageError if a name is not a reward's."""
     every: list[RewardSource[Any]] = []
     for name in names:
         found = load_reward(name)
@@ -52,9 +52,10 @@ def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
 
 
 def load_reward(name: str) -> Rewards[Tape]:
-    """Load `http://...` of a reward model, `file.py` with a `reward_func`, or `module:name`.
+    """Load a reward model at `http://...`, the `reward_func` in `file.py`, or `module:name`.
 
-    UsageError if the name is invalid, or an address that holds a secret: names are recorded with their scores.
+    Raises UsageError if the name is invalid, or if it is an address that contains a secret, because names are recorded
+    with their scores.
     """
     if holds_secret(name):
         raise UsageError(
@@ -70,7 +71,7 @@ def load_reward(name: str) -> Rewards[Tape]:
 
 
 class FileReward:
-    """The function of a file as a reward model."""
+    """The function in a file, used as a reward model."""
 
     def __init__(self, function: Callable[..., object]) -> None:
         self.function = function
@@ -91,7 +92,7 @@ class FileReward:
             )
 
     async def score(self, samples: Sequence[Sample]) -> list[ModelScore]:
-        """One call with all samples; a sync function runs in a thread."""
+        """Call the function once with all samples. A sync function runs in a thread."""
         columns = {name: [getattr(sample, FIELDS[name]) for sample in samples] for name in self.wanted}
         if inspect.iscoroutinefunction(self.function):
             scores = await self.function(**columns)
@@ -108,14 +109,14 @@ class FileReward:
 
 
 def file_reward(path: str | Path) -> RewardSource[Tape]:
-    """A source of the `reward_func` in a file, with the file's name. It is pure unless the function has an attribute
-    `pure = False`."""
+    """Return a source for the `reward_func` in a file, named after the file. It is pure unless the function has an
+    attribute `pure = False`."""
     function = load_function(f"{path}:{FUNCTION}", "a function")
     return model_source(FileReward(function), name=Path(path).stem, pure=bool(getattr(function, "pure", True)))
 
 
 def _listed(scores: Any) -> list[Any]:
-    """The scores as a list; an array or tensor is converted."""
+    """Return the scores as a list. An array or tensor is converted."""
     if hasattr(scores, "tolist"):
         scores = scores.tolist()
     if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):

@@ -1,7 +1,7 @@
-"""Rewards relative to the other attempts of a group.
+"""Rewards relative to the other attempts in a group.
 
-A source with `per="group"` scores after all attempts have ended. The tapes are closed then, so its scores are a layer
-on each tape. Training adds them to the reward on the tape.
+A source with `per="group"` scores after all attempts have ended. The tapes are closed by then, so its scores are a
+layer on each tape. Training adds them to the reward on the tape.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from .sources import Rewards, RewardSource
 
 
 def layer_of(tape: Tape) -> list[Reward]:
-    """The group rewards of the tape; empty before the comparison."""
+    """Return the group rewards on the tape, which are empty before the comparison."""
     return [r for r in tape.layers if isinstance(r, Reward) and r.layer == GROUP_LAYER]
 
 
 def counted(tape: Tape) -> list[Reward]:
-    """The rewards that count in training, from the tape and from the group layer.
+    """Return the rewards that count in training, from the tape and from the group layer.
 
-    Empty if one of them failed: the tape is then unscored, because a partial sum would be a wrong reward.
+    The list is empty if one of them failed. The tape is then unscored, because a partial sum would be a wrong reward.
     """
     every = [*tape.rewards, *layer_of(tape)]
     return [] if any(r.failed for r in every) else every
 
 
 def training_reward(tape: Tape) -> float | None:
-    """The sum of the counted rewards; None for an unscored tape."""
+    """Return the sum of the counted rewards, or None for an unscored tape."""
     return total_reward(counted(tape))
 
 
 def comparable(tape: Tape) -> bool:
-    """Whether the tape can be trained on, and no reward is beyond REWARD_LIMIT, as earlier versions recorded them: with
-    one, no attempt of the group has a finite advantage."""
+    """Return whether the tape can be trained on and has no reward beyond REWARD_LIMIT. Earlier versions recorded such
+    rewards, and with one of them no attempt in the group has a finite advantage."""
     return tape.trains and not any(abs(r.weight * r.value) > REWARD_LIMIT for r in counted(tape))
 
 
 async def compared(
     rewards: Rewards[Tape] | None, tapes: Sequence[Tape], append: Callable[[Record], None] | None = None
 ) -> list[Tape]:
-    """The tapes of one group with their group layer. A missing layer is computed, and `append` receives its records.
+    """Return the tapes of one group with their group layer. Compute a missing layer and pass its records to `append`.
 
-    Tapes that already have the layer are not scored again, so resuming a run can't append it twice.
+    Tapes that already have the layer don't get it again, so resuming a run can't append it twice.
     """
     if rewards is None or not rewards.relative or all(layer_of(tape) for tape in tapes):
         return list(tapes)
@@ -62,8 +62,8 @@ async def compared(
 
 
 def ranked(*, by: str | None = None, name: str = "rank", weight: float = 1.0) -> RewardSource[Sequence[Tape]]:
-    """A rank from 0 (worst attempt) to 1 (best), by reward or by the component `by`; equal attempts share their mean
-    rank. An unscored attempt, or the only scored one, has no rank."""
+    """Return a source that ranks attempts from 0 (worst) to 1 (best), by reward or by the component `by`. Equal
+    attempts share their mean rank. An unscored attempt, or the only scored one, has no rank."""
 
     def rank(tapes: Sequence[Tape]) -> list[float | None]:
         values = [_value(tape, by) for tape in tapes]
@@ -77,7 +77,8 @@ def ranked(*, by: str | None = None, name: str = "rank", weight: float = 1.0) ->
 
 
 def best_of(*, by: str | None = None, name: str = "best", weight: float = 1.0) -> RewardSource[Sequence[Tape]]:
-    """1 for the best attempt and those equal to it, 0 for the others, by reward or by the component `by`."""
+    """Return a source that scores 1 for the best attempt and those equal to it, and 0 for the others, by reward or by
+    the component `by`. An unscored attempt has no score."""
 
     def best(tapes: Sequence[Tape]) -> list[float | None]:
         values = [_value(tape, by) for tape in tapes]

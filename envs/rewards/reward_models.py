@@ -1,13 +1,13 @@
 """Reward models: their input (prompt, answer, reference, label and id of a tape), batching, and models behind a URL.
 
-Scores are requested for single tapes, while models score many at once: `Batched` collects the requests. `HttpReward`
-sends many samples in one POST request; every answer is validated.
+Scores are requested for single tapes, while models score many at once. `Batched` collects the requests. `HttpReward`
+sends many samples in one POST request, and every answer is validated.
 
     {"ids": [...], "queries": [...], "prompts": [...], "references": [...], "labels": [...]}  ->  {"rewards": [...]}
 
-`references` and `labels` are sent if a sample has one. An answer needs one finite number for each query, or named
-numbers, or null for no score. A server that returns `ids` may answer in any order; otherwise the order of the queries
-counts.
+`references` and `labels` are sent if any sample has one. For each query, an answer needs one finite number, named
+numbers, or null for no score. A server that returns `ids` may answer in any order. Otherwise the scores must be in the
+order of the queries.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ...tapes.messages import text_of
 from .sources import RewardSource, Score, label_of, reference_of
 
 LARGEST = 64 << 20
-"""Size limit of an answer, in bytes."""
+"""Size limit for an answer, in bytes."""
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses after which the request is repeated."""
 LONGEST_WAIT = 60.0
-"""Longest wait between two tries, in seconds, also if the server asks for more."""
+"""The longest wait between two tries, in seconds, even if the server asks for a longer one."""
 
 
 ModelScore = float | Mapping[str, float] | None
 
 
 class WrongAnswer(TapereelError, ValueError):
-    """The answer of a reward model doesn't fit the samples; the message says why."""
+    """The answer from a reward model doesn't fit the samples. The message states why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +48,32 @@ class Sample:
     """One episode, as the input of a reward model."""
 
     id: str
-    """Id of the tape."""
+    """The id of the tape."""
     prompt: str
-    """The prompt of the last call: the whole conversation before its answer."""
+    """The prompt of the last call, which is the whole conversation before its answer."""
     query: str
     """The prompt and its answer."""
     messages: tuple[Message, ...]
-    """The query as chat messages, the answer last."""
+    """The query as chat messages, with the answer last."""
     reference: JsonValue = None
-    """The right answer; None if the task has none."""
+    """The right answer, or None if the task has no reference."""
     label: str | None = None
-    """The kind of task; None if the task doesn't name it."""
+    """The kind of task, or None if the task doesn't name it."""
 
 
 class RewardModel(Protocol):
     """Scores many samples at once."""
 
     async def score(self, samples: Sequence[Sample]) -> Sequence[ModelScore]:
-        """One score for each sample, in the same order."""
+        """Return one score for each sample, in the same order."""
         ...
 
 
 def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = None) -> Sample:
-    """The tape's last call as a sample.
+    """Convert the tape's last call to a sample.
 
-    decode: converts token ids to text with special tokens, like a tokenizer's `decode`. With it, prompt and query are
-    exactly the sampled text. Without it, they are the messages as `role: content`.
+    `decode` converts token ids to text with special tokens, like a tokenizer's `decode`. With it, the prompt and the
+    query are exactly the sampled text. Without it, they are the messages as `role: content`.
     """
     call = next((c for c in reversed(tape.calls) if c.finish not in ("error", "cancelled")), None)
     if call is None:
@@ -91,12 +91,15 @@ def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = Non
 
 
 def as_script(messages: Sequence[Message]) -> str:
-    """Messages as text, without a chat template; pictures by size and hash."""
+    """Return the messages as text, without a chat template. Pictures are given by size and hash."""
     return "\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
 
 
 def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelScore]:
-    """The scores, if each sample has one finite number, named finite numbers, or None. WrongAnswer otherwise."""
+    """Return the scores if there is a valid one for each sample. Raises WrongAnswer otherwise.
+
+    A score is a finite number, named finite numbers, or None.
+    """
     if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
         raise WrongAnswer(f"{who} returned {type(scores).__name__} {str(scores)[:80]!r}, not a list of scores")
     if len(scores) != len(samples):
@@ -104,7 +107,8 @@ def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelSc
     for score, sample in zip(scores, samples, strict=True):
         for value in score.values() if isinstance(score, Mapping) else (score,):
             try:
-                # As a metric: a number that is only too large for a reward fails its own tape, not the whole request.
+                # It is checked as a metric, so that a number that is only too large for a reward fails its own tape and
+                # not the whole request.
                 check_reward(f"the score of {sample.id}", 0 if score is None else value, 0)
             except (TypeError, ValueError) as error:
                 raise WrongAnswer(f"{who} returned an invalid score: {error}") from None
@@ -112,7 +116,7 @@ def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelSc
 
 
 class Batched:
-    """A scorer of single tapes that sends all waiting tapes to a model in one call.
+    """Scores single tapes by sending all waiting tapes to a model in one call.
 
     A call has at most `size` tapes, and at most `concurrency` calls run at once. A failed call leaves all of its tapes
     unscored.
@@ -176,7 +180,7 @@ def model_source(
     pure: bool = False,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """A reward source that batches requests to a reward model."""
+    """Return a reward source that batches requests to a reward model."""
     return RewardSource(
         score=Batched(model, size=size, concurrency=concurrency, sample=sample),
         name=name,
@@ -190,7 +194,7 @@ def model_source(
 
 
 class RewardServerFailed(TapereelError, ConnectionError):
-    """A reward model did not answer in any try; the message names the server and the last cause."""
+    """A reward model did not answer in any try. The message names the server and the last cause."""
 
 
 class HttpOptions(TypedDict, total=False):
@@ -217,9 +221,11 @@ class HttpReward:
         key_variable: str | None = None,
     ) -> None:
         """
-        tries: how often a request is sent at most. wait: seconds before the second try, doubled before each further
-            try; the server's `Retry-After` takes precedence. timeout: seconds of one try.
-        key_variable: the environment variable with the bearer token; the token and `headers` are never recorded.
+        tries: The maximum number of times that a request is sent.
+        wait: Seconds before the second try, doubled before each further try. The server's `Retry-After` takes
+            precedence.
+        timeout: Seconds for one try.
+        key_variable: The environment variable that holds the bearer token. The token and `headers` are never recorded.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -229,12 +235,15 @@ class HttpReward:
         if tries < 1:
             raise ValueError(f"tries must be at least 1, not {tries}")
         self.name = f"{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
-        """The address without parts that may be secret (user, query)."""
+        """The address without the parts that may be secret (user, query)."""
         self.tries, self.wait, self.timeout = tries, wait, timeout
         self._url, self._headers, self._key_variable = url, dict(headers or {}), key_variable
 
     async def score(self, samples: Sequence[Sample]) -> list[ModelScore]:
-        """One request with all samples. RewardServerFailed if no try is answered, WrongAnswer for an invalid answer."""
+        """Send one request with all samples and return their scores.
+
+        Raises RewardServerFailed if no try is answered, and WrongAnswer if the answer is invalid.
+        """
         body = self._body(samples)
         for k in range(self.tries):
             try:
@@ -327,7 +336,10 @@ def http_reward(
     sample: Callable[[Tape], Sample] = sample_of,
     **options: Unpack[HttpOptions],
 ) -> RewardSource[Tape]:
-    """A source of `HttpReward(url, **options)`: up to `size` tapes in a request, `concurrency` requests at a time."""
+    """Return a source for `HttpReward(url, **options)`.
+
+    A request has up to `size` tapes, and up to `concurrency` requests run at a time.
+    """
     model = HttpReward(url, **options)
     longest = model.tries * (model.timeout + LONGEST_WAIT)
     return model_source(
@@ -363,5 +375,5 @@ def _short(text: bytes) -> str:
 def _seconds(header: str | None) -> float | None:
     try:
         return max(0.0, float(header)) if header is not None else None
-    except ValueError:  # Retry-After may be a date: use the own waiting time instead
+    except ValueError:  # Retry-After may be a date: use the default pause instead
         return None

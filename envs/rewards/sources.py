@@ -1,7 +1,8 @@
 """Rewards: named, weighted functions that score an episode or each of its actions.
 
-A source returns a number, named numbers, or None for no score, which is not zero. If a source fails, the whole tape
-stays unscored and the cause is recorded: a sum without one of its parts would be a wrong reward that looks right.
+A source returns a number, named numbers, or None for no score, which differs from a score of zero. If a source fails,
+the whole tape stays unscored and the cause is recorded, because a sum without one of its parts would be a wrong reward
+that looks right.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ..environment import AnyEnvironment, EnvironmentFactory, Outcome, TapeScore
 
 SubjectT = TypeVar("SubjectT", contravariant=True)
 SECONDS = 600.0
-"""Default time limit of a source, in seconds."""
+"""Default time limit for a source, in seconds."""
 
 
 class RewardFailed(TapereelError, RuntimeError):
-    """A reward source raised, took too long or returned an invalid score; the message names source and cause."""
+    """A reward source raised, took too long or returned an invalid score. The message names source and cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,9 @@ class Scored:
 
     score: float | Mapping[str, float] | None
     evidence: JsonValue = None
-    """The reason for the score (a judge's question and answer); kept on the first record of the score."""
+    """The reason for the score, such as a judge's question and answer. It is kept on the first record of the score."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Weight of each named number, multiplied by the source's weight; 1 for missing names."""
+    """The weight of each named number, which is multiplied by the source's weight. A missing name has the weight 1."""
 
 
 Score = float | Mapping[str, float] | Scored | None
@@ -53,19 +54,21 @@ class RewardSource(Generic[SubjectT]):
     """A function and the weight of its scores."""
 
     score: Scorer[SubjectT]
-    """Sync or async. It receives a `Tape`, or the argument of `Rewards.outcome`; with `per="group"` a list of tapes."""
+    """A sync or async function. It receives a `Tape` or the argument of `Rewards.outcome`. With `per="group"`, it
+    receives a list of tapes."""
     name: str = ""
-    """Name of its component; by default the function's name."""
+    """The name of its component. By default it is the function's name."""
     weight: float = 1.0
-    """Weight in the reward, which is a sum; 0 makes it a metric, which is only reported."""
+    """The weight in the reward, which is a sum. A source with weight 0 is a metric, which is only reported."""
     per: Literal["episode", "step", "group"] = "episode"
-    """`step`: the function returns one score for each action of the tape, in order. `group`: it receives the closed
-    attempts at one task and returns one score for each, which is recorded as a layer on its tape."""
+    """The unit that is scored. With `step`, the function returns one score for each action on the tape, in order. With
+    `group`, it receives the closed attempts at one task and returns one score for each, which is recorded as a layer on
+    its tape."""
     pure: bool = True
-    """True if the score depends on the tape only and can be verified later. False if it needs other resources (a judge
-    model, a sandbox); a sync function then runs in a thread, since it may block."""
+    """True if the score depends only on the tape and can be verified later. False if it needs other resources, such as
+    a judge model or a sandbox. A sync function then runs in a thread, since it may block."""
     timeout: float | None = SECONDS
-    """Seconds until the source counts as failed; None for no limit. A sync pure source can't be interrupted."""
+    """Seconds until the source counts as failed, or None for no limit. A sync pure source can't be interrupted."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -75,13 +78,13 @@ class RewardSource(Generic[SubjectT]):
 
 
 AnySource = RewardSource[Never]
-"""A source of any subject. A caller must know its subject, or cast."""
+"""A source for any subject. A caller must know its subject, or cast."""
 
 
 class Rewards(Generic[SubjectT]):
-    """Several sources; the reward is the weighted sum of their scores.
+    """Several sources. The reward is the weighted sum of their scores.
 
-    `Rewards([exact, RewardSource(score=brief, weight=0.1)])`; a bare function has weight 1.
+    A bare function has weight 1: `Rewards([exact, RewardSource(score=brief, weight=0.1)])`.
     """
 
     def __init__(self, sources: Iterable[AnySource | Scorer[SubjectT]]) -> None:
@@ -93,15 +96,15 @@ class Rewards(Generic[SubjectT]):
         self.sources: tuple[AnySource, ...] = tuple(source for source in every if source.per != "group")
         """The sources that score one tape."""
         self.relative: tuple[AnySource, ...] = tuple(source for source in every if source.per == "group")
-        """The sources that compare the tapes of a group."""
+        """The sources that compare the tapes in a group."""
 
     @property
     def names(self) -> list[str]:
-        """Names of all sources."""
+        """The names of all sources."""
         return [source.name for source in (*self.sources, *self.relative)]
 
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
-        """The reward records of `tape`, for a later scoring called `layer`, or as part of the tape (None).
+        """Return the reward records for `tape`, as a later scoring called `layer`, or as part of the tape if None.
 
         If a source fails, every record has weight 0, so the tape stays unscored. The record of the failed source has
         the value NaN, and the cause as its evidence. Inherited actions of a fork are scored on the parent tape only.
@@ -121,10 +124,10 @@ class Rewards(Generic[SubjectT]):
         return records
 
     async def compare(self, tapes: Sequence[Tape]) -> dict[str, list[Reward]]:
-        """Tape id -> records of layer GROUP_LAYER, from the sources with `per="group"`.
+        """Return the records in the layer GROUP_LAYER by tape id, from the sources with `per="group"`.
 
-        If one of them fails, every record of every tape has weight 0: the attempts of a group are only comparable if
-        all are scored by the same sources.
+        If one of them fails, every record on every tape has weight 0, because the attempts in a group are only
+        comparable if all are scored by the same sources.
         """
         results = await asyncio.gather(*(_ask(source, list(tapes), len(tapes)) for source in self.relative))
         failed = any(isinstance(result, RewardFailed) for result in results)
@@ -141,9 +144,10 @@ class Rewards(Generic[SubjectT]):
         return records
 
     async def outcome(self, subject: SubjectT) -> Outcome:
-        """For `Environment.finish`: the weighted components of `subject`; components of weight 0 become metrics.
+        """Return the outcome for `subject`, for use in `Environment.finish`.
 
-        Raises RewardFailed if a source fails, so that the episode ends as an error of the environment, unscored.
+        The weighted components are its reward, and components with weight 0 are its metrics. Raises RewardFailed if a
+        source fails, so that the episode ends unscored, as an error of the environment.
         """
         for source in (*self.sources, *self.relative):
             if source.per != "episode":
@@ -195,10 +199,10 @@ def _every(rewards: TapeScorer | None) -> tuple[AnySource, ...]:
 
 
 class _Part(NamedTuple):
-    """One number of a source's score."""
+    """One number in a source's score."""
 
     place: int | None
-    """Ordinal of the action, or of the tape in its group; None for the episode."""
+    """The index of the action, or of the tape in its group. None for the episode."""
     name: str
     value: float
     weight: float = 1.0
@@ -228,7 +232,7 @@ def _failure_record(tape: Tape, source: RewardSource[Any], failure: RewardFailed
 
 
 async def _asked(source: RewardSource[Any], subject: Any) -> Any:
-    """The raw result of the source's function; a sync function that may block runs in a thread."""
+    """Return the raw result of the source's function. A sync function that may block runs in a thread."""
     is_async = inspect.iscoroutinefunction(source.score) or inspect.iscoroutinefunction(type(source.score).__call__)
     if source.pure or is_async:
         result = source.score(subject)
@@ -256,7 +260,7 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
         late = timer.expired()
         return _failure(source, f"no score within {source.timeout} s" if late else f"TimeoutError: {error}", error)
     except RunStopped:
-        raise  # no fault of this episode: a judge's server, key or budget, without which no other is scored either
+        raise  # not a fault of this episode: the server, key or budget of a judge stops all scoring
     except Exception as error:  # the boundary: the fault becomes a record, or is raised by `outcome`
         return _failure(source, f"{type(error).__qualname__}: {error}", error)
 
@@ -268,7 +272,7 @@ def _failure(source: RewardSource[Any], what: str, error: BaseException) -> Rewa
 
 
 def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
-    """The line that raised; the first line of the function if this module refuses its result."""
+    """Return the line that raised. If this module rejects the result, return the first line of the function."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
     code = getattr(source.score, "__code__", None)
     if code is not None and (not frames or frames[-1].filename in (__file__, check_reward.__code__.co_filename)):
@@ -296,7 +300,7 @@ def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Pa
 
 
 def reference_of(tape: Tape) -> JsonValue:
-    """`answer` or `reference` in the task's private part, or the whole private part if it is not a dict."""
+    """Return `answer` or `reference` in the task's private part, or the whole private part if it is not a dict."""
     private = tape.begin.task.private
     if not isinstance(private, dict):
         return private
@@ -304,7 +308,7 @@ def reference_of(tape: Tape) -> JsonValue:
 
 
 def label_of(tape: Tape) -> str | None:
-    """`label` in the private or the public part of the task."""
+    """Return `label` in the private or the public part of the task."""
     for part in (tape.begin.task.private, tape.begin.task.public):
         if isinstance(part, dict) and part.get("label") is not None:
             return str(part["label"])
@@ -324,7 +328,7 @@ def ensemble(
     weight: float = 1.0,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """A source that weights `parts` by `recipe[label]`. ValueError if a recipe names an unknown part."""
+    """Return a source that weights `parts` by `recipe[label]`. Raises ValueError if a recipe names an unknown part."""
     for kind, weights in recipe.items():
         strange = [part for part in weights if part not in parts]
         if strange:
