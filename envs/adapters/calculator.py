@@ -1,9 +1,9 @@
 """Arithmetic with a calculator: the environment of the demo. The agent calls the tool, then answers.
 
-The text form of actions is short, so that a tiny character-level model can learn it: `c47+83` asks the calculator,
+The text form of actions is short, so that a tiny character-level model can learn it. `c47+83` asks the calculator,
 which answers `130` (padded to `width` digits), and `a155` answers the problem. `read_action` converts text to typed
-actions. The calculator computes one sum, difference or product of two integers; it never evaluates code. Reward:
-component `exact`, 1.0 for the right number and 0.0 for another answer.
+actions. The calculator computes one sum, difference or product of two integers. It never evaluates code. The reward
+component `exact` is 1.0 for the right number and 0.0 for any other answer.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..environment import Environment, Outcome
 from ..taskset import BadTasks, Taskset
 from .reasoning import reasoning_scorer, reasoning_tasks
 
-# Operands are bounded: a product has at most 24 digits, so a call takes microseconds.
+# The operands are bounded. A product has at most 24 digits, so a call takes microseconds.
 _BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
 _NUMBER = re.compile(r"-?[0-9]{1,24}")
 _WORDED = re.compile(r"([0-9]{1,12})([-+*]|[a-z]+)([0-9]{1,12})")
 WORDS = {"+": ("plus", "and"), "-": ("minus", "less"), "*": ("times", "by")}
-"""Key of the calculator -> the words for it in `word_problems`."""
+"""Maps each key of the calculator to the words for it in `word_problems`."""
 UNREADABLE = "?"
 """The calculator's result for an expression that it can't parse."""
 
@@ -34,14 +34,14 @@ class Problem(Observation, kind="calculator_problem"):
     """The problem to solve."""
 
     text: str
-    """For example `47+83+25`."""
+    """The problem, for example `47+83+25`."""
 
 
 class Result(Observation, kind="calculator_result"):
     """The result of the calculator."""
 
     text: str
-    """The number, padded; `?` if the expression can't be parsed."""
+    """The number, padded, or `?` if the expression can't be parsed."""
 
 
 class Calculate(Action, kind="calculator_call"):
@@ -63,15 +63,16 @@ class FinalAnswer(Action, kind="calculator_answer"):
 
 
 class Calculator(Environment[Calculate | FinalAnswer]):
-    """One arithmetic problem; tasks have a public `question` and a private `answer`, an integer as text."""
+    """One arithmetic problem. A task has a public `question` and a private `answer`, which is an integer as text."""
 
     kinds = (Result,)
 
     @check_arguments
     def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
-        """width: digits to which results are padded. max_turns: the episode is truncated after this number of actions.
+        """`width` is the number of digits to which results are padded.
 
-        scorer: a reasoning-gym dataset whose own scorer is reported as the metric `reasoning_gym`.
+        The episode is truncated after `max_turns` actions. `scorer` is a reasoning-gym dataset whose own scorer is
+        reported as the metric `reasoning_gym`.
         """
         if not 0 <= width <= 100:
             raise ValueError(f"width is {width}; it must be from 0 to 100 digits")
@@ -96,7 +97,7 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         return Problem(text=str(public["question"]))
 
     async def step(self, action: Calculate | FinalAnswer) -> Outcome:
-        """Calculate, or score the answer and end."""
+        """Calculate, or score the answer and end the episode."""
         self._turns += 1
         if isinstance(action, FinalAnswer):
             self._answer = action.answer
@@ -105,7 +106,7 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         return Outcome(result, truncated=self._turns >= self.max_turns)
 
     async def finish(self, status: Status) -> Outcome | None:
-        """Score an episode that ended without an answer as wrong: 0.0, not unscored."""
+        """Score an episode that ended without an answer as wrong (0.0), so that it doesn't stay unscored."""
         if self._answer is not None:
             return None
         return Outcome(reward=self._reward(), metrics=self._metrics())
@@ -120,9 +121,9 @@ class Calculator(Environment[Calculate | FinalAnswer]):
 
 
 def calculate(expression: str, width: int = 0) -> str:
-    """`47+83` -> `130`: one +, - or * of two integers of at most 12 digits, padded with zeros to `width` digits.
+    """Return `130` for `47+83`: one +, - or * of two integers with at most 12 digits each.
 
-    Anything else gives `?`.
+    The result is padded with zeros to `width` digits. It is `?` for any other expression.
     """
     found = _BINARY.fullmatch(expression)
     if found is None:
@@ -133,9 +134,10 @@ def calculate(expression: str, width: int = 0) -> str:
 
 
 def read_action(text: str) -> Calculate | FinalAnswer:
-    """Parse a model's text: `c...` calls the calculator, `a...` answers. Otherwise a ValueError for the model to read.
+    """Parse a model's text: `c...` calls the calculator and `a...` answers.
 
-    `ChatAgent(parse=read_action)` is an agent for this environment.
+    Raises ValueError for any other text, with a message for the model. `ChatAgent(parse=read_action)` is an agent for
+    this environment.
     """
     head, rest = text[:1], text[1:]
     if head == "c" and rest:
@@ -146,7 +148,7 @@ def read_action(text: str) -> Calculate | FinalAnswer:
 
 
 def calculator_tasks(size: int, seed: int = 0) -> Taskset:
-    """`size` distinct sums of three numbers with two digits, from reasoning-gym's `chain_sum` (its sums only).
+    """Return `size` distinct sums of three two-digit numbers, from reasoning-gym's `chain_sum` (its sums only).
 
     Split them by hash: `train, held_out = calculator_tasks(14_000).split(0.9, 0.1)`.
     """
@@ -164,9 +166,10 @@ def calculator_tasks(size: int, seed: int = 0) -> Taskset:
 
 
 def word_problems(size: int, seed: int = 0, *, digits: int = 2, symbols: bool = False) -> Taskset:
-    """`size` distinct problems of two numbers with up to `digits` digits from reasoning-gym's `basic_arithmetic`.
+    """Return `size` distinct problems with two numbers, from reasoning-gym's `basic_arithmetic`.
 
-    Each has one of `WORDS` in place of its operator, all equally often: `47plus83`. symbols: `47+83`.
+    The numbers have up to `digits` digits. Each problem has one of `WORDS` in place of its operator, as in `47plus83`,
+    all equally often. With `symbols`, the operator stays, as in `47+83`.
     """
 
     def question(entry: dict[str, Any]) -> str:
@@ -193,11 +196,11 @@ def word_problems(size: int, seed: int = 0, *, digits: int = 2, symbols: bool = 
 def demonstrate(
     question: str, results: Sequence[str], rng: random.Random, *, guess: float = 0.1, width: int = 3
 ) -> str:
-    """The next text of a demonstrator who knows the calculator's keys, but not the words of `word_problems`; `results`
-    are the results of its calculator calls so far.
+    """Return the next text of a demonstrator that knows the calculator's keys, but not the words in `word_problems`.
 
-    It calculates `47+83`. For `47plus83` it presses a random key and answers the result; in a share `guess` of these
-    episodes it answers a random number without a call. So it doesn't show the meaning of the words.
+    `results` are the results of its calculator calls so far. It calculates `47+83`. For `47plus83` it presses a random
+    key and answers with the result. In a share `guess` of these episodes, it answers with a random number without a
+    call. It therefore doesn't reveal what the words mean.
     """
     found = _WORDED.fullmatch(question)
     if found is None:

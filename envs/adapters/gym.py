@@ -1,8 +1,8 @@
-"""GymEnvironment: adapter for gymnasium environments.
+"""Adapter for gymnasium environments.
 
-Discrete and text spaces, and tuples, dicts and arrays of discrete ones, need no codec. For other spaces (boxes of
-floats, images) pass functions that convert observations and actions. The start is seeded from `self.rng`, so the
-episodes of a group start from the same state. gymnasium is imported when an environment is made.
+Discrete and text spaces need no codec, nor do tuples, dicts and arrays of discrete spaces. For other spaces (boxes of
+floats, images), pass functions that convert observations and actions. The start is seeded from `self.rng`, so all
+episodes in a group start from the same state. gymnasium is imported when an environment is made.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from gymnasium import Env, Space
 
 Observe = Callable[[Any, Any], Observation]
-"""(observation, gymnasium environment) -> the agent's observation. May call the environment's `render`."""
+"""Converts (observation, gymnasium environment) to the agent's observation. It may call the environment's `render`."""
 Act = Callable[[Any, Any], Any]
-"""(action, gymnasium environment) -> argument of `env.step`. The agent sees the message of a ValueError as a
-`GymRefusal`; `env.step` is then not called."""
+"""Converts (action, gymnasium environment) to the argument of `env.step`. If it raises ValueError, `env.step` is not
+called, and the agent sees the message as a `GymRefusal`."""
 
 
 class GymObservation(Observation, kind="gym_observation"):
-    """An observation of a gymnasium environment, as plain values."""
+    """An observation from a gymnasium environment, as JSON values."""
 
     value: JsonValue
 
@@ -56,7 +56,7 @@ class GymAction(Action, kind="gym_action"):
 
 
 class GymRefusal(Observation, kind="gym_refusal"):
-    """The last action is outside the action space; the state has not changed."""
+    """The last action is outside the action space. The state has not changed."""
 
     problem: str
 
@@ -65,16 +65,16 @@ class GymRefusal(Observation, kind="gym_refusal"):
 
 
 class CodecNeeded(TapereelError, TypeError):
-    """A space has no plain form; the message names the space and the codec to pass."""
+    """A space has no plain form. The message names the space and the codec to pass."""
 
 
 class GymEnvironment(Environment[Action]):
     """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a factory function.
 
-    A task is None (the seed of the start is drawn from `self.rng`), an int (that seed) or a dict: the `options` of
-    gymnasium's `reset`, optionally with `seed`, and with `make` for this task's arguments of `gymnasium.make`, which
-    override the constructor's. Every step is scored, as in gymnasium; an action outside the action space has
-    the reward 0.0 and leads to a `GymRefusal`.
+    A task is None (the seed of the start is drawn from `self.rng`), an int (that seed) or a dict. A dict has the
+    `options` for gymnasium's `reset`. It may also have `seed`, and `make` with this task's arguments for
+    `gymnasium.make`, which override the constructor's. Every step is scored, as in gymnasium. An action outside the
+    action space has the reward 0.0 and leads to a `GymRefusal`.
     """
 
     blocking = True
@@ -92,11 +92,11 @@ class GymEnvironment(Environment[Action]):
         pixels: bool = False,
         **make: object,
     ) -> None:
-        """observe, act: codecs for spaces without a plain form. metrics: numbers of gymnasium's `info` to record.
-        pixels: the agent sees the rendered frame alone, as with gymnasium's `AddRenderObservation`; `render_mode` is
-        "rgb_array" by default then.
+        """`observe` and `act` are codecs for spaces without a plain form.
 
-        make: arguments of `gymnasium.make`, for every task.
+        `metrics` names the numbers in gymnasium's `info` to record. With `pixels`, the agent sees only the rendered
+        frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default. `make` has the
+        arguments for `gymnasium.make` that apply to every task.
         """
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
@@ -108,7 +108,7 @@ class GymEnvironment(Environment[Action]):
         if pixels and observe is not None:
             raise TypeError("pixels=True shows the rendered frame, and `observe` decides otherwise: give one of them")
         self.env = env
-        if pixels:  # not set otherwise: recorded configurations of environments without it stay as they are
+        if pixels:  # otherwise unset, so that recorded configurations of such environments don't change
             self.pixels = True
         self.observe = observe
         self.act = act
@@ -118,7 +118,7 @@ class GymEnvironment(Environment[Action]):
         self._env_make: dict[str, Any] = {}
 
     async def reset(self, task: object) -> Observation:
-        """Start an episode; the first call, and a task with other `make` arguments, make the gymnasium environment."""
+        """Start an episode. The first call, or a task with other `make` arguments, makes the gymnasium environment."""
         seed, options, make = _start(task)
         if self._env is None or make != self._env_make:
             await self.close()
@@ -129,11 +129,11 @@ class GymEnvironment(Environment[Action]):
         return self._shown(observation)
 
     async def step(self, action: Action) -> Outcome:
-        """One `env.step`."""
+        """Call `env.step` once."""
         try:
             native = self._native(action)
         except ValueError as error:
-            # Scored as 0.0, not None: the return of an agent without valid actions is 0.0, as in gymnasium.
+            # The reward is 0.0, not None, so that the return of an agent without valid actions is 0.0, as in gymnasium.
             return Outcome(GymRefusal(problem=str(error)), reward=0.0)
         observation, reward, terminated, truncated, info = self._env.step(native)
         return Outcome(
@@ -195,7 +195,7 @@ class GymEnvironment(Environment[Action]):
 
 
 def plain(value: object, space: Space) -> JsonValue:
-    """An element of a gymnasium space as JSON values. CodecNeeded if the space has no plain form."""
+    """Convert an element of a gymnasium space to JSON values. Raises CodecNeeded if the space has no plain form."""
     from gymnasium import spaces
 
     element: Any = value
@@ -216,7 +216,7 @@ def plain(value: object, space: Space) -> JsonValue:
 
 
 def native(value: JsonValue, space: Space) -> object:
-    """The inverse of `plain`. ValueError if the value doesn't have the form of the space."""
+    """Do the inverse of `plain`. Raises ValueError if the value doesn't have the form of the space."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete) and isinstance(value, int) and not isinstance(value, bool):
@@ -239,7 +239,7 @@ def _whole(value: list[JsonValue], space: Any) -> Any:
     import numpy as np
 
     try:
-        # Without this check the cast would turn 1.5 into 1.
+        # Without this check, the cast would turn 1.5 into 1.
         if np.array(value).dtype.kind in "iu":
             return np.array(value, dtype=space.dtype)
     except (ValueError, OverflowError):  # a ragged list, or a number too large for the space's type
@@ -252,7 +252,7 @@ def _no_action(value: JsonValue, space: Any) -> ValueError:
 
 
 def _start(task: object) -> tuple[int | None, dict[str, Any] | None, dict[str, Any]]:
-    """Seed and options of `env.reset`, and the task's own arguments of `gymnasium.make`."""
+    """Return the seed and the options for `env.reset`, and the task's own arguments for `gymnasium.make`."""
     value = task.private if isinstance(task, Task) else task
     if value is None:
         return None, None, {}

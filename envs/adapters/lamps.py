@@ -1,9 +1,9 @@
-"""Lamps: the environment of the demo with pictures. At each crossing the colour of a lamp shows the way.
+"""Lamps: the environment of the demo with pictures. At each crossing, the colour of a lamp shows the way.
 
-A task is a walk over several crossings. At each one the agent sees a picture of a lamp and answers with one of the
-letters of `WAYS`. The lamp's colour decides which way is right, and the text doesn't mention it. Size, place, shade
-and background of the lamp vary, and each pixel is noisy. Reward: component `right`, the share of the crossings with the
-right way.
+A task is a walk over several crossings. At each one, the agent sees a picture of a lamp and answers with one of the
+letters in `WAYS`. The lamp's colour decides which way is right, and the text doesn't mention it. The size, place, shade
+and background of the lamp vary, and each pixel is noisy. The reward component `right` is the share of crossings at
+which the agent chose the right way.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ..environment import Environment, Outcome
 from ..taskset import BadTasks, Taskset
 
 WAYS = {"n": (1, 0, 0), "e": (0, 1, 0), "s": (0, 0, 1), "w": (1, 1, 1)}
-"""Way -> which of red, green and blue its lamp shines with. Two colours differ in two channels or more."""
+"""Maps each way to the channels (red, green, blue) in which its lamp shines. Any two colours differ in at least two."""
 SIDE = 16
-"""Pixels of a picture's side."""
+"""The width and height of a picture, in pixels."""
 NOISE = 24
-"""Most that noise adds to a channel of a pixel, or takes from it."""
+"""The most that noise adds to one channel of a pixel, or subtracts from it."""
 
 
 class Lamp(Observation, kind="lamp"):
@@ -34,7 +34,7 @@ class Lamp(Observation, kind="lamp"):
 
 
 class Lamps(Environment[Answer]):
-    """A walk over crossings. Tasks have a private list of `lamps`, and the right `ways`, as `lamp_tasks` makes them."""
+    """A walk over crossings. A task has a private list of `lamps` and the right `ways`, as `lamp_tasks` makes them."""
 
     kinds = (Lamp,)
     pixels = True
@@ -62,18 +62,22 @@ class Lamps(Environment[Answer]):
 
 
 def read_way(text: str) -> Answer:
-    """The way in a model's text, which may be any. `ChatAgent(parse=read_way)` is an agent for this environment."""
+    """Return a model's text as the way. Any text is accepted.
+
+    `ChatAgent(parse=read_way)` is an agent for this environment.
+    """
     return Answer(text=text)
 
 
 def lamp_tasks(size: int, seed: int = 0, *, crossings: int = 3, blind: bool = False) -> Taskset:
-    """`size` walks, each with its own lamps. Each way is right at a quarter of the crossings, independent of others.
+    """Return `size` walks, each with its own lamps.
 
-    blind: each walk shows the lamps of another walk, so the pictures don't reveal the right ways.
+    Each way is right at a quarter of the crossings, independently of the others. With `blind`, each walk shows the
+    lamps of another walk, so the pictures don't reveal the right ways.
     """
     rng = random.Random(f"lamps {seed}")
     walks = [[rng.getrandbits(40) for _ in range(crossings)] for _ in range(size)]
-    # A rotation by 1 is a shuffle here, since the walks are drawn independently; and no walk keeps its own lamps.
+    # The walks are drawn independently, so a rotation by 1 is as good as a shuffle, and no walk keeps its own lamps.
     shown = [*walks[1:], walks[0]] if blind else walks
 
     def task(k: int) -> Task:
@@ -85,7 +89,7 @@ def lamp_tasks(size: int, seed: int = 0, *, crossings: int = 3, blind: bool = Fa
 
 @lru_cache(maxsize=1 << 14)
 def lamp(number: int) -> Picture:
-    """The picture of a lamp: equal numbers give equal pixels. The colour stands for the way `number % 4`."""
+    """Return the picture of a lamp. Equal numbers give equal pixels. The colour stands for the way `number % 4`."""
     from PIL import Image
 
     rng = random.Random(number)

@@ -1,8 +1,8 @@
 """Tools of an MCP server, over stdio or streamable HTTP, as tools of an environment.
 
-It uses the official SDK, versions 1 and 2 (the extra `mcp`). A lost server is an error of the environment
-(`ToolsLost`); an error that a tool reports is a result. Text from the server (names, descriptions, results) is
-untrusted: it is shown to the model only. The server's hints count only for tools without a declared effect.
+This module uses the official SDK, versions 1 and 2 (the extra `mcp`). A lost server is an error of the environment
+(`ToolsLost`). An error that a tool reports is a result. Text from the server (names, descriptions, results) is
+untrusted and is only shown to the model. The server's hints count only for tools without a declared effect.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from ..environment import Effect
 from .tools import CHARACTERS, SECONDS, Tool, ToolFailed, ToolsLost, as_text, worst
 
 START_SECONDS = 60.0
-"""Time limit for a server to start and list its tools, in seconds; long, since it may have to be downloaded."""
+"""Time limit for a server to start and list its tools, in seconds. It is long, because a server may need a download."""
 STOP_SECONDS = 10.0
 PING_SECONDS = 5.0
 CONNECTION_CLOSED = -32000
-"""Error code of the SDK for a connection that the other side closed."""
+"""The SDK's error code for a connection that the other side closed."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
 """Opens an initialized session of the SDK: a `ClientSession`, or an object with its `list_tools` and `call_tool`."""
 
 
 class McpOptions(TypedDict, total=False):
-    """The options of a server; `McpServer` documents them."""
+    """The options of a server, which `McpServer` documents."""
 
     name: str
     effect: Effect | None
@@ -55,7 +55,7 @@ class McpOptions(TypedDict, total=False):
 class McpServer:
     """A source of tools for `ToolEnvironment`: `McpServer.stdio("npx", "-y", "some-server")`, `McpServer.http(url)`.
 
-    Each episode has its own session, and over stdio its own process. With `shared`, one session serves all episodes of
+    Each episode has its own session and, over stdio, its own process. With `shared`, one session serves all episodes in
     an event loop concurrently, until that loop ends or `stop()` is called.
     """
 
@@ -74,12 +74,14 @@ class McpServer:
         limit: int = CHARACTERS,
     ) -> None:
         """
-        name: the server's name in errors.
-        effect: the effect of every tool that `effects` doesn't name. None uses the server's hints (`readOnlyHint` is
-            pure, `idempotentHint` idempotent); a tool without a hint is irreversible. Before the first session the
-            effect counts as irreversible, so declare it if tapes are to be executed again.
-        only: names of the tools to offer; None for all.
-        timeout: seconds for one call. start_timeout: seconds to start and list tools. limit: characters of a result.
+        name: The server's name in errors.
+        effect: The effect of every tool that `effects` doesn't name. None uses the server's hints: `readOnlyHint` means
+            pure, and `idempotentHint` means idempotent. A tool without a hint is irreversible. Before the first session
+            the effect counts as irreversible, so declare it if tapes are to be executed again.
+        only: The names of the tools to offer. None offers all.
+        timeout: Seconds for one call.
+        start_timeout: Seconds to start and list the tools.
+        limit: The maximum number of characters in a result.
         """
         self.name = name
         self._connect = connect
@@ -101,7 +103,7 @@ class McpServer:
         cwd: str | os.PathLike[str] | None = None,
         **options: Unpack[McpOptions],
     ) -> McpServer:
-        """A server that is a program. It gets the SDK's short list of safe environment variables, and `env`."""
+        """Return a server that is a program. It gets the SDK's short list of safe environment variables, and `env`."""
         options.setdefault("name", command)
         return cls(partial(_over_stdio, command, args, env, cwd), **options)
 
@@ -114,8 +116,8 @@ class McpServer:
         key_variable: str | None = None,
         **options: Unpack[McpOptions],
     ) -> McpServer:
-        """A server at an address. key_variable: the environment variable with the server's bearer token; the token and
-        `headers` are never recorded."""
+        """Return a server at an address. `key_variable` names the environment variable that holds the server's bearer
+        token. The token and `headers` are never recorded."""
         name = urlsplit(url)._replace(query="", netloc=urlsplit(url).netloc.rpartition("@")[2]).geturl()
         options.setdefault("name", name)
         return cls(partial(_over_http, url, dict(headers or {}), key_variable), **options)
@@ -139,13 +141,13 @@ class McpServer:
             await self.stop()
 
     async def stop(self) -> None:
-        """End the session, also a shared one."""
+        """End the session, even if it is shared."""
         session, self._session = self._session, None
         if session is not None:
             await session.end()
 
     def _lock(self) -> asyncio.Lock:
-        """One lock for each event loop: a shared server outlives the loop in which it was opened first."""
+        """Return one lock for each event loop, because a shared server outlives the loop that first opened it."""
         loop = asyncio.get_running_loop()
         if self._opening is None or self._opening[0] is not loop:
             self._opening = loop, asyncio.Lock()
@@ -185,7 +187,7 @@ class McpServer:
 
 
 class _Session:
-    """One connection, held by its own task: the SDK requires that the task that opened it also closes it."""
+    """One connection, held by its own task. The SDK requires that the task that opened it also closes it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -232,10 +234,10 @@ class _Session:
                     else ToolsLost(f"MCP server {self.name} can't be used: {type(cause).__name__}: {cause}")
                 )
                 ready.set_exception(lost)
-                ready.exception()  # mark it as retrieved: the caller may have been cancelled
+                ready.exception()  # retrieve it now: the caller may have been cancelled
 
     async def end(self) -> None:
-        """Close the session and wait; cancel its task if that takes too long."""
+        """Close the session and wait. If that takes too long, cancel its task."""
         self._leave.set()
         if self._loop is not asyncio.get_running_loop():
             return  # the session ended with its event loop
@@ -246,10 +248,11 @@ class _Session:
             await asyncio.wait({self._owner}, timeout=STOP_SECONDS)
 
     async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str | Sequence[str | Picture]:
-        """The tool's result. ToolFailed for an error of the tool or a bad picture; ToolsLost if the server is gone.
+        """Return the tool's result.
 
-        After another exception a ping decides between the two: otherwise a dead server would look like a failing tool,
-        and the episode would be trained on.
+        Raises ToolFailed for an error of the tool or a bad picture, and ToolsLost if the server is gone. After any
+        other exception, a ping decides between the two. Without it, a dead server would look like a failing tool, and
+        the episode would be trained on.
         """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")
@@ -282,7 +285,7 @@ class _Session:
 
 
 async def _listed(client: Any) -> list[Any]:
-    """All tools, page by page. A server that repeats a cursor would never end, so that is an error."""
+    """Return all tools, page by page. Raises ValueError if a cursor repeats, because the list would never end."""
     tools: list[Any] = []
     seen: set[str] = set()
     page = await client.list_tools()
@@ -303,12 +306,12 @@ async def _listed(client: Any) -> list[Any]:
 
 
 def _field(thing: Any, new: str, old: str) -> Any:
-    """A field by its name in version 2 of the SDK, or in version 1."""
+    """Return a field by its name in version 2 of the SDK or in version 1."""
     return getattr(thing, new, None) if hasattr(thing, new) else getattr(thing, old, None)
 
 
 async def _part(block: Any, bad: list[BadPicture]) -> str | Picture:
-    """One part of a result, as a picture or as text. bad: gets the error of a picture that can't be shown."""
+    """Return one part of a result, as a picture or as text. `bad` gets the errors of pictures that can't be shown."""
     inside = block.resource if block.type == "resource" else block
     text, mime = getattr(inside, "text", None), str(_field(inside, "mime_type", "mimeType"))
     if text is not None:
@@ -319,7 +322,7 @@ async def _part(block: Any, bad: list[BadPicture]) -> str | Picture:
     if not mime.startswith("image/"):
         return f"[{name}: {len(data):,} characters of base64, not shown]"
     try:
-        return await Picture.read(f"data:image/png;base64,{data}")  # its bytes say which format it has
+        return await Picture.read(f"data:image/png;base64,{data}")  # the format is read from the bytes
     except BadPicture as error:
         bad.append(error)
         return f"[{name}: {error}]"
@@ -333,8 +336,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 @contextmanager
 def _sparing() -> Iterator[None]:
-    """Limit the SDK's log to its first record of an unreadable line: it writes a traceback for every line that is not
-    a message, possibly millions."""
+    """Limit the SDK's log to its first record of an unreadable line. Otherwise it writes a traceback for every line
+    that is not a message, possibly millions."""
     logger, found = logging.getLogger("mcp.client.stdio"), list[bool]()
 
     def first(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
-"""Tasks and scorers of reasoning-gym, which is imported at the first use.
+"""Tasks and scorers from reasoning-gym, which is imported at the first use.
 
-Its generator seeds item i with `seed + i`, so the sets of neighbouring seeds overlap: make one taskset and `split` it
-by hash, or held-out tasks occur in training.
+Its generator seeds item i with `seed + i`, so the sets for neighbouring seeds overlap. Make one taskset and `split` it
+by hash. Otherwise held-out tasks occur in training.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...tapes.records import Task
 from ..taskset import BadTasks, Taskset
 
 BOARDS = ("arc_agi", "rearc")
-"""Datasets whose scorers compare boards as tuples; a task holds them as lists, since it is JSON."""
+"""Datasets whose scorers compare boards as tuples. A task holds a board as lists, because it is JSON."""
 Entry = dict[str, Any]
 """An item of reasoning-gym: `question`, `answer`, `metadata`."""
 
@@ -32,10 +32,11 @@ def reasoning_tasks(
     draws: int | None = None,
     **config: object,
 ) -> Taskset:
-    """`size` distinct tasks of the dataset `name`, made with `config`: public `question`, private `answer` and more.
+    """Return `size` distinct tasks from the dataset `name`, made with `config`.
 
-    keep: selects entries; None takes all. question: makes the agent's question; None takes the entry's own. draws:
-    largest number of entries to generate; None for 100 per task.
+    The public part has `question`, and the private part has `answer` and more. `keep` selects entries, and None takes
+    all. `question` makes the agent's question, and None takes the entry's own. At most `draws` entries are generated.
+    None stands for 100 per task.
     """
     draws = 100 * size if draws is None else draws
     try:
@@ -54,7 +55,7 @@ def reasoning_tasks(
 
 
 def reasoning_scorer(name: str) -> Callable[[str | None, Task], float]:
-    """The dataset's own scorer, with its partial credit: (answer, task of `reasoning_tasks`) -> 0 to 1."""
+    """Return the dataset's own scorer, with its partial credit. It maps an answer and its task to a score in [0, 1]."""
     score = _score(name)
 
     def scored(answer: str | None, task: Task) -> float:
@@ -74,7 +75,7 @@ def _board(value: Any) -> Any:
 
 
 def _task(name: str, task_id: str, entry: Entry, question: str) -> Task:
-    # `source_index` names the draw, not the problem: with it no two entries would ever be duplicates.
+    # `source_index` names the draw, not the problem. If it were kept, no two entries would ever be duplicates.
     metadata = {k: v for k, v in entry["metadata"].items() if k not in ("source_index", "source_dataset")}
     private = {"dataset": name, "answer": entry["answer"], "metadata": to_jsonable_python(metadata)}
     return Task(id=task_id, public={"question": question}, private=private)

@@ -1,6 +1,6 @@
 """A sandbox: tools that run a model's Python and shell snippets, isolated from the machine and within limits.
 
-`Sandbox` documents the guarantees and their gaps. The backends are in `sandbox_backends.py`.
+`Sandbox` documents the guarantees and what they don't cover. The backends are in `sandbox_backends.py`.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ class Sandbox:
     A snippet runs as user 65534 in its own namespaces. It sees no network except its own loopback interface, no
     processes except its own, an empty environment and none of this user's keys. Its file system has `/usr`, the
     interpreter and `paths`, all read-only, and the folders `/work`, `/tmp` and `/dev/shm`. A filter refuses system
-    calls that would expose the kernel. The three folders stay in memory until the episode ends and hold `disk` bytes
-    together. When a snippet ends, all its processes are killed.
+    calls that would expose the kernel. The three folders are kept in memory until the episode ends and hold `disk`
+    bytes in total. When a snippet ends, all its processes are killed.
 
-    Not guaranteed: the sandbox is not a virtual machine, so a flaw in the kernel breaks it. Without a writable cgroup
-    `memory` bounds each process, so all together may use `processes` times as much. `isolation="none"` bounds time,
-    processes, memory of each process and the size of each file, and nothing else: a snippet reads what this user may
-    read (as root, only what every user may read), reaches the network and signals this user's processes.
-    The tape records the backend, the isolation and the memory bound of an episode (`ToolOffer.sources`).
+    Some things are not guaranteed. The sandbox is not a virtual machine, so a flaw in the kernel breaks it. Without a
+    writable cgroup, `memory` bounds each process, so all of them together may use `processes` times as much.
+    `isolation="none"` only bounds the time, the processes, the memory of each process and the size of each file. A
+    snippet then reads what this user may read (as root, only what every user may read), reaches the network and can
+    signal this user's processes. The tape records an episode's backend, isolation and memory bound
+    (`ToolOffer.sources`).
     """
 
     effect: Effect = "pure"
-    """A snippet changes its folder only, and each episode has a new one."""
+    """A snippet changes only its folder, and each episode has a new one."""
 
     def __init__(
         self,
@@ -69,12 +70,16 @@ class Sandbox:
         backend: str | None = None,
     ) -> None:
         """
-        seconds: time limit of a snippet (wall clock). memory: bytes for a snippet. processes: concurrent processes and
-        threads of a snippet. disk: bytes of all files, and one file for each 16 KiB of it. limit: characters of output.
-        files: the initial files of the folder. paths: further absolute paths that a snippet may read.
-        python: the interpreter of the tool `python`; None takes the current one if all users may run it, otherwise
-            the system's: as root, the sandbox uses another user. In an image, None takes the image's `python3`.
-        isolation: `required` refuses to run if no backend passes its self-test.
+        seconds: Time limit for a snippet (wall clock).
+        memory: Bytes of memory for a snippet.
+        processes: Concurrent processes and threads of a snippet.
+        disk: Bytes of all files. One file is allowed for each 16 KiB, and at least 1000 files.
+        limit: The maximum number of characters of output.
+        files: The initial files in the folder.
+        paths: Further absolute paths that a snippet may read.
+        python: The interpreter for the tool `python`. None takes the current one, or the system's if this user is root
+            and other users can't run the current one. In an image, None takes the image's `python3`.
+        isolation: With `required`, the sandbox refuses to run if no backend passes its self-test.
         backend: `bubblewrap`, `podman` (with this machine's `/usr`), `podman:IMAGE`, or `module:name` for a function
             from `Bounds` to a `SandboxBackend`. None takes the first of bubblewrap and podman that works.
         """
@@ -98,7 +103,7 @@ class Sandbox:
         self._backend: SandboxBackend | None = None
         self._count = 0
         self.described: dict[str, JsonValue] = {}
-        """The tape's description of this source: backend, isolation, memory. Empty before `open`."""
+        """What the tape records about this source: backend, isolation, memory. It is empty before `open`."""
 
     async def open(self) -> Sequence[Tool]:
         name = "none" if self._isolation == "none" else await _working(self._named)
@@ -112,7 +117,7 @@ class Sandbox:
         for path, content in self._files.items():
             await self.write(path, content)
         offered = {"python": self.python, "shell": self.shell}
-        # The tool's own timeout is the outermost one: the backend ends a snippet first.
+        # The tool's own timeout is the outermost one, so the backend ends a snippet first.
         slack = self._bounds.seconds + 2 * GRACE_SECONDS
         return [tool(offered[name], timeout=slack, limit=self._limit + 1000) for name in self._names]
 
@@ -146,17 +151,20 @@ class Sandbox:
         return _text_or_failure(await self.run(["/bin/sh", "-c", command.replace("\0", "")]))
 
     async def write(self, path: str, content: str | bytes) -> None:
-        """Make or replace a file of the folder. OSError if something that a snippet made is in the way."""
+        """Create or replace a file in the folder. Raises OSError if something created by a snippet is in the way."""
         data = content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content
         await self._open().write(_inside(path), data)
 
     async def read(self, path: str, limit: int = 1 << 20) -> bytes:
-        """At most `limit` bytes of a file that snippets wrote. OSError if it is missing or isn't a plain file: links
-        are not followed, and a pipe can't block the read."""
+        """Return at most `limit` bytes of a file written by snippets.
+
+        Raises OSError if the file is missing or isn't a plain file. Links are not followed, and a pipe can't block the
+        read.
+        """
         return await self._open().read(_inside(path), limit)
 
     async def run(self, command: Sequence[str]) -> Ran:
-        """Run one command. ToolFailed if it is too long for the system; NoSandbox if the backend fails."""
+        """Run one command. Raises ToolFailed if it is too long for the system, and NoSandbox if the backend fails."""
         backend = self._open()
         return await backend.run([_sendable(word) for word in command])
 
@@ -173,7 +181,7 @@ def _text_or_failure(ran: Ran) -> str:
 
 
 def _inside(name: str) -> str:
-    """`name`, a relative path, without empty parts. ValueError if it leaves the folder."""
+    """Return `name`, a relative path, without empty parts. Raises ValueError if it leaves the folder."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise ValueError(f"files: {name!r} is outside the sandbox's folder; use a relative path inside it")
@@ -181,7 +189,7 @@ def _inside(name: str) -> str:
 
 
 def _sendable(word: str) -> str:
-    """An argument in a form that can be sent to another process. Raises ToolFailed if it is too long.
+    """Return an argument in a form that can be sent to another process. Raises ToolFailed if it is too long.
 
     Lone surrogates, which UTF-8 can't encode, become backslash escapes.
     """
@@ -198,23 +206,23 @@ def _sendable(word: str) -> str:
 
 
 def _make(name: str, bounds: Bounds) -> SandboxBackend:
-    """A backend by its name. UsageError if `module:name` can't be loaded."""
+    """Return a backend by its name. Raises UsageError if `module:name` can't be loaded."""
     if name in ("none", *BACKENDS) or name.startswith("podman:"):
         return LocalBackend(name, bounds)
     return cast("Callable[[Bounds], SandboxBackend]", load_named(name))(bounds)
 
 
 _tests: dict[str, Future[str]] = {}
-"""Backend -> its self-test in this process, which runs or gave an answer."""
+"""Maps each backend to its self-test in this process, which is running or has finished."""
 _starting = threading.Lock()
 
 
 async def _working(named: str | None) -> str:
-    """The backend to use: the named one, or the first that passes its self-test. NoSandbox if none does."""
+    """Return the named backend, or the first that passes its self-test. Raises NoSandbox if no backend passes."""
     tried: list[str] = []
     for name in BACKENDS if named is None else (named,):
         try:
-            # An image changes the files that a snippet finds, not its isolation.
+            # An image changes the files that a snippet finds, but not its isolation.
             found = await asyncio.shield(asyncio.wrap_future(_tested("podman" if name[:7] == "podman:" else name)))
         except OSError as error:  # NoSandbox is one too
             found = str(error)
@@ -225,7 +233,7 @@ async def _working(named: str | None) -> str:
 
 
 def _tested(name: str) -> Future[str]:
-    """The self-test of a backend. All callers share one. If it could not be made, the next caller tries again.
+    """Return the self-test of a backend, which all callers share. If it couldn't run, the next caller tries again.
 
     It runs in a thread with its own event loop, so it doesn't end with the episode that asked first.
     """
@@ -241,7 +249,7 @@ def _tested(name: str) -> Future[str]:
 def _answer(name: str, test: Future[str]) -> None:
     try:
         with asyncio.Runner() as runner:
-            runner.get_loop()  # fails without descriptors; the coroutine is made after that
+            runner.get_loop()  # fails without descriptors, so the coroutine is made only afterwards
             test.set_result(runner.run(_self_test(name)))
     except BaseException as error:
         test.set_exception(error)
@@ -275,12 +283,12 @@ print(json.dumps(found))
 
 
 async def _self_test(name: str) -> str:
-    """How a snippet escaped; empty if it could not. NoSandbox if the test can't run."""
+    """Return how a snippet escaped, or an empty string if it could not. Raises NoSandbox if the test can't run."""
     backend = _make(name, Bounds(seconds=30.0, memory=512 << 20, processes=32, disk=16 << 20, limit=4000))
     try:
         with contextlib.ExitStack() as held:
             folder = tempfile.mkdtemp(prefix="tapereel-probe-")
-            held.callback(os.rmdir, folder)  # `rmtree` would need descriptors, of which there may be none left
+            held.callback(os.rmdir, folder)  # `rmtree` would need descriptors, and there may be none left
             listening = [held.enter_context(socket.socket(family)) for family in (socket.AF_UNIX, socket.AF_INET)]
             os.chmod(folder, 0o755)
             listening[0].bind(f"{folder}/socket")

@@ -1,4 +1,4 @@
-"""Backends that run the snippets of a sandbox: bubblewrap, podman, processes without isolation, or a user's class.
+"""Backends that run a sandbox's snippets: bubblewrap, podman, processes without isolation, or a user's class.
 
 `LocalBackend` runs them on this machine through `sandbox_launcher.py`. Neither this process nor a shell interprets the
 content of snippets, and this process never opens a file that they wrote.
@@ -29,7 +29,7 @@ from .tools import ToolsLost, cut
 GRACE_SECONDS = sandbox_launcher.START_SECONDS + sandbox_launcher.KILL_SECONDS
 """Seconds that a snippet may need to start and to end, in addition to its own time."""
 FIRST_UID = 1 << 20
-"""The first user id of snippets on the machine, if this process is root: above the users of the system."""
+"""The first user id for snippets on the machine, if this process is root. It is above the ids of the system's users."""
 BYTES_PER_FILE = 16 << 10
 """Bytes of `disk` for each file, folder or link that the folders may hold."""
 _UID = str(sandbox_launcher.SNIPPET_UID)
@@ -40,17 +40,17 @@ _PLAIN = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _VARIABLES = {**_PLAIN, "HOME": "/work", "TMPDIR": "/tmp"}
-"""The environment of snippets. It has no variable of this process, because those may hold secrets."""
+"""The environment of snippets. It contains no variables of this process, because those may hold secrets."""
 _PODMANS = ("HOME", "USER", "PATH", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS")
 """Variables of this process that podman itself reads. It passes none of them to a snippet."""
 _FOLDERS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
-"""Folder of the box -> its path for a snippet."""
+"""Maps each folder in the box to its path for a snippet."""
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/ssl/certs")
-"""The files of /etc that programs of /usr need."""
+"""The files in /etc that programs in /usr need."""
 
 
 class NoSandbox(ToolsLost):
-    """No backend provides the required isolation, or a backend failed: an error of the environment."""
+    """No backend provides the required isolation, or a backend failed. This is an error of the environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Ran:
     """The result of a snippet."""
 
     output: str
-    """Standard output and standard error, interleaved as written: at most `limit` characters and a note."""
+    """Standard output and standard error, interleaved as written. Beyond `limit` characters it is cut, with a note."""
     code: int | None
-    """Exit code; 128 + n if signal n killed the process. None if it reached its time limit."""
+    """The exit code, or 128 + n if signal n killed the process. None if it reached its time limit."""
 
     def __str__(self) -> str:
         if self.code is None:
@@ -72,7 +72,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bounds that a sandbox asks of its backend; `Sandbox` describes the fields."""
+    """The bounds that a sandbox asks its backend to keep. `Sandbox` describes the fields."""
 
     seconds: float
     memory: int
@@ -87,33 +87,39 @@ class SandboxBackend(Protocol):
     """One sandbox. `backend="module:name"` names a function or class that makes one from `Bounds`."""
 
     python: str
-    """The Python interpreter, as a path inside."""
+    """The Python interpreter, as a path inside the sandbox."""
     memory: str
     """What `Bounds.memory` bounds: `all processes` of a snippet (a cgroup), or `each process`."""
 
     async def start(self) -> None:
-        """Make the sandbox, with an empty working directory. NoSandbox if that fails."""
+        """Make the sandbox, with an empty working directory. Raises NoSandbox if that fails."""
         ...
 
     async def write(self, path: str, content: bytes) -> None:
-        """Make or replace a file; `path` is relative to the working directory. OSError if a snippet is in the way."""
+        """Create or replace a file. `path` is relative to the working directory.
+
+        Raises OSError if something created by a snippet is in the way.
+        """
         ...
 
     async def run(self, command: Sequence[str]) -> Ran:
-        """Run a command and end all its processes. NoSandbox if the sandbox fails; a command may fail freely."""
+        """Run a command and end all its processes. Raises NoSandbox if the sandbox itself fails."""
         ...
 
     async def read(self, path: str, limit: int) -> bytes:
-        """At most `limit` bytes of a file, without waiting and without following a link. OSError if it isn't a file."""
+        """Return at most `limit` bytes of a file. Raises OSError if it isn't a file.
+
+        It doesn't wait, and doesn't follow a link.
+        """
         ...
 
     async def stop(self) -> None:
-        """End all processes and delete all files; also called where `start` failed."""
+        """End all processes and delete all files. It is also called if `start` failed."""
         ...
 
 
 class LocalBackend:
-    """A sandbox on this machine. kind: `bubblewrap`, `podman`, `podman:IMAGE` or `none`."""
+    """A sandbox on this machine. `kind` is `bubblewrap`, `podman`, `podman:IMAGE` or `none`."""
 
     def __init__(self, kind: str, bounds: Bounds) -> None:
         self._kind, _, self._image = kind.partition(":")
@@ -129,7 +135,7 @@ class LocalBackend:
         if sys.platform != "linux":
             raise NoSandbox(f"the sandbox needs Linux, but this system is {sys.platform}: run it in a Linux container")
         self._box = Path(tempfile.mkdtemp(prefix="tapereel-sandbox-"))
-        self._box.chmod(0o711)  # root's snippets pass it as another user
+        self._box.chmod(0o711)  # root's snippets traverse it as another user
         try:
             order = await asyncio.to_thread(self._order, self._box)
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -154,7 +160,7 @@ class LocalBackend:
             raise NoSandbox(f"{self._kind} can't start: {error} {said.decode(errors='replace')}".rstrip()) from error
 
     def _order(self, box: Path) -> dict[str, Any]:
-        """The launcher's instructions for every snippet, and the files for them."""
+        """Return the launcher's instructions for every snippet, and the files for them."""
         bounds, root = self._bounds, os.getuid() == 0
         user = FIRST_UID + box.stat().st_ino % (1 << 30) if root and self._kind != "podman" else None
         order: dict[str, Any] = {"backend": self._kind, "box": str(box), "user": user, "command": [], "given": {}}
@@ -183,12 +189,13 @@ class LocalBackend:
         return order | {"command": _podman(box, binds, bounds, self._image, base)}
 
     async def _ask(self, request: dict[str, Any], content: bytes = b"", cgroup: int | None = None) -> dict[str, Any]:
-        """The launcher's answer, its bytes as `data`. OSError if it refuses; NoSandbox if it fails or is gone."""
+        """Return the launcher's answer, with its bytes as `data`. Raises OSError if the launcher refuses the request,
+        and NoSandbox if it fails or is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             if self._control is None:
                 raise NoSandbox("the sandbox is closed")
-            with contextlib.suppress(OSError):  # the launcher has ended, and the read below fails
+            with contextlib.suppress(OSError):  # if the launcher has ended, the read below fails
                 socket.send_fds(self._control, [b"."], [theirs.fileno(), *([] if cgroup is None else [cgroup])])
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         self._requests.add(writer)
@@ -220,7 +227,7 @@ class LocalBackend:
                 folder = _new_cgroup(parent, self._bounds.memory + self._bounds.disk)
                 joined = os.open(folder / "cgroup.procs", os.O_WRONLY)
             async with asyncio.timeout(self._bounds.seconds + GRACE_SECONDS):
-                # A character of UTF-8 has at most 4 bytes.
+                # A character in UTF-8 has at most 4 bytes.
                 reply = await self._ask({"op": "run", "command": list(command), "limit": 4 * limit}, cgroup=joined)
         except TimeoutError as error:
             raise NoSandbox(f"{self._kind} did not end a snippet in time") from error
@@ -228,8 +235,8 @@ class LocalBackend:
             if joined is not None:
                 os.close(joined)
             if folder is not None:
-                # Only now: calls that end remove every empty cgroup in the set, and before a snippet joins its cgroup,
-                # that one is empty too.
+                # This must not happen earlier. Calls that end remove every empty cgroup in the set, and a cgroup is
+                # also empty before its snippet joins it.
                 self._cgroups.add(folder)
             self._remove_cgroups()
         text: str = reply["data"].decode("utf-8", "replace")
@@ -247,7 +254,7 @@ class LocalBackend:
         if self._process is not None:
             try:
                 async with asyncio.timeout(GRACE_SECONDS):
-                    await self._process.wait()  # it waits for its keepers, and they for all processes of the snippets
+                    await self._process.wait()  # it waits for its keepers, which wait for all processes of the snippets
             except TimeoutError:
                 self._process.kill()
         self._remove_cgroups()
@@ -256,7 +263,7 @@ class LocalBackend:
             await asyncio.to_thread(_delete, box)
 
     def _remove_cgroups(self) -> None:
-        """Remove the cgroups that no process is in any more."""
+        """Remove the cgroups that have no process left."""
         for folder in list(self._cgroups):
             with contextlib.suppress(OSError):
                 folder.rmdir()
@@ -264,10 +271,12 @@ class LocalBackend:
 
 
 def _delete(box: Path) -> None:
-    """Delete the box. Without isolation it is a tree on disk that snippets made: NoSandbox if something of it is left.
-    Otherwise the folder is empty, and this needs neither a process nor a descriptor, of which there may be none left.
-    `find` and `rm` follow no link, and neither a deep path nor many files stop them. Root needs no `find`; others must
-    be able to read and write a folder before they can empty it.
+    """Delete the box. Raises NoSandbox if something is left of it.
+
+    Without isolation, it is a tree on disk that snippets made. Otherwise the folder is empty, and deleting it needs
+    neither a process nor a descriptor, of which there may be none left. `find` and `rm` follow no link, and neither a
+    deep path nor many files stop them. Root needs no `find`. Other users must be able to read and write a folder before
+    they can empty it.
     """
     with contextlib.suppress(OSError):
         return box.rmdir()
@@ -291,8 +300,8 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """The interpreter and the folders that it needs. None stands for the current one or, if this process is root and
-    other users can't run that, for the system's."""
+    """Return the interpreter and the folders that it needs. None stands for the current interpreter. If this process is
+    root and other users can't run that one, it stands for the system's."""
     if python is None:
         way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
         ours = os.getuid() != 0 or all(place.stat().st_mode & stat.S_IXOTH for place in way)
@@ -306,16 +315,16 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _roots() -> dict[str, str]:
-    """Folder of the root directory -> its target if it is a link, otherwise an empty string."""
+    """Map each folder in the root directory to its target if it is a link, otherwise to an empty string."""
     system = [Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")]
     links = {path.name: os.readlink(path) if path.is_symlink() else "" for path in system if path.exists()}
     return links | dict.fromkeys(("proc", "dev", "sys", "tmp", "run", "home", "work", "etc"), "")
 
 
 def _binds(paths: Sequence[str], *, image: bool) -> list[str]:
-    """The host's paths that a snippet may read, without those below others. NoSandbox for one that opens too much.
+    """Return the host's paths that a snippet may read, leaving out paths below others.
 
-    An image has system folders of its own.
+    Raises NoSandbox for a path that exposes too much. An image has system folders of its own.
     """
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
     found = [name for name in system if not image and Path(name).is_dir() and not Path(name).is_symlink()]
@@ -332,7 +341,7 @@ def _binds(paths: Sequence[str], *, image: bool) -> list[str]:
 
 
 def _bubblewrap(box: Path, binds: list[str]) -> list[str]:
-    """The command line of bubblewrap, up to the snippet's command."""
+    """Return the command line of bubblewrap, up to the snippet's command."""
     words = [_program("bwrap"), "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"]
     words += ["--new-session", "--hostname", "sandbox", "--uid", _UID, "--gid", _UID, "--chdir", "/work"]
     words += ["--clearenv", *(word for pair in _VARIABLES.items() for word in ("--setenv", *pair))]
@@ -344,12 +353,12 @@ def _bubblewrap(box: Path, binds: list[str]) -> list[str]:
     words += [word for name, place in _FOLDERS.items() for word in ("--bind", f"{box}/{name}", place)]
     words += [word for path in binds for word in ("--ro-bind", path, path)]
     words += [word for name in ("passwd", "group") for word in ("--ro-bind", f"{box}/{name}", f"/etc/{name}")]
-    # The root is the last to become read-only: bubblewrap makes the mount points in it.
+    # The root is the last to become read-only, because bubblewrap makes the mount points in it.
     return [*words, "--remount-ro", "/", "--seccomp", "{filter}", "--json-status-fd", "{status}", "--"]
 
 
 def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) -> list[str]:
-    """The command line of podman, up to the snippet's command. base: the host's id of the container's root."""
+    """Return podman's command line, up to the snippet's command. `base` is the host's id for the container's root."""
     runtime = shutil.which("runc", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or _program("crun")
     # The snippet has this process's pipe itself, as descriptor 3. Podman forwards output, and on a busy machine it may
     # lose the output of a command that ends at once.
@@ -357,7 +366,7 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
     words += ["--rm", "--preserve-fds=1", "--pidfile", "{pidfile}", "--log-driver", "none"]
     words += ["--network", "none", "--no-hosts", "--hostname", "sandbox", "--http-proxy=false", "--unsetenv-all"]
     words += ["--read-only", "--read-only-tmpfs=false", "--cap-drop", "all", "--user", f"{_UID}:{_UID}"]
-    # A user namespace of the container's own, so that its limit of processes counts no other container's.
+    # The container has its own user namespace, so that its limit on processes doesn't count those of other containers.
     words += ["--uidmap", f"0:{base}:65536", "--gidmap", f"0:{base}:65536", "--workdir", "/work"]
     words += ["--security-opt", "no-new-privileges", "--security-opt", f"seccomp={box}/filter"]
     words += ["--security-opt", "mask=/proc/keys:/proc/key-users:/sys", "--oom-score-adj", "1000"]
@@ -370,7 +379,8 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
     volumes += [] if image else [f"{box}/{name}:/etc/{name}:ro" for name in ("passwd", "group")]
     words += [word for volume in volumes for word in ("--volume", volume)]
     words += [image] if image else ["--rootfs", f"{box}/root"]
-    # podman sets no limit of address space. The command is the shell's arguments, which it runs and doesn't interpret.
+    # podman sets no limit on address space, so the shell does. The command is passed as the shell's arguments, which it
+    # runs and doesn't interpret.
     script = 'ulimit -v "$1"; shift; exec >&3 3>&- 2>/dev/null; "$@" 2>&1; exit $?'
     return [*words, "/bin/sh", "-c", script, "sh", str(bounds.memory // 1024)]
 
@@ -380,14 +390,14 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
 
 @functools.cache
 def _podman_bounds_memory() -> bool:
-    """Whether podman can bound the memory of a container: as root, or where cgroups (v2) are delegated to the user."""
+    """Return whether podman can bound a container's memory, as root or where cgroups (v2) are delegated to the user."""
     form = "{{.Host.CgroupsVersion}} {{.Host.CgroupControllers}}"
     asked = subprocess.run([_program("podman"), "info", "--format", form], capture_output=True, text=True)
     return "memory" in asked.stdout and (os.getuid() == 0 or asked.stdout.startswith("v2"))
 
 
 def _new_cgroup(parent: Path, memory: int) -> Path:
-    """A new cgroup whose processes may use `memory` bytes together, and no swap. OSError."""
+    """Return a new cgroup whose processes may use `memory` bytes together, and no swap. Raises OSError on failure."""
     folder = Path(tempfile.mkdtemp(prefix=f"tapereel-{os.getpid()}-", dir=parent))
     v1 = (folder / "memory.limit_in_bytes").exists()
     swap = folder / ("memory.memsw.limit_in_bytes" if v1 else "memory.swap.max")
@@ -403,7 +413,10 @@ def _new_cgroup(parent: Path, memory: int) -> Path:
 
 @functools.cache
 def _cgroup_parent() -> Path | None:
-    """The cgroup below which this process can make others and move processes into them, tried once; None if none is."""
+    """Return the cgroup in which this process can make others and move processes into them, or None if there isn't one.
+
+    The search runs only once.
+    """
     for line in Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         own = Path("/sys/fs/cgroup", controllers, path.lstrip("/"))
@@ -417,7 +430,7 @@ def _cgroup_parent() -> Path | None:
                 finally:
                     moved.kill()
                     moved.wait()
-                for left in parent.glob("tapereel-*-*"):  # this one, and the leftovers of processes that were killed
+                for left in parent.glob("tapereel-*-*"):  # this one, and those that killed processes left behind
                     if left == folder or not Path("/proc", left.name.split("-")[1]).exists():
                         left.rmdir()
                 return parent

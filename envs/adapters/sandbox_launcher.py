@@ -2,12 +2,12 @@
 
     runner ── launcher (holds the box) ── keeper, one for each request ── bwrap or podman ── the snippet
 
-The box is a file system of bounded size in memory, with the folders that a snippet may write to. It lives in the mount
-namespace of the launcher, so nothing of it is left when the last process of the sandbox ends, however that happens.
-Each message on stdin carries a socket with one request; the first request sets the box up. The launcher forks a keeper
-for every later one. The keeper ends a snippet when its time is up or the runner closes the request's socket. It enters
-folders that snippets wrote as their user, and follows no link there. Only the standard library is imported, and before
-privileges are dropped, because the interpreter's files may be closed to the snippets' user.
+The box is a file system of bounded size in memory, with the folders that a snippet may write to. It exists in the mount
+namespace of the launcher, so nothing is left of it when the last process of the sandbox ends, however that happens.
+Each message on stdin carries a socket with one request. The first request sets the box up, and the launcher forks a
+keeper for every later one. The keeper ends a snippet when its time is up or the runner closes the request's socket. It
+enters folders that snippets wrote as the snippets' user, and follows no link there. Only the standard library is
+imported, before privileges are dropped, because the snippets' user may not be able to read the interpreter's files.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ MS_NOSUID_NODEV, MS_REC_PRIVATE = 2 | 4, 16384 | 1 << 18
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 KEYCTL, JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219}, 1
 SNIPPET_UID = 65534
-"""The user of a snippet, as it sees itself."""
+"""The user id of a snippet, as it sees itself."""
 START_SECONDS = 30.0
-"""Time limit for the start of a snippet's namespaces, in seconds; its own time limit begins after it."""
+"""Time limit for the start of a snippet's namespaces, in seconds. The snippet's own time limit begins after it."""
 KILL_SECONDS = 20.0
-"""Time limit for ending all processes of a snippet; generous, for a loaded machine."""
+"""Time limit for ending all processes of a snippet, in seconds. It is generous, for a loaded machine."""
 POLL_SECONDS = 0.02
 Order = dict[str, Any]
-"""What `LocalBackend` asks for. `user`: the id to become at once, or None. `owner`: the snippets' id in the box."""
+"""What `LocalBackend` asks for. `user` is the id to become at once, or None. `owner` is the snippets' id in the box."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check(result: int, what: str) -> None:
-    """Raise OSError if a call of libc failed."""
+    """Raise OSError if a call to libc failed."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -56,10 +56,11 @@ def check(result: int, what: str) -> None:
 
 
 def set_up(order: Order) -> None:
-    """Leave the runner's privileges and keys behind, and make the box. Raises OSError."""
+    """Give up the runner's privileges and keys, and make the box. Raises OSError if that fails."""
     with contextlib.suppress(OSError, KeyError):
-        # The runner's session keyring may hold Kerberos tickets and keys of encrypted folders: join an empty one. It
-        # fails in a kernel without keys, and when a user's quota is used up. The filter refuses keyctl in any case.
+        # The runner's session keyring may hold Kerberos tickets and keys for encrypted folders, so join an empty one.
+        # This fails in a kernel without keys, and when a user's quota is used up. The filter refuses keyctl in any
+        # case.
         check(libc.syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None), "keyctl")
     box: str = order["box"]
     if order["backend"] == "bubblewrap":
@@ -78,7 +79,7 @@ def set_up(order: Order) -> None:
     for name, text in order["given"].items():  # files that the backend reads
         with open(f"{box}/{name}", "wb") as file:
             file.write(text.encode("latin-1"))
-    for name, link in order["root"].items():  # podman's root directory, whose owner is the container's root
+    for name, link in order["root"].items():  # podman's root directory, owned by the container's root
         os.makedirs(f"{box}/root", exist_ok=True)
         os.symlink(link, f"{box}/root/{name}") if link else os.mkdir(f"{box}/root/{name}")
         for path in (f"{box}/root", f"{box}/root/{name}"):
@@ -88,7 +89,7 @@ def set_up(order: Order) -> None:
 
 
 def become(user: int | None) -> None:
-    """Give up root for another user; None keeps the present one."""
+    """Give up root and become another user. None keeps the present user."""
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -98,10 +99,11 @@ def become(user: int | None) -> None:
 def new_user(uid: int, gid: int) -> None:
     """Enter a new user namespace, in which `uid` and `gid` of the present one are SNIPPET_UID.
 
-    The kernel counts processes by user and namespace: RLIMIT_NPROC that is set afterwards counts no process outside.
+    The kernel counts processes by user and namespace, so RLIMIT_NPROC counts no process outside if it is set
+    afterwards.
     """
     check(libc.unshare(CLONE_NEWUSER), "this system allows no user namespaces: unshare")
-    # `setgroups` comes first: the kernel refuses an unprivileged `gid_map` until setgroups(2) is denied.
+    # `setgroups` comes first, because the kernel refuses an unprivileged `gid_map` until setgroups(2) is denied.
     for name, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{SNIPPET_UID} {uid} 1"),
@@ -115,7 +117,11 @@ def new_user(uid: int, gid: int) -> None:
 
 
 def open_below(order: Order, path: str, flags: int, *, make: bool) -> int:
-    """Open a file below `work`. A link anywhere in `path` raises OSError. make: replace it, and make its folders."""
+    """Open a file below `work`. Raises OSError if a folder in `path` is a link.
+
+    Without `make`, the file itself must not be a link either. With `make`, make the folders and replace the file, even
+    if it is a link, pipe or socket.
+    """
     os.chmod(f"{order['box']}/work", 0o700)  # a snippet may have locked it
     here = os.open(f"{order['box']}/work", os.O_RDONLY | os.O_DIRECTORY)
     *parts, name = path.split("/")
@@ -127,18 +133,18 @@ def open_below(order: Order, path: str, flags: int, *, make: bool) -> int:
     if make:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=here)  # a link, pipe or socket is removed, never opened
-    # O_NONBLOCK: the opening of a pipe doesn't wait.
+    # With O_NONBLOCK, opening a pipe doesn't wait.
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o600, dir_fd=here)
 
 
 def write(order: Order, path: str, content: bytes) -> None:
-    """Make or replace the file. Raises OSError."""
+    """Create or replace the file. Raises OSError if that fails."""
     with open(open_below(order, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, make=True), "wb") as file:
         file.write(content)
 
 
 def read(order: Order, path: str, limit: int) -> bytes:
-    """At most `limit` bytes of the file. Raises OSError, also if it isn't a plain file."""
+    """Return at most `limit` bytes of the file. Raises OSError if that fails or if it isn't a plain file."""
     opened = open_below(order, path, os.O_RDONLY, make=False)
     if not stat.S_ISREG(os.fstat(opened).st_mode):
         raise OSError(errno.EINVAL, "Not a plain file")
@@ -150,13 +156,13 @@ def read(order: Order, path: str, limit: int) -> bytes:
 
 
 def enter(order: Order, cgroup: int | None) -> None:
-    """Bring the process that will be the command into its cgroup, namespace and limits. Raises OSError."""
+    """Bring the process that will be the command into its cgroup, namespace and limits. Raises OSError on failure."""
     if cgroup is not None:
         os.write(cgroup, b"0")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
-        file.write("1000")  # if the machine's memory runs out, a snippet ends first, never the training run
+        file.write("1000")  # if the machine's memory runs out, a snippet ends first, not the training run
     if order["backend"] == "podman":
-        return  # podman needs more than a snippet may have: the limits of a container are podman's arguments
+        return  # podman needs more than a snippet may have, so its arguments set the container's limits
     others = 2  # bubblewrap and its first process are counted too
     if order["backend"] == "none":
         os.chmod(f"{order['box']}/work", 0o700)
@@ -165,7 +171,7 @@ def enter(order: Order, cgroup: int | None) -> None:
     else:
         new_user(SNIPPET_UID, SNIPPET_UID)
     for what, value in (
-        # 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
+        # This is 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
         (resource.RLIMIT_CPU, int(order["seconds"]) + 2),
         (resource.RLIMIT_AS, order["memory"]),
         (resource.RLIMIT_FSIZE, order["disk"]),
@@ -179,10 +185,10 @@ def enter(order: Order, cgroup: int | None) -> None:
 
 
 def run(order: Order, connection: socket.socket, request: Order, cgroup: int | None) -> tuple[Order, bytes]:
-    """Run one command to its end, its time limit or the end of the connection; (how it ended, its output)."""
+    """Run one command to its end, its time limit or the end of the connection. Return how it ended, and its output."""
     backend, pidfile = order["backend"], f"{order['box']}/pid-{os.getpid()}"
     passed: list[int] = []
-    if backend != "podman":  # orphans become children of this process, which so learns when the last one has ended
+    if backend != "podman":  # makes orphans children of this process, which then learns when the last one ends
         check(libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
     status, status_end = os.pipe()
     if backend == "bubblewrap":
@@ -195,7 +201,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
         stderr=subprocess.STDOUT,
         pass_fds=passed,
         start_new_session=True,
-        # This process started with the order's variables, to which `podman unshare` added its own.
+        # This process was started with the order's variables, and `podman unshare` has added its own.
         env=None if backend == "podman" else order["environment"],
         preexec_fn=functools.partial(enter, order, cgroup),  # safe: this process has one thread
     )
@@ -212,12 +218,12 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
             began = {"bubblewrap": b"\n" in said, "podman": os.path.exists(pidfile), "none": True}[backend]
             until = time.monotonic() + order["seconds"] if began else until
         left = max(0.0, until - time.monotonic())
-        # Nothing more is sent on the connection: it becomes readable when the runner closes it.
+        # Nothing more is sent on the connection, so it becomes readable when the runner closes it.
         ready = select.select([output, connection, ended], [], [], left if began else min(left, POLL_SECONDS))[0]
         if output in ready:
             chunk = available(output)
             if not chunk:
-                time.sleep(POLL_SECONDS)  # the command closed its output but still runs
+                time.sleep(POLL_SECONDS)  # the command closed its output but is still running
             kept += chunk[: request["limit"] - len(kept)]
             printed += len(chunk)
         if ended in ready or connection in ready:
@@ -230,7 +236,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
     facts: Order = {}
     for line in (said + available(status)).splitlines():
         facts |= json.loads(line)
-    # bwrap that a signal ended: only the kernel for want of memory, or an administrator, can have sent it.
+    # If a signal ended bwrap, only the kernel, for lack of memory, or an administrator can have sent it.
     done = {"bubblewrap": "exit-code" in facts or code > 128, "podman": os.path.exists(pidfile), "none": True}[backend]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(pidfile)
@@ -241,7 +247,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
 
 
 def available(pipe: int) -> bytes:
-    """The bytes that can be read from a pipe now; empty if there are none, and at its end."""
+    """Return the bytes that can be read from a pipe now. They are empty if there are none, or if the pipe has ended."""
     try:
         return os.read(pipe, 1 << 16)
     except BlockingIOError:
@@ -249,20 +255,20 @@ def available(pipe: int) -> bytes:
 
 
 def end(order: Order, child: subprocess.Popen[bytes], ended: int, pidfile: str) -> int:
-    """End the command, if it runs, with all its processes. Returns its exit code, 128 + n for signal n."""
+    """End the command, if it is running, with all its processes. Return its exit code, or 128 + n for signal n."""
     until = time.monotonic() + KILL_SECONDS
-    # podman's client ends after the first process of its container, and with that the kernel ends all others.
+    # podman's client ends after the first process in its container. When that process ends, the kernel ends all others.
     while order["backend"] == "podman" and time.monotonic() < until and not select.select([ended], [], [], 0)[0]:
         with contextlib.suppress(OSError, ValueError):
             with open(pidfile, encoding="utf-8") as file:
                 first = int(file.read())
-            if os.stat(f"/proc/{first}").st_uid == order["owner"]:  # else the number is another process's by now
+            if os.stat(f"/proc/{first}").st_uid == order["owner"]:  # else the number now belongs to another process
                 os.kill(first, signal.SIGKILL)
         select.select([ended], [], [], POLL_SECONDS)
     child.kill()
     code = child.wait()
     while order["backend"] != "podman" and time.monotonic() < until:
-        # Namespaces end with their first process. Without them, the children of a killed process are found next time.
+        # Namespaces end with their first process. Without them, the next pass finds the children of a killed process.
         if order["backend"] == "none":
             with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
                 for pid in map(int, file.read().split()):
@@ -277,7 +283,7 @@ def end(order: Order, child: subprocess.Popen[bytes], ended: int, pidfile: str) 
 
 
 def processes_of(uid: int) -> int:
-    """How many processes and threads the user has now: outside of a namespace, RLIMIT_NPROC counts them too."""
+    """Return how many processes and threads the user has now. Outside a namespace, RLIMIT_NPROC counts them too."""
     total = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -290,7 +296,7 @@ def processes_of(uid: int) -> int:
 
 
 def keep(order: Order | None, connection: socket.socket, cgroup: int | None) -> Order | None:
-    """Answer the request of a connection: a line of JSON, then `size` bytes. Returns the order that made a box."""
+    """Answer the request on a connection: a line of JSON, then `size` bytes. Return the order if it made the box."""
     stream = connection.makefile("rb")
     request: Order = json.loads(stream.readline())
     content, data, reply = stream.read(request["size"]), b"", {}
@@ -309,13 +315,13 @@ def keep(order: Order | None, connection: socket.socket, cgroup: int | None) -> 
         reply = {"failed" if request.get("op") == "run" else "refused": error.strerror or str(error)}
     except Exception as error:
         reply = {"failed": f"{type(error).__name__}: {error}"}
-    with contextlib.suppress(OSError):  # a runner that closed the connection reads no answer
+    with contextlib.suppress(OSError):  # a runner that closed the connection doesn't read the answer
         connection.sendall(json.dumps(reply | {"size": len(data)}).encode() + b"\n" + data)
     return request if order is None and not reply else None
 
 
 def main() -> None:
-    """Serve requests until the runner closes its end of stdin, or is gone; then wait for the keepers."""
+    """Serve requests until the runner closes its end of stdin or is gone. Then wait for the keepers."""
     control = socket.socket(fileno=0)
     order: Order | None = None
     while (received := socket.recv_fds(control, 1, 2))[0]:
@@ -323,7 +329,7 @@ def main() -> None:
         with socket.socket(fileno=descriptors[0]) as connection:
             if order is None:
                 order = keep(None, connection, None)
-                signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects keepers that end
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps keepers that end
             elif os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 control.close()
@@ -332,7 +338,7 @@ def main() -> None:
         for descriptor in descriptors[1:]:
             os.close(descriptor)
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(-1, 0)  # where SIGCHLD is ignored, it returns when the last child has ended
+        os.waitpid(-1, 0)  # because SIGCHLD is ignored, this returns when the last child has ended
 
 
 if __name__ == "__main__":

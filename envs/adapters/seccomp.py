@@ -1,7 +1,8 @@
 """The system calls that a sandboxed snippet may not make, as a BPF program (bubblewrap) and as a profile (podman).
 
-One list of rules serves both. They refuse what opens the kernel to a snippet or escapes the sandbox's limits: keys,
-tracing, mounts, namespaces, io_uring, BPF, and memory that no limit of a process counts (memfd, System V IPC, pipes).
+Both are made from one list of rules. The rules refuse calls that expose the kernel to a snippet or escape the sandbox's
+limits: keys, tracing, mounts, namespaces, io_uring, BPF, and memory that no limit of a process counts (memfd, System V
+IPC, pipes).
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import struct
 from errno import EAFNOSUPPORT, ENOSYS, EPERM
 
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, "SCMP_ARCH_X86_64"), "aarch64": (1, 0xC00000B7, "SCMP_ARCH_AARCH64")}
-"""`platform.machine()` -> column of the tables below, the kernel's AUDIT_ARCH number, libseccomp's name."""
+"""Maps `platform.machine()` to the column in the tables below, the kernel's AUDIT_ARCH number and libseccomp's name."""
 X32 = 0x40000000
-"""This bit in a number selects the x32 calls of x86_64, which would bypass a filter of x86_64 numbers."""
+"""This bit in a number selects the x32 calls on x86_64, which would bypass a filter for x86_64 numbers."""
 NEWEST = 462
-"""Calls above this number are newer than this table: the filter answers ENOSYS, as an older kernel does."""
+"""Calls above this number are newer than this table. The filter answers them with ENOSYS, as an older kernel does."""
 FAMILIES = (1, 2, 10)
-"""Socket families that a snippet may use: AF_UNIX, AF_INET, AF_INET6; its network namespace has an own loopback."""
+"""Socket families that a snippet may use: AF_UNIX, AF_INET, AF_INET6. Its network namespace has its own loopback."""
 NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """The CLONE_NEW* flags: time, mount, cgroup, UTS, IPC, user, pid, network."""
 TERMINAL = (0x5412, 0x541C)
-"""TIOCSTI and TIOCLINUX: requests of ioctl that type into a terminal."""
+"""TIOCSTI and TIOCLINUX, the ioctl requests that type into a terminal."""
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-# Each entry: name, number on x86_64, number on aarch64; `-` if the processor lacks the call.
-# clone3: its flags are in memory, which a filter can't read. libc falls back to clone.
+# Each entry has a name, the number on x86_64 and the number on aarch64, or `-` if the processor lacks the call. The
+# flags of clone3 are in memory, which a filter can't read. libc falls back to clone.
 ABSENT = """
     clone3 435 435, memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190
 """
-# vmsplice: it parks the pages of a process in pipes, which no limit of the process counts.
+# vmsplice can keep the pages of a process in pipes, which no limit of the process counts.
 DENIED = """
     add_key 248 217, request_key 249 218, keyctl 250 219, io_uring_setup 425 425, io_uring_enter 426 426,
     io_uring_register 427 427, userfaultfd 323 282, ptrace 101 117, process_vm_readv 310 270,
@@ -45,9 +46,9 @@ DENIED = """
     migrate_pages 256 238, move_pages 279 239, vmsplice 278 75
 """
 LOW = 0xFFFFFFFF
-"""Arguments are compared by their low 32 bits, because the kernel reads these ones as 32-bit values too."""
+"""Arguments are compared by their low 32 bits, because the kernel also reads these arguments as 32-bit values."""
 Rule = tuple[str, int, tuple[int, int, int] | None]
-"""A row of the tables, the error to answer with, and (argument, mask, value) if only that argument is refused."""
+"""A row in the tables, the error to answer with, and (argument, mask, value) if only that argument is refused."""
 _SOCKETS = [
     (f"{call}", EAFNOSUPPORT, (0, LOW, family))
     for call in ("socket 41 198", "socketpair 53 199")
@@ -64,16 +65,16 @@ RULES: list[Rule] = [
 
 
 def architecture() -> tuple[int, int, str]:
-    """The entry of this machine in ARCHITECTURES. OSError if there is none."""
+    """Return this machine's entry in ARCHITECTURES. Raises OSError if it has no entry."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"the filter of system calls is for {' and '.join(ARCHITECTURES)}, not {platform.machine()}")
     return ARCHITECTURES[platform.machine()]
 
 
 def program() -> bytes:
-    """The filter as classic BPF for this machine, as `bwrap --seccomp FD` reads it. OSError on an unknown machine.
+    """Return the filter as classic BPF for this machine, as read by `bwrap --seccomp FD`.
 
-    A call of another architecture (32-bit x86, x32) kills the process.
+    A call for another architecture (32-bit x86, x32) kills the process. Raises OSError on an unknown machine.
     """
     column, arch, _ = architecture()
     load, equal, at_least, mask_by, answer = 0x20, 0x15, 0x35, 0x54, 0x06  # opcodes of BPF
@@ -93,7 +94,7 @@ def program() -> bytes:
 
 
 def profile() -> dict[str, object]:
-    """The same filter as the JSON of a container engine's `--security-opt seccomp=FILE`."""
+    """Return the same filter as JSON for a container engine's `--security-opt seccomp=FILE`."""
     rules: list[dict[str, object]] = []
     for row, code, argument in RULES:
         index, mask, value = argument or (0, 0, 0)

@@ -1,8 +1,9 @@
 """Tools, which an agent calls by name, and `ToolEnvironment`, in which it calls them.
 
-A plain function becomes a tool by its type hints and docstring. The calls of one turn are one action, `ToolCalls`, and
-their results one observation, `ToolResults`. An exception or a timeout of a tool is also a result, which the agent
-reads. Tools that must be opened first (an MCP server, a sandbox) come from a `ToolSource`.
+A plain function becomes a tool through its type hints and docstring. The calls in one turn are one action, `ToolCalls`,
+and their results are one observation, `ToolResults`. If a tool raises an exception or exceeds its time limit, that is
+also a result, which the agent reads. Tools that must be opened first (an MCP server, a sandbox) come from a
+`ToolSource`.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from ..environment import Effect, Environment, Outcome
 from ..taskset import SHOWN
 
 SECONDS = 30.0
-"""Default time limit of a tool, in seconds."""
+"""Default time limit for a tool, in seconds."""
 CHARACTERS = 20_000
-"""Default size limit of a result, in characters: about 5,000 tokens."""
+"""Default size limit for a result, in characters. This is about 5,000 tokens."""
 
 
 class ToolFailed(TapereelError, ValueError):
-    """Raise it inside a tool: the agent reads the unchanged message as an error."""
+    """An error to raise inside a tool. The agent reads its message unchanged."""
 
 
 class ToolsLost(TapereelError, ConnectionError):
-    """The server of the tools is gone and can't answer any call: an error of the environment, not a result."""
+    """The server of the tools is gone and can't answer any call. This is an error of the environment, not a result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,19 +63,19 @@ class Tool:
     name: str
     description: str
     parameters: dict[str, JsonValue]
-    """JSON Schema of the arguments, an object."""
+    """The JSON Schema of the arguments, which form an object."""
     call: Callable[[dict[str, JsonValue]], Awaitable[str | Sequence[str | Visual]]]
-    """From the agent's unchecked arguments to the result: a string, or a sequence of strings, pictures and videos."""
+    """Maps the agent's unchecked arguments to the result: a string, or a sequence of strings, pictures and videos."""
     effect: Effect = "pure"
-    """The effect of repeating a call on the outside world."""
+    """The effect on the outside world when a call is repeated."""
     timeout: float = SECONDS
-    """Time limit of a call, in seconds; after it, the agent reads that the call was not answered."""
+    """Time limit for a call, in seconds. If it is exceeded, the agent reads that the call was not answered."""
     limit: int = CHARACTERS
-    """Size limit of a result, in characters; a longer one is cut, with a note."""
+    """Size limit for a result, in characters. A longer result is cut, and a note is added."""
 
     @property
     def schema(self) -> dict[str, JsonValue]:
-        """The tool as chat templates and APIs expect it."""
+        """The tool in the form that chat templates and APIs expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -83,8 +84,9 @@ class Tool:
 class ToolSource(Protocol):
     """A source of tools that must be opened first.
 
-    A source may say in a dict `described`, read after `open`, how its tools run in this episode: `ToolOffer.sources`
-    has it on the tape. Its values may differ between two machines, so re-execution doesn't compare them.
+    A source may have a dict `described`, which is read after `open` and describes how its tools run in this episode. It
+    is recorded on the tape in `ToolOffer.sources`. Its values may differ between two machines, so re-execution doesn't
+    compare them.
     """
 
     @property
@@ -93,16 +95,16 @@ class ToolSource(Protocol):
         ...
 
     async def open(self) -> Sequence[Tool]:
-        """Called before an episode; returns the tools."""
+        """Return the tools. It is called before an episode."""
         ...
 
     async def close(self) -> None:
-        """Called after the episode, also if `open` failed or was never called."""
+        """Release the tools. It is called after the episode, even if `open` failed or was never called."""
         ...
 
 
 def worst(effects: Iterable[Effect]) -> Effect:
-    """The most harmful of the effects; `pure` if there are none."""
+    """Return the most harmful of the effects, or `pure` if there are none."""
     found = set(effects)
     return "irreversible" if "irreversible" in found else "idempotent" if "idempotent" in found else "pure"
 
@@ -116,9 +118,9 @@ def tool(
     timeout: float = SECONDS,
     limit: int = CHARACTERS,
 ) -> Tool:
-    """A function or bound method as a tool, with its name, its docstring, and its parameters by type hints.
+    """Make a tool from a function or bound method, with its name, its docstring, and its parameters by type hints.
 
-    Arguments are validated before the function runs. A sync function runs in its own thread, since it may block; after
+    Arguments are validated before the function runs. A sync function runs in its own thread, since it may block. After
     its time limit the thread is abandoned, because Python can't stop it. An entry under `Args:` in the docstring
     (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
     """
@@ -138,7 +140,7 @@ def tool(
 
     return Tool(
         name=known,
-        # Without its sections: the schema describes the parameters.
+        # The sections of the docstring are left out, because the schema describes the parameters.
         description=re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):\s*\n", text, maxsplit=1)[0].strip(),
         parameters=parameters,
         call=call,
@@ -171,7 +173,7 @@ def _signature(function: Callable[..., object], name: str) -> tuple[TypeAdapter[
 
 
 def _arguments(text: str) -> dict[str, str]:
-    """Name -> description of the entries under `Args:`."""
+    """Map the name of each entry under `Args:` to its description."""
     section = re.search(r"(?:^|\n)(?:Args|Arguments|Parameters):\s*\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
     if section is None:
         return {}
@@ -180,7 +182,7 @@ def _arguments(text: str) -> dict[str, str]:
 
 
 def as_text(result: object) -> str:
-    """A tool's result as the model reads it: text unchanged, everything else as JSON."""
+    """Return a tool's result as the model reads it. Text is unchanged, and everything else is JSON."""
     if isinstance(result, str):
         return result
     try:
@@ -190,8 +192,8 @@ def as_text(result: object) -> str:
 
 
 async def as_parts(result: object) -> str | list[str | Visual]:
-    """A tool's result as the model reads it. A `Picture`, a `Video`, and TRL's content part
-    `{"type": "image", "image": ...}` are shown as pictures, also in a list; every other value is text."""
+    """Return a tool's result as the model reads it. A `Picture`, a `Video`, and TRL's content part `{"type": "image",
+    "image": ...}` are shown as pictures, even in a list. Every other value is text."""
     values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     images = [_image_in(value) for value in values]
     if all(image is None for image in images):
@@ -202,19 +204,21 @@ async def as_parts(result: object) -> str | list[str | Visual]:
 
 
 def _image_in(value: Any) -> Any:
-    """A picture, a video, or the image (PIL, array, bytes) of a content part; None for any other value. A path or URL
-    isn't read as an image: it may be text that a tool got from somewhere."""
+    """Return a picture, a video, or the image (PIL, array, bytes) in a content part, or None for any other value. A
+    path or URL isn't read as an image, because it may be text that a tool got from somewhere."""
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
     known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
     return value if isinstance(value, Visual) else image if known else None
 
 
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:
-    """(messages, pictures and videos in order): each picture of the row has a content part `{"type": "image"}`, each
-    video `{"type": "video"}`. If the messages have none, the parts go before the text of the first user message, as in
-    TRL. BadPicture if the number of parts differs."""
+    """Return the messages with a content part for each picture and video in the row, and these visuals in order.
+
+    The content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have none, the parts go before the
+    text of the first user message, as in TRL. Raises BadPicture if the number of parts differs.
+    """
     shown = [one if isinstance(one, Visual) else await Picture.read(one) for one in _shown(row)]
-    # A column of Arrow gives every part the keys of all parts, with None.
+    # An Arrow column gives every part the keys of all parts, with None as the value.
     parts: list[list[Any]] = [
         [{k: v for k, v in p.items() if v is not None} for p in content_parts(m)] for m in messages
     ]
@@ -234,8 +238,8 @@ async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[
 
 
 def _shown(row: object) -> list[Visual | str]:
-    """The pictures and data URLs in a row's `images` or `image`, then the videos in its `videos` or `video`. Never a
-    path or URL: a task may come from another process."""
+    """Return the pictures and data URLs in a row's `images` or `image`, then the videos in its `videos` or `video`. A
+    path or URL is never read, because a task may come from another process."""
     shown: list[Visual | str] = []
     for many, one in (SHOWN[:2], SHOWN[2:]):
         found: Any = (row.get(many) or row.get(one)) if isinstance(row, dict) else None
@@ -246,34 +250,34 @@ def _shown(row: object) -> list[Visual | str]:
 
 
 def cut(text: str, limit: int) -> str:
-    """At most `limit` characters and a note of the cut, without lone surrogates, which JSON can't hold."""
+    """Return at most `limit` characters, with a note if text was cut. Lone surrogates are escaped for JSON."""
     if len(text) > limit:
         text = f"{text[:limit]}\n[cut here: {len(text) - limit:,} of {len(text):,} characters left out]"
     return storable(text, len(text))
 
 
 class ToolEnvironment(Environment[ToolCalls | Answer]):
-    """An environment with tools: the agent calls them, also several in one turn, until it gives an `Answer`.
+    """An environment with tools. The agent calls them, possibly several in one turn, until it gives an `Answer`.
 
-    Override `prompt` (the question) and `answered` (the score of an answer). The agent for it is
-    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode; the first step of the
-    tape lists them.
+    Override `prompt` (the question) and `answered` (the score of an answer). The agent for this environment is
+    `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode, and the first step on
+    the tape lists them.
 
-    An episode that ends without any answer, at a limit or by calls that can't be read, is scored as the answer "".
-    Unscored it would not be trained on, and a model that calls tools for ever would never learn to stop.
+    An episode that ends without any answer, at a limit or because of calls that can't be read, is scored as the answer
+    "". Without a score it would not be trained on, and a model that calls tools forever would never learn to stop.
     """
 
     varies: Mapping[str, str | None] = {"tool_offer.sources": None}
     """How a source ran its tools may differ between two machines."""
     task: Task
-    """The task of this episode; set by `reset`."""
+    """The task of this episode, which `reset` sets."""
     _answered = False
     """Whether an answer was given in this episode."""
 
     @check_arguments
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
-        """tools: functions, `Tool`s, or sources that are opened at `reset`. parallel: concurrent calls of one action;
-        further calls wait."""
+        """`tools` are functions, `Tool`s, or sources that are opened at `reset`. `parallel` is how many calls in one
+        action run at once. Further calls wait."""
         if parallel < 1:
             raise ValueError(f"parallel must be at least 1, not {parallel}")
         self._sources = [t for t in tools if not isinstance(t, Tool) and isinstance(t, ToolSource)]
@@ -283,18 +287,18 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self._gate = asyncio.Semaphore(parallel)
         self.parallel = parallel
         self.tools: Mapping[str, Tool] = _by_name(self._given)
-        """The tools by name; tools of sources are added by `reset`."""
+        """The tools by name. `reset` adds the tools from sources."""
         self.effect = worst([*(t.effect for t in self._given), *(s.effect for s in self._sources)])
 
     async def prompt(self, task: Task) -> str:
-        """The question to the agent; by default the public part of the task, or its `prompt` (`dataset.columns`)."""
+        """Return the question to the agent. By default it is the task's public part, or the `prompt` in it."""
         public = task.filled(task.public)
         if isinstance(public, dict) and (set(public) == {"prompt"} or _shown(public)):
             public = public["prompt"]
         return as_text(public)
 
     async def answered(self, text: str) -> Outcome:
-        """The outcome of an answer; by default the end, without a score."""
+        """Return the outcome of an answer. By default the episode ends without a score."""
         return Outcome(terminated=True)
 
     async def reset(self, task: object) -> ToolOffer:
@@ -306,7 +310,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         sources = tuple(dict(said) for source in self._sources if (said := getattr(source, "described", None)))
         public = self.task.filled(self.task.public)
         messages = public.get("prompt") if isinstance(public, dict) else None
-        # Chat messages, which the model reads as they are.
+        # These are chat messages, which the model reads as they are.
         given: list[Message] = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
         shown, pictures = await with_pictures(given or [{"role": "user", "content": text}], public)
         if not isinstance(messages, list) and not pictures:
@@ -344,7 +348,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
 
 
 async def _ask(tool: Tool, arguments: dict[str, JsonValue]) -> tuple[str | Sequence[str | Visual], bool]:
-    """(content, whether it is an error)."""
+    """Return the content, and whether it is an error."""
     timer = asyncio.timeout(tool.timeout)
     try:
         async with timer:

@@ -1,17 +1,17 @@
 """Adapter for code written for TRL: environment classes, reward functions and rows of data.
 
 An environment class has `reset(**row)`, which may return text that is appended to the prompt. Its other public methods
-are the tools, described by type hints and docstrings. `get_reward()`, if defined, scores the end. A reward function is
-`f(prompts, completions, completion_ids, **columns)` and returns a list with one number, or None, for each completion.
-TRL need not be installed.
+are the tools, described by type hints and docstrings. `get_reward()`, if defined, gives the final score. A reward
+function is `f(prompts, completions, completion_ids, **columns)` and returns a list with one number, or None, for each
+completion. TRL need not be installed.
 
-1. Every episode has its own instance; TRL resets one instance repeatedly.
-2. A reward function receives a batch of one. Functions that compare the completions of a batch can't be used.
-3. A row's `images`, `image`, `videos` or `video` are pictures and videos of the prompt; `reset` and reward functions
-   get PIL images. TRL has no column of videos.
-4. Missing values are not passed as None: `completion_ids` of an episode without token ids, `environments` of an episode
-   that has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with an
-   error that names it; a function with a default for it doesn't receive it.
+1. Every episode has its own instance. TRL resets one instance repeatedly.
+2. A reward function receives a batch of one. Functions that compare the completions in a batch can't be used.
+3. A row's `images`, `image`, `videos` or `video` are the pictures and videos in the prompt. `reset` and reward
+   functions get PIL images. TRL has no column for videos.
+4. Missing values are not passed as None. They are `completion_ids` if an episode has no token ids, `environments` if an
+   episode has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with an
+   error that names it. A function with a default for it doesn't receive it.
 5. Arguments of `log_metric` and `log_extra` are kept as the evidence of the score.
 """
 
@@ -56,10 +56,10 @@ _NO_STATE = "no TRL trainer runs here, so there is no trainer state"
 
 
 def trl_row(row: Mapping[str, JsonValue]) -> Task:
-    """A row of TRL data as a task: the prompt is its public part, every other column is private.
+    """Convert a row of TRL data to a task. The prompt, its images and its videos are public, other columns private.
 
-    BadArgument if the row has no `prompt`, or if it is neither text nor messages. Use None if `reset` returns the whole
-    prompt.
+    Raises BadArgument if the row has no `prompt`, or if the prompt is neither text nor messages. Use None if `reset`
+    returns the whole prompt.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
@@ -73,13 +73,13 @@ def trl_row(row: Mapping[str, JsonValue]) -> Task:
 
 
 def row_of(task: Task) -> dict[str, JsonValue]:
-    """All columns of the row from which a task was made; images, and frames of videos, as PIL images."""
+    """Return all columns of the row from which a task was made. Images, and frames of videos, are PIL images."""
     parts = (task.filled(task.public), task.filled(task.private))
     return {key: _back(v) for part in parts if isinstance(part, dict) for key, v in part.items() if v is not None}
 
 
 def _back(value: Any) -> Any:
-    """A column's value, with PIL images for pictures, data URLs and the frames of videos."""
+    """Return a column's value, with PIL images for pictures, data URLs and the frames of videos."""
     if isinstance(value, list):
         return [_back(one) for one in value]
     if isinstance(value, Video):
@@ -89,11 +89,12 @@ def _back(value: Any) -> Any:
 
 
 class TRLEnvironment(ToolEnvironment):
-    """`TRLEnvironment(WordGame, rewards=[exact])`, for tasks made by `trl_row`. The agent for it is
-    `ChatAgent(actions=[ToolCalls], plain=Answer)`: an answer without a call ends the episode, as in TRL.
+    """`TRLEnvironment(WordGame, rewards=[exact])`, for tasks made by `trl_row`.
 
-    factory: the `environment_factory` of `GRPOTrainer`: a class, or a dict of classes from which a row's `environment`
-    selects; None for tasks of one turn. rewards: its `reward_funcs`, each a component under its name.
+    The agent for it is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the episode, as in
+    TRL. `factory` is the `environment_factory` of `GRPOTrainer`. It is a class, or a dict of classes from which a row's
+    `environment` selects. None is for tasks with one turn. `rewards` are its `reward_funcs`, each of which becomes a
+    component under its name.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class TRLEnvironment(ToolEnvironment):
 
 
 def trl_reward(function: TRLReward, *, weight: float = 1.0, pure: bool = True) -> RewardSource[Tape]:
-    """The function as a reward source that scores finished tapes, as `tapereel replay rewards` does."""
+    """Return the function as a reward source that scores finished tapes, as `tapereel replay rewards` does."""
 
     async def score(tape: Tape) -> Scored | None:
         return await _score(function, tape, None)
@@ -194,7 +195,7 @@ async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None
 
 
 def _accepted(function: TRLReward, arguments: dict[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
-    """The arguments that the function accepts. BadArgument if it requires a missing one."""
+    """Return the arguments that the function accepts. Raises BadArgument if it requires a missing one."""
     parameters = _parameters(function)
     for name, why in missing.items():
         if name in parameters and parameters[name].default is inspect.Parameter.empty and name not in arguments:
@@ -205,7 +206,7 @@ def _accepted(function: TRLReward, arguments: dict[str, Any], missing: Mapping[s
 
 
 def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValue]]) -> Scored | None:
-    """The score of a batch of one, with the logged values as evidence. NaN means None in TRL."""
+    """Return the score for a batch of one, with the logged values as evidence. NaN means None in TRL."""
     try:
         (score,) = scores
         value = None if score is None else float(score)
@@ -218,10 +219,10 @@ def _read(function: TRLReward, scores: Any, logged: dict[str, dict[str, JsonValu
 
 
 def completion_ids(tape: Tape) -> list[int]:
-    """The token ids after the prompt: sampled tokens, and the tokens of observations in between.
+    """Return the token ids after the prompt: sampled tokens, and the tokens of the observations between them.
 
-    NotATape if there are no ids, or if the calls are not one token sequence: the ids would then not be the model's
-    input.
+    Raises NotATape if there are no ids, or if the calls are not one token sequence, because the ids would then not be
+    what the model read.
     """
     calls = [call for call in _calls(tape) if call.completion or call.finish not in ("error", "cancelled")]
     if not calls:
@@ -242,7 +243,7 @@ def completion_ids(tape: Tape) -> list[int]:
 
 
 def _calls(tape: Tape) -> list[Call]:
-    """The calls of the tape, including its inherited prefix."""
+    """Return the calls on the tape, including its inherited prefix."""
     return [*(_calls(tape.parent) if tape.parent is not None else ()), *tape.calls]
 
 
@@ -258,7 +259,7 @@ def _parameters(function: TRLReward) -> Mapping[str, inspect.Parameter]:
 
 
 async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call the function; a sync function runs in a thread, since it may block."""
+    """Call the function. A sync function runs in a thread, since it may block."""
     if inspect.iscoroutinefunction(function):
         return await function(**arguments)
     found = await in_thread(lambda: function(**arguments))
@@ -266,7 +267,10 @@ async def _called(function: Callable[..., Any], **arguments: Any) -> Any:
 
 
 async def _extended(last: Message, addition: Any, instance: Any) -> tuple[Message, list[Visual]]:
-    """The prompt's last message followed by the result of `reset` (a string or content parts), and its pictures."""
+    """Return the prompt's last message, with the result of `reset` (a string or content parts) appended.
+
+    Also return the pictures in that result.
+    """
     if isinstance(addition, str) and isinstance(last["content"], str):
         return {**last, "content": last["content"] + addition}, []
     parts = [addition] if isinstance(addition, str) else await as_parts(addition)
@@ -290,7 +294,7 @@ def _messages(prompt: Any) -> list[Message]:
 
 
 def is_message(message: object) -> bool:
-    """Whether TRL's trainer takes it as a chat message: `role` and string `content`."""
+    """Return whether TRL's trainer accepts `message` as a chat message, with `role` and string `content`."""
     return (
         isinstance(message, Mapping)
         and isinstance(message.get("role"), str)
@@ -306,7 +310,7 @@ def _as_message(action: Action) -> Message:
 
 
 def _conversation(tape: Tape) -> tuple[Any, list[Message]]:
-    """(the row's prompt, the messages after it), of a recorded episode."""
+    """Return the row's prompt and the messages after it, from a recorded episode."""
     messages: list[Message] = []
     for step in list(tape)[1:]:
         if isinstance(step, ToolResults):
