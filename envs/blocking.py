@@ -1,7 +1,7 @@
-"""Runs blocking code in threads, so that the event loop stays free: one call, or all calls of an environment.
+"""Runs blocking code in threads, so that the event loop stays free.
 
-Each piece of work gets its own daemon thread instead of a thread from a pool. A call that never returns would occupy a
-thread of the pool and delay the end of the process.
+`in_thread` runs one call, and `EnvironmentThread` runs all calls of an environment. Each uses its own daemon thread
+instead of a thread from a pool, because a call that never returns would occupy it and delay the end of the process.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class EnvironmentThread:
 
 
 def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
-    """Call `work` in this thread and settle the future in the loop that waits for it. Messages name `who` as the code
-    that raised an error."""
+    """Call `work` in this thread and settle the future in the loop that waits for it. Messages say that `who` raised
+    the error."""
     process = os.getpid()
     try:
         result, error = work(), None

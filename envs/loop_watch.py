@@ -56,9 +56,10 @@ def _stalled(stall: Stall) -> None:
 
 
 class LoopWatch:
-    """Watches the running loop until the block ends: `with LoopWatch(on_stall):` inside a coroutine. Single use.
+    """Watches the running loop until the block ends: `with LoopWatch(on_stall):` inside a coroutine.
 
-    `on_stall` is called in the watching thread, once for each stall that lasts at least `seconds`.
+    `on_stall` is called in the watching thread, once for each stall that lasts at least `seconds`. A watch can be used
+    only once.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Runs the code of one agent or environment so that a fault in it ends only its own episode.
 
-The code runs in a task of its own. This distinguishes a CancelledError that the code itself raises from a cancellation
-of the episode, and code that swallows its cancellation can be left behind. Code that computes without awaiting can't be
-stopped: it blocks the event loop, and `loop_watch` names its line.
+The code runs in a task of its own. A CancelledError that the code itself raises can therefore be distinguished from a
+cancellation of the episode, and code that swallows its cancellation can be left behind. Code that computes without
+awaiting can't be stopped. It blocks the event loop, and `loop_watch` names its line.
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ class Supervised:
         return result
 
     def stop(self, why: type[Exception] = Stopped) -> None:
-        """Cancel the call in progress. The call raises `why` when its code has ended, or after `GRACE` seconds at the
-        latest."""
+        """Cancel the call in progress. The call raises `why` when its code has ended, at the latest after `GRACE` s."""
         if not self._busy or self._task is None or self._done is None:
             return
         self._stopped = why

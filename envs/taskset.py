@@ -66,14 +66,14 @@ class Taskset(Sequence[Task]):
         """Read `source` to its end, or until `size` distinct tasks are found. Raises BadTasks if it has fewer.
 
         `source` is an iterable, a function without parameters that returns an iterable, or a function of the index. A
-        function of the index needs `size` and is called with 0 to size - 1; it may give fewer distinct tasks. `row`
+        function of the index needs `size` and is called with 0 to size - 1. It may give fewer distinct tasks. `row`
         converts each item. If it is None, a value is used as it is, and a row from a `Dataset` becomes the private part
         of its task.
         """
         if row is None and hasattr(source, "column_names"):
             row = _whole
         self.name = name
-        """A label for messages; may be empty."""
+        """A label for messages. It may be empty."""
         self.dropped = 0
         """Number of duplicates that were left out."""
         self._hashes: dict[str, int] = {}
@@ -171,8 +171,7 @@ class Taskset(Sequence[Task]):
             # are a uniform point in [0, 1), so the part doesn't depend on the other tasks.
             digest = hashlib.sha256(salt.encode() + task_hash.encode()).digest()
             point = int.from_bytes(digest[:8], "big") / 2**64
-            # The bounds may add up to slightly less than 1 because of rounding. A point above them belongs to the last
-            # part.
+            # Because of rounding, the bounds may end slightly below 1. A point above them belongs to the last part.
             parts[min(bisect_right(bounds, point), len(parts) - 1)].append(k)
         return tuple(self._picked(part) for part in parts)
 
@@ -348,8 +347,7 @@ def dataset_rows(name: str, split: str = "train", *, config: str | None = None) 
             try:
                 return _loaded(id, config, split, revision)
             except OSError:
-                # Offline, `datasets` finds only data that it has prepared before. The files may still be in the hub's
-                # cache.
+                # Offline, `datasets` finds only data that it has prepared before. The hub's cache may have the files.
                 try:
                     folder = snapshot(id, revision, "dataset", local=True)
                 except (NotFound, MissingExtra):

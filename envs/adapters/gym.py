@@ -69,12 +69,12 @@ class CodecNeeded(TapereelError, TypeError):
 
 
 class GymEnvironment(Environment[Action]):
-    """`GymEnvironment("FrozenLake-v1", is_slippery=False)`, or `GymEnvironment(make)` with a factory function.
+    """A gymnasium environment, such as `GymEnvironment("FrozenLake-v1", is_slippery=False)`.
 
-    A task is None (the seed of the start is drawn from `self.rng`), an int (that seed) or a dict. A dict has the
-    `options` for gymnasium's `reset`. It may also have `seed`, and `make` with this task's arguments for
-    `gymnasium.make`, which override the constructor's. Every step is scored, as in gymnasium. An action outside the
-    action space has the reward 0.0 and leads to a `GymRefusal`.
+    Instead of an id, it also takes a factory function: `GymEnvironment(make)`. A task is None (the seed of the start is
+    drawn from `self.rng`), an int (that seed) or a dict. A dict has the `options` for gymnasium's `reset`. It may also
+    have `seed`, and `make` with this task's arguments for `gymnasium.make`, which override the constructor's. Every
+    step is scored, as in gymnasium. An action outside the action space has the reward 0.0 and leads to a `GymRefusal`.
     """
 
     blocking = True

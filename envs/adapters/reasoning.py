@@ -17,7 +17,7 @@ from ...tapes.records import Task
 from ..taskset import BadTasks, Taskset
 
 BOARDS = ("arc_agi", "rearc")
-"""Datasets whose scorers compare boards as tuples. A task holds a board as lists, because it is JSON."""
+"""Datasets whose scorers compare boards as tuples. A task is JSON, so it holds a board as lists."""
 Entry = dict[str, Any]
 """An item of reasoning-gym: `question`, `answer`, `metadata`."""
 

@@ -38,10 +38,10 @@ class Sandbox:
     """A source of two tools, `python(code)` and `shell(command)`, for one episode: `ToolEnvironment([Sandbox()])`.
 
     A snippet runs as user 65534 in its own namespaces. It sees no network except its own loopback interface, no
-    processes except its own, an empty environment and none of this user's keys. Its file system has `/usr`, the
-    interpreter and `paths`, all read-only, and the folders `/work`, `/tmp` and `/dev/shm`. A filter refuses system
-    calls that would expose the kernel. The three folders are kept in memory until the episode ends and hold `disk`
-    bytes in total. When a snippet ends, all its processes are killed.
+    processes except its own, none of this process's environment variables and none of this user's keys. Its file system
+    has `/usr`, the interpreter and `paths`, all read-only, and the folders `/work`, `/tmp` and `/dev/shm`. A filter
+    refuses system calls that would expose the kernel. The three folders are kept in memory until the episode ends and
+    hold `disk` bytes in total. When a snippet ends, all its processes are killed.
 
     Some things are not guaranteed. The sandbox is not a virtual machine, so a flaw in the kernel breaks it. Without a
     writable cgroup, `memory` bounds each process, so all of them together may use `processes` times as much.

@@ -60,7 +60,7 @@ class Ran:
     output: str
     """Standard output and standard error, interleaved as written. Beyond `limit` characters it is cut, with a note."""
     code: int | None
-    """The exit code, or 128 + n if signal n killed the process. None if it reached its time limit."""
+    """The exit code, 128 + n if signal n killed the process, or None if it reached its time limit."""
 
     def __str__(self) -> str:
         if self.code is None:
@@ -235,7 +235,7 @@ class LocalBackend:
             if joined is not None:
                 os.close(joined)
             if folder is not None:
-                # This must not happen earlier. Calls that end remove every empty cgroup in the set, and a cgroup is
+                # The cgroup is added only now, because calls that end remove every empty cgroup in the set, and it is
                 # also empty before its snippet joins it.
                 self._cgroups.add(folder)
             self._remove_cgroups()

@@ -5,8 +5,8 @@
 The box is a file system of bounded size in memory, with the folders that a snippet may write to. It exists in the mount
 namespace of the launcher, so nothing is left of it when the last process of the sandbox ends, however that happens.
 Each message on stdin carries a socket with one request. The first request sets the box up, and the launcher forks a
-keeper for every later one. The keeper ends a snippet when its time is up or the runner closes the request's socket. It
-enters folders that snippets wrote as the snippets' user, and follows no link there. Only the standard library is
+keeper for every later one. The keeper ends a snippet when its time is up or the runner closes the request's socket. As
+the snippets' user, it enters folders that snippets wrote, and it follows no link there. Only the standard library is
 imported, before privileges are dropped, because the snippets' user may not be able to read the interpreter's files.
 """
 

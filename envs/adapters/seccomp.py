@@ -1,8 +1,8 @@
 """The system calls that a sandboxed snippet may not make, as a BPF program (bubblewrap) and as a profile (podman).
 
 Both are made from one list of rules. The rules refuse calls that expose the kernel to a snippet or escape the sandbox's
-limits: keys, tracing, mounts, namespaces, io_uring, BPF, and memory that no limit of a process counts (memfd, System V
-IPC, pipes).
+limits: keys, tracing, mounts, namespaces, io_uring, BPF, and memory that no process limit counts (memfd, System V IPC,
+pipes).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 ABSENT = """
     clone3 435 435, memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190
 """
-# vmsplice can keep the pages of a process in pipes, which no limit of the process counts.
+# vmsplice can keep the pages of a process in pipes, which no process limit counts.
 DENIED = """
     add_key 248 217, request_key 249 218, keyctl 250 219, io_uring_setup 425 425, io_uring_enter 426 426,
     io_uring_register 427 427, userfaultfd 323 282, ptrace 101 117, process_vm_readv 310 270,

@@ -192,8 +192,11 @@ def as_text(result: object) -> str:
 
 
 async def as_parts(result: object) -> str | list[str | Visual]:
-    """Return a tool's result as the model reads it. A `Picture`, a `Video`, and TRL's content part `{"type": "image",
-    "image": ...}` are shown as pictures, even in a list. Every other value is text."""
+    """Return a tool's result as the model reads it.
+
+    A `Picture`, a `Video`, and TRL's content part `{"type": "image", "image": ...}` are shown as pictures, even in a
+    list. Every other value is text.
+    """
     values: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     images = [_image_in(value) for value in values]
     if all(image is None for image in images):
@@ -291,7 +294,10 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
         self.effect = worst([*(t.effect for t in self._given), *(s.effect for s in self._sources)])
 
     async def prompt(self, task: Task) -> str:
-        """Return the question to the agent. By default it is the task's public part, or the `prompt` in it."""
+        """Return the question to the agent.
+
+        By default it is the public part of the task, or its `prompt` (see `dataset.columns`).
+        """
         public = task.filled(task.public)
         if isinstance(public, dict) and (set(public) == {"prompt"} or _shown(public)):
             public = public["prompt"]

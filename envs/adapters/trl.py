@@ -9,9 +9,9 @@ completion. TRL need not be installed.
 2. A reward function receives a batch of one. Functions that compare the completions in a batch can't be used.
 3. A row's `images`, `image`, `videos` or `video` are the pictures and videos in the prompt. `reset` and reward
    functions get PIL images. TRL has no column for videos.
-4. Missing values are not passed as None. They are `completion_ids` if an episode has no token ids, `environments` if an
-   episode has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with an
-   error that names it. A function with a default for it doesn't receive it.
+4. Missing values are not passed as None. These are `completion_ids` if an episode has no token ids, `environments` if
+   an episode has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with
+   an error that names it. A function with a default for it doesn't receive it.
 5. Arguments of `log_metric` and `log_extra` are kept as the evidence of the score.
 """
 
@@ -89,7 +89,7 @@ def _back(value: Any) -> Any:
 
 
 class TRLEnvironment(ToolEnvironment):
-    """`TRLEnvironment(WordGame, rewards=[exact])`, for tasks made by `trl_row`.
+    """An environment of TRL, for tasks made by `trl_row`: `TRLEnvironment(WordGame, rewards=[exact])`.
 
     The agent for it is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the episode, as in
     TRL. `factory` is the `environment_factory` of `GRPOTrainer`. It is a class, or a dict of classes from which a row's

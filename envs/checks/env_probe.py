@@ -36,8 +36,8 @@ from ..loop_watch import LoopWatch, Stall
 from .findings import Finding
 
 Policy = Callable[[Observation, random.Random], Action | str]
-"""Returns the action for an observation. A `str` stands for an `Answer`. It must draw from the generator that it
-receives, so that the episode can be repeated."""
+"""A function that returns the action for an observation. A `str` stands for an `Answer`. The function must draw from
+the generator that it receives, so that the episode can be repeated."""
 ResultT = TypeVar("ResultT")
 
 

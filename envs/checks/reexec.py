@@ -79,7 +79,7 @@ class Moment:
     turn: int | None
     """The turn, or None at `reset` and for the episode as a whole."""
     step: int | None
-    """The index of the recorded observation, or of an action without one. None for the episode as a whole."""
+    """The index of the recorded observation, or of an action without one, or None for the episode as a whole."""
     values: dict[str, JsonValue] = field(default_factory=dict)
     """The JSON values by field."""
 
@@ -299,8 +299,8 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Merge pairs of (field, part to ignore) into one declaration. If two proposals differ, use None: the whole field
-    is ignored."""
+    """Merge pairs of (field, part to ignore) into one declaration. If two proposals for a field differ, it gets None,
+    so that the whole field is ignored."""
     merged: dict[str, str | None] = {}
     for name, rule in proposals:
         merged[name] = rule if merged.get(name, rule) == rule else None

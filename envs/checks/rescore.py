@@ -202,7 +202,7 @@ class Opinion(Value):
     tape: str
     group: str | None
     ours: float | None
-    """The first function's score. None if the tape was not scored, or if a source failed."""
+    """The first function's score, or None if the tape was not scored or a source failed."""
     theirs: float | None
     failures: tuple[Failure, ...] = ()
     """The failed sources of either function. A function with a failed source has the score None."""
@@ -219,7 +219,7 @@ class Disagreement(Value):
     unscored: int
     """Tapes without a reward from one function or both."""
     failed: int
-    """How many of these tapes are unscored because a source failed."""
+    """Unscored tapes on which a source of one function failed."""
     mean_ours: float | None
     """The mean over the tapes that both functions score."""
     mean_theirs: float | None

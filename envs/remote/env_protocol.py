@@ -56,8 +56,8 @@ class Item(Message):
     kind: str
     content: dict[str, JsonValue]
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
-    """The PNGs of its pictures in base64, by name. They count towards the size limit of a message. In a `restore` it is
-    empty."""
+    """The PNGs of its pictures in base64, by name. They count towards the size limit of a message, and the steps of a
+    `restore` have none."""
 
     @classmethod
     def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
@@ -66,8 +66,7 @@ class Item(Message):
         return cls.model_construct(kind=step.kind, content=step.model_dump(mode="json"), files=sent)
 
     def received(self) -> Received | None:
-        """Return the checked files, or None without files. Raises BadAnswer if a file isn't the picture that it is
-        named as."""
+        """Return the checked files, or None if there are none. Raises BadAnswer if a file doesn't match its name."""
         try:
             return _received(self.files) if self.files else None
         except ValueError as error:
@@ -137,7 +136,7 @@ class _Begins(Numbered):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, data: Any) -> Any:
-        """Read the task with the bytes of its pictures. Raises ValueError if a file isn't the picture with its name."""
+        """Read the task with the bytes of its pictures. Raises ValueError if a file doesn't match its name."""
         if not isinstance(data, dict) or not isinstance(data.get("task"), dict) or not data.get("files"):
             return data
         files = TypeAdapter(dict[str, str]).validate_python(data["files"])
@@ -149,7 +148,7 @@ class ResetCall(_Begins):
 
     t: Literal["reset"] = "reset"
     rng: RandomState | None = None
-    """None if the caller has no generator."""
+    """The state of the caller's generator, or None if the caller has no generator."""
 
 
 class StepCall(Numbered):

@@ -46,8 +46,8 @@ from .remote_errors import BadAnswer
 
 log = logger("service")
 RECONNECT_SECONDS = 5.0
-"""Seconds for which a session that has made a call keeps its place without a connection, so that its client can
-reconnect."""
+"""Seconds for which a session that has made a call keeps its place without a connection. Its client tries to reconnect
+within this time."""
 _AT_ONCE = 4
 """Unanswered calls allowed on one connection. A correct client has one, and one more when it closes."""
 
@@ -60,17 +60,17 @@ class ServiceLimits(Value):
     message_bytes: int = Field(default=1 << 20, ge=1024)
     """Size limit for a message, in bytes."""
     call_seconds: float = Field(default=60.0, gt=0)
-    """Time limit for a call. The session ends if a call exceeds it."""
+    """Time limit for a call, in seconds. The session ends if a call exceeds it."""
     idle_seconds: float = Field(default=900.0, gt=0)
-    """The longest time between two calls in a session. The model samples in this time."""
+    """The longest time between two calls in a session, in seconds. The model samples in this time."""
     window_seconds: float = Field(default=30.0, gt=0)
-    """How long a session waits for its client after a connection broke."""
+    """Seconds for which a session waits for its client after a connection broke."""
     heartbeat_seconds: float = Field(default=20.0, gt=0)
     """Seconds between two pings. A client that doesn't answer a ping is considered gone."""
     retry_after: int = Field(default=1, ge=0)
     """Seconds after which a client that found no free place may try again."""
     grace_seconds: float = Field(default=5.0, ge=0)
-    """How long running calls may continue when the service ends."""
+    """Seconds for which running calls may continue when the service ends."""
 
 
 class Session:
@@ -161,10 +161,12 @@ class Service(HttpService):
         limits: ServiceLimits | None = None,
         tasks: Sequence[JsonValue | Task] | None = None,
     ) -> None:
-        """`make` makes an instance for each session. It is a class, a function or a `Pool`. `declared` is the
-        declaration, if neither the class nor a return type provides it. `token` is required from every client. Without
-        it, a new token is made, which clients of this user on this machine find. `tasks` are used for OpenEnv's clients
-        that bring none."""
+        """`make` makes an instance for each session. It is a class, a function or a `Pool`.
+
+        `declared` is the declaration, if neither the class nor a return type provides it. `token` is required from
+        every client. If it is None, a new token is made, which clients of this user on this machine can find. `tasks`
+        are used for OpenEnv's clients that bring none.
+        """
         super().__init__(host, token)
         self.declared = declared or Declared.of(make)
         self.limits = limits or ServiceLimits()
@@ -172,7 +174,7 @@ class Service(HttpService):
         if isinstance(most, int):
             self.limits = self.limits.model_copy(update={"sessions": min(most, self.limits.sessions)})
         self.sessions: dict[str, Session] = {}
-        """Open sessions by id."""
+        """The open sessions, by id."""
         self._make, self._tasks = make, tasks
         self._closing: set[asyncio.Task[None]] = set()
         self._sockets: weakref.WeakSet[web.WebSocketResponse] = weakref.WeakSet()

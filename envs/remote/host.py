@@ -106,8 +106,7 @@ class Host:
                 self._code.close()  # the next episode gets its own task and context variables
 
     async def close(self) -> None:
-        """Release the instance, if there is one. An error in its `close` is logged as a warning, since no call waits
-        for it."""
+        """Release the instance, if there is one. An error in its `close` is only logged, since no call waits for it."""
         try:
             await self._code(self._release(), f"{self._declared.name}.close", self._seconds)
         except (asyncio.CancelledError, KeyboardInterrupt):

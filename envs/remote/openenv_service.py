@@ -47,8 +47,7 @@ class OpenEnvEpisodes:
         carry_out: Callable[[Call], Awaitable[Answer]],
         release: Callable[[], Awaitable[None]],
     ) -> None:
-        """`carry_out` answers one call to the environment. `release` closes it, so that the next call gets a fresh
-        one."""
+        """`carry_out` answers one call to the environment. `release` closes it, and the next call gets a new one."""
         self._declared, self._tasks = declared, tasks
         self._carry_out, self._release = carry_out, release
         self._turn = asyncio.Lock()

@@ -123,7 +123,7 @@ class Pool:
             raise
 
     def give_back(self, worker: LineProcess) -> None:
-        """Return a process after its episode, so that another episode may use it."""
+        """Give a process back after its episode, so that another episode may use it."""
         with self._lock:
             if not self._closed:
                 self._idle.append(worker)
@@ -193,7 +193,7 @@ class PooledEnvironment(Proxy):
             self._worker = await self._pool.take()
 
     async def close(self) -> None:
-        """Close the remote environment and return the process to the pool."""
+        """Close the remote environment and give the process back to the pool."""
         if self._worker is None:
             return
         try:
@@ -356,8 +356,7 @@ class Places:
 
 
 def _name_of(make: Any) -> str:
-    """Return the name by which `load_named` finds `make` in another process. Raises ValueError if it has no such
-    name."""
+    """Return the name by which `load_named` finds `make` in another process. Raises ValueError if it has none."""
     path = getattr(make, "__qualname__", "<")
     if "<" in path:
         raise ValueError(

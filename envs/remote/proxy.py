@@ -138,7 +138,7 @@ class Proxy(Environment[Action]):
         raise NotImplementedError(f"{type(self).__qualname__} must define _exchange(call, text)")
 
     async def _abandon(self, cut: bool) -> None:
-        """Release the connection after an error. `cut`: the call was cancelled or exceeded its time limit."""
+        """Release the connection after an error. `cut` means that the call was cancelled or took too long."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _abandon(cut)")
 
     def _read(self, call: Call, text: str | bytes) -> Answer:

@@ -100,7 +100,7 @@ class RemoteEnvironment(Proxy):
     async def _exchange(self, call: Call, text: str) -> Answer:
         """Return the answer to the call, which is repeated after Unreachable and Full for `patience` seconds.
 
-        After that, raises Unreachable or Busy.
+        After that time, Unreachable or Busy is raised.
         """
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._patience, _FIRST

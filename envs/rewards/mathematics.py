@@ -123,7 +123,8 @@ def math_reward(
 
 
 def equal(question: dict[str, str]) -> dict[str, bool | str]:
-    """Return `equal`: whether answer and reference are equal, or `failed`: why the reference can't be parsed."""
+    """Compare the answer with the reference. Return `equal` and the result, or `failed` and what is wrong with the
+    reference."""
     from math_verify import parse, verify
 
     # math-verify's own time limits need signals and hide the timeout. The parent process kills this one instead.

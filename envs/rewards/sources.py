@@ -202,7 +202,7 @@ class _Part(NamedTuple):
     """One number in a source's score."""
 
     place: int | None
-    """The index of the action, or of the tape in its group. None for the episode."""
+    """The index of the action, or of the tape in its group, or None for the episode."""
     name: str
     value: float
     weight: float = 1.0
