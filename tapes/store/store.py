@@ -1,8 +1,8 @@
-"""Store: a run directory, for writing and for reading.
+"""The store reads and writes a run directory.
 
-`Store.create` and `Store.open(write=True)` start a writer for this process; any number of processes may read at once.
-The store owns the folder `tapes/` (segments, media, index) and `pins.json`; other modules own a run's other files.
-`ledger` and `books` decide what records mean, `writer` decides how bytes are kept.
+`Store.create` and `Store.open(write=True)` start a writer for this process. Any number of processes may read at once.
+The store owns the folder `tapes/` (segments, media and index) and `pins.json`. Other modules own the other files in a
+run. The modules `ledger` and `books` decide what records mean, and `writer` decides how bytes are kept.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .writer import FolderLock, SegmentWriter, WriterOptions
 
 
 class Stored(NamedTuple):
-    """One record of a run; its body is parsed when `record` is asked for."""
+    """One record of a run. Its body is parsed when `record` is accessed."""
 
     segment: str
     n: int
@@ -47,12 +47,12 @@ class Stored(NamedTuple):
 
     @property
     def record(self) -> AnyRecord:
-        """The record. ValueError if it can't be read."""
+        """The parsed record. Raises ValueError if it can't be read."""
         return parse_record(self.body)
 
 
 class Where(TypedDict, total=False):
-    """A choice of tapes; `Store.summaries` explains the keys."""
+    """Conditions that select tapes. `Store.summaries` explains the keys."""
 
     status: Status | str | None
     split: str | None
@@ -80,8 +80,8 @@ _CLAUSES = {
 
 
 class Store:
-    """One run, open for reading or writing. Use it as a context manager: leaving seals the segment. It can't be
-    reopened."""
+    """One run, open for reading or writing. Use it as a context manager, which seals the segment on exit. A closed
+    store can't be reopened."""
 
     @check_arguments
     def __init__(self, path: Path, *, disk: SkipValidation[Disk], index: Path | None) -> None:
@@ -93,9 +93,9 @@ class Store:
         self._books_fold, self._books_lock = BooksFold(), threading.Lock()
         self._books_readers: dict[str, SegmentReader] = {}
         self.lease: Lease | None = None
-        """The lease under which this process writes updates; None if it doesn't lead the run."""
+        """The lease under which this process writes updates, or None if this process doesn't lead the run."""
         self.recovered = Recovered()
-        """What opening for writing found and did about the segments of dead writers."""
+        """What opening for writing found and repaired in the segments of dead writers."""
 
     @classmethod
     @check_arguments
@@ -107,10 +107,10 @@ class Store:
         cache: bool = True,
         **options: Unpack[WriterOptions],
     ) -> Self:
-        """Start a run, and make its directory if it is missing. UsageError when the directory holds tapes already.
+        """Start a run, and create its directory if it is missing. Raises UsageError if the directory already has tapes.
 
-        Options, here and in `open`: `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`, and more
-        of `SegmentWriter`. Without `cache` the index is kept in memory.
+        The options, here and in `open`, are `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`
+        and the others that `SegmentWriter` has. If `cache` is false, the index is kept in memory only.
         """
         path = Path(path)
         disk.make_folder(path / "tapes")
@@ -131,9 +131,9 @@ class Store:
         cache: bool = True,
         **options: Unpack[WriterOptions],
     ) -> Self:
-        """Open a run. For writing, this recovers the segments of dead writers (`store.recovered`).
+        """Open a run. Opening for writing first recovers the segments of dead writers (`store.recovered`).
 
-        UsageError if `path` is not a run.
+        Raises UsageError if `path` is not a run.
         """
         path = Path(path)
         try:
@@ -155,12 +155,12 @@ class Store:
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         failed = self._writer is not None and self._writer.failure is not None
         if error is not None and (failed or isinstance(error, LeaseLost)):
-            self.abandon()  # `close` would raise the writer's failure over the error that is on its way up
+            self.abandon()  # `close` would raise the writer's failure and hide the error that is being raised
         else:
             self.close()
 
     def close(self) -> None:
-        """Seal the segment and write all heads to the run's `pins.json`. StoreFailed if it fails."""
+        """Seal the segment and write all heads to the run's `pins.json`. Raises StoreFailed if either step fails."""
         try:
             if self._writer is not None:
                 self._writer.close(sealed=self._write_pins)
@@ -168,7 +168,7 @@ class Store:
             self._close_index()
 
     def _write_pins(self) -> None:
-        """Write the heads of all sealed segments. Unsealed lines of a live writer may yet be lost: they get no pin."""
+        """Write the heads of all sealed segments. Unsealed lines get no pin, because they may still be lost."""
         try:
             # Of two processes that close at once, the later one must write the heads of both.
             with FolderLock(self.disk, self.folder):
@@ -181,29 +181,30 @@ class Store:
             ) from error
 
     def abandon(self) -> None:
-        """Give up the run without a seal, as a process that died does."""
+        """Release the run without a seal, in the state in which a process that died leaves it."""
         if self._writer is not None:
             self._writer.abandon()
         self._close_index()
 
     def _close_index(self) -> None:
         if "index" in self.__dict__:
-            # Not after a failed write, whose error is reported: another file on the same disk would fail too.
+            # After a failed write, whose error is reported, nothing is kept: another file on that disk would fail too.
             self.index.close(keep=self._writer is None or self._writer.failure is None)
 
     # Writing
 
     @property
     def writer(self) -> SegmentWriter:
-        """The journal of this process. StoreFailed when the store is open for reading only."""
+        """The journal of this process. Raises StoreFailed if the store is open for reading only."""
         if self._writer is None:
             raise StoreFailed(f"{self.path} is open for reading; open it with write=True to write")
         return self._writer
 
     def append_layer(self, record: Record) -> None:
-        """Queue a record that is later than its tape's end, or that has no tape (`use`, `void`, `publish`).
+        """Queue a record that comes after its tape's end, or that has no tape (`use`, `void`, `publish`).
 
-        Under a lease the record of an update or of weights carries the lease's epoch. LeaseLost if that has ended.
+        Under a lease, the record of an update or of weights carries the lease's epoch. Raises LeaseLost if the lease
+        has ended.
         """
         if self.lease is not None and isinstance(record, Use | Void | Publish):
             self.check_lead()
@@ -211,11 +212,11 @@ class Store:
         self.writer.append(record.body())
 
     def record_files(self, *paths: Path, open: bool = False) -> None:
-        """Queue the digests of these files of the run, for `verify` and `--resume`. Files that are missing, or outside
-        the run, are left out.
+        """Queue the digests of these files for `verify` and `--resume`. Files that are missing or outside the run are
+        left out.
 
-        open: the files change, or appear, before the run is closed, so they have no digest until then. LeaseLost if
-        another lead may have written them.
+        If `open` is true, the files may change or appear until the run is closed, so no digest is recorded for them
+        yet. Raises LeaseLost if another lead may have written them.
         """
         self.check_lead()
         found = {
@@ -228,37 +229,37 @@ class Store:
 
     @property
     def files(self) -> dict[str, str | None]:
-        """Path below the run -> the digest that the last record has of it; None while it changes."""
+        """Path below the run -> its digest in the last record that names it, or None while the file may change."""
         found: dict[str, str | None] = {}
         for stored in self.run_records("files"):
             found |= cast(Files, stored.record).files
         return found
 
     def damage(self, folder: Path) -> list[str] | None:
-        """A sentence for each file below `folder` that differs from its recorded digest, is gone or was added. None
-        if no record has digests of the folder."""
+        """Return a sentence for each file below `folder` that differs from its recorded digest, is missing, or was
+        added. Return None if no record has digests for the folder."""
         known = {self.path / name: digest for name, digest in self.files.items() if digest is not None}
         mine = {path: digest for path, digest in known.items() if path.is_relative_to(folder)}
         return damage(folder, mine) if mine else None
 
     def edited(self) -> list[str]:
-        """A sentence for each of the run's configuration, results, metrics and recipes that was changed, or is gone,
-        since the run was closed. Empty while the run is open, and after a crash."""
+        """Return a sentence for each file (configuration, results, metrics or recipes) that was changed or removed
+        since the run was closed. The list is empty while the run is open and after a crash."""
         mine = {name: digest for name, digest in self.files.items() if digest is not None and "/" not in name}
         return [text for name, digest in mine.items() if (text := changed(self.path / name, digest)) is not None]
 
     def take_lead(self, lease: Lease) -> None:
-        """Write under this lease from now on. Its record is durable when this returns. LeaseLost if the store has a
-        record of this epoch or a later one."""
+        """Write under this lease from now on. The record of the lease is durable when this returns. Raises LeaseLost
+        if the store already has a record of this epoch or a later one."""
         self.lease, self.writer.guard, holder = lease, lease.check, lease.holder
         self._check_recorded(lease, own=0)
         self.writer.append(Lead(epoch=holder.epoch, host=holder.host, pid=holder.pid, at=holder.began).body())
         self.writer.sync()
-        # Without file locks, another process may have recorded the same epoch meanwhile: then neither of them leads.
+        # Without file locks, another process may have recorded the same epoch in the meantime. Then neither one leads.
         self._check_recorded(lease, own=1)
 
     def check_lead(self) -> None:
-        """LeaseLost if this process led the run and no longer does. Called before any file of the run is written."""
+        """Raise LeaseLost if this process led the run and no longer does. Call this before writing any of its files."""
         if self.lease is not None:
             self.lease.check()
             self._check_recorded(self.lease, own=1)
@@ -270,8 +271,8 @@ class Store:
             raise lease.lost(later[-1])
 
     def check_counted(self) -> None:
-        """LeaseLost if an update that this process recorded doesn't count, because a later lead made it too."""
-        self.writer.sync()  # a record that isn't written yet is not read either
+        """Raise LeaseLost if an update that this process recorded doesn't count, because a later lead made it too."""
+        self.writer.sync()  # records that aren't written yet would not be read
         mine = [one for one in self.lineages().refused if self.lease is not None and one.lead == self.lease.epoch]
         if mine:
             raise LeaseLost(
@@ -280,9 +281,9 @@ class Store:
             )
 
     def record_weights(self, *publishes: Publish) -> None:
-        """Queue the record of each version of weights that the store has no record of yet.
+        """Queue the record of each version of weights for which the store has no record yet.
 
-        A version has one digest. A reader that finds a version twice couldn't tell which record names its weights.
+        Each version has one digest. If a version had two records, a reader couldn't tell which one names its weights.
         """
         known = self.published
         for publish in publishes:
@@ -292,7 +293,7 @@ class Store:
 
     @property
     def published(self) -> dict[str, Publish]:
-        """Version of weights -> its `publish` record; if two leads recorded one version, the later lead's record."""
+        """Version of weights -> its `publish` record, or the later lead's record if two leads recorded the version."""
         found: dict[str, Publish] = {}
         for stored in self.run_records("publish"):
             publish = cast(Publish, stored.record)
@@ -304,11 +305,12 @@ class Store:
 
     @cached_property
     def index(self) -> Index:
-        """The cache behind `tapes` and `tape`; `index.tapes(where, values)` answers other questions."""
+        """The cache behind `tapes` and `tape`. Use `index.tapes(where, values)` for other queries."""
         return Index(self.folder, disk=self.disk, path=self._index_path)
 
     def refresh(self) -> dict[str, Break]:
-        """Read the lines since the last refresh; returns the torn segments. Corrupt if durable bytes changed."""
+        """Read the lines written since the last refresh, and return the torn segments. Raises Corrupt if durable bytes
+        changed."""
         breaks = self.index.refresh()
         for broken in breaks.values():
             if broken.verdict == "corrupt":
@@ -317,24 +319,25 @@ class Store:
 
     @check_arguments
     def summaries(self, **where: Unpack[Where]) -> list[Summary]:
-        """Summaries of the tapes that fit, in the order in which they began, from the index alone.
+        """Return summaries of the matching tapes in the order in which they began. Only the index is read.
 
-        `version`: a policy version that sampled one of the tape's calls. `closed`: whether the tape has an end. None,
-        like a missing key, sets no condition.
+        `version` is a policy version that sampled one of the tape's calls, and `closed` says whether the tape has an
+        end. A value of None, like a missing key, sets no condition.
         """
         self.refresh()
-        # SQLite takes no int of more than 64 bits, so rewards are floats.
+        # SQLite accepts no integer of more than 64 bits, so rewards are passed as floats.
         chosen = {_CLAUSES[k]: float(cast(float, v)) if "reward" in k else v for k, v in where.items() if v is not None}
         return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
-        """The tapes that fit (arguments of `summaries`), read one by one as they are asked for."""
+        """Yield the matching tapes, reading each one when it is needed. The arguments are those of `summaries`."""
         for summary in self.summaries(**where):
             yield self.tape(summary.id, refresh=False)
 
     @check_arguments
     def tape(self, tape: str, *, refresh: bool = True) -> Tape:
-        """The tape with this id, or the only one whose id starts with it, with its layers. NoSuchTape otherwise."""
+        """Return the tape with this id, or the only one whose id starts with it, with its layers, or raise
+        NoSuchTape."""
         if refresh:
             self.refresh()
         return self._tape(self._resolve(tape))
@@ -349,9 +352,9 @@ class Store:
         return found[0]
 
     def _tape(self, tape: str) -> Tape:
-        """The tape, on the prefix of its parent, which is on the prefix of its own parent, and so on.
+        """Return the tape. A fork starts with a prefix of its parent, which may itself be a fork, and so on.
 
-        Only the records of the prefix are read from a parent, which may have grown after the fork.
+        Only the prefix is read from a parent, because the parent may have grown after the fork.
         """
         line = [self._read(tape, None)]
         seen = {tape}
@@ -372,7 +375,8 @@ class Store:
         return found
 
     def _read(self, tape: str, records: int | None) -> tuple[list[bytes], list[Record]]:
-        """Bodies of the tape's own records, and its layers; with `records`, only that many bodies and no layers."""
+        """Return the bodies of the tape's own records, and its layers. If `records` is given, return only that many
+        bodies and no layers."""
         places = self.index.places(tape)
         ended = next((k for k, place in enumerate(places) if place.t == "end"), len(places))
         inside = [place for k, place in enumerate(places) if k <= ended and place.t in IN_TAPE]
@@ -382,15 +386,16 @@ class Store:
         return list(self.bodies(inside[:records])), [parse_record(body) for body in self.bodies(layers)]
 
     def bodies(self, places: Sequence[Place]) -> Iterator[bytes]:
-        """As `Index.bodies`."""
+        """Yield the bodies of the records at these places, like `Index.bodies`."""
         return self.index.bodies(places)
 
     def records(self) -> Iterator[Stored]:
-        """Every record, segment by segment, each up to a torn tail. Raises Corrupt if durable bytes changed."""
+        """Yield every record, segment by segment. Each segment ends before its torn tail, if it has one. Raises Corrupt
+        if durable bytes changed."""
         return self._read_on({})
 
     def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
-        """The records that `readers` (by segment) have not given yet; each record advances its reader."""
+        """Yield the records that `readers` (by segment) have not yielded yet. Each record advances its reader."""
         for name, size in segment_sizes(self.folder, self.disk).items():
             reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
             reader.end = size
@@ -401,22 +406,23 @@ class Store:
                 raise broken.error()
 
     def run_records(self, *kinds: str) -> Iterator[Stored]:
-        """The records without a tape (`use`, `void`, `publish`, `open`, `commit`, `seal`), or those kinds of them."""
+        """Yield the records without a tape (`use`, `void`, `publish`, `open`, `commit`, `seal`). If `kinds` are given,
+        yield only the records of these kinds."""
         self.refresh()
         places = [place for place in self.index.places("") if not kinds or place.t in kinds]
         for place, body in zip(places, self.bodies(places), strict=True):
             yield Stored(place.segment, place.n, place.t, None, body)
 
     def lineages(self) -> Lineages:
-        """Every `use` and `void` record, folded."""
+        """Return the lineages, folded from every `use` and `void` record."""
         return Lineages(cast(Use | Void, stored.record) for stored in self.run_records("use", "void"))
 
     def ledger(self, lineage: str) -> Ledger:
-        """What that lineage has trained on: its redo log, its next update, the tapes in its updates."""
+        """Return what this lineage has trained on: its redo log, its next update, and the tapes in its updates."""
         return self.lineages().ledger(lineage)
 
     def books(self) -> Books:
-        """The account of every token and episode so far. Reads only the records since the last call."""
+        """Return the accounting of every token and episode so far. Only the records since the last call are read."""
         with self._books_lock:
             for stored in self._read_on(self._books_readers):
                 self._books_fold.add(stored.body)
@@ -429,7 +435,7 @@ class Store:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Corrupt if a file of a run's checkpoint is not the one that the run recorded. Any other folder passes."""
+    """Raise Corrupt if a file in a run's checkpoint is not the one that the run recorded. Any other folder passes."""
     path = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
     run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
     if run is not None and (run / "tapes").is_dir():

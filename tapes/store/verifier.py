@@ -1,9 +1,9 @@
 """Verify: read every line of a run without the index, and report what holds, the damage, and the parts not checked.
 
-Broken: bytes below a frontier, a seal or a pin differ from the written bytes; a record names something that is missing;
-a token or episode is not accounted for (`books`). Undecidable: a torn tail that no recovery has set aside, a missing
-segment that nothing pins, or a record with a part that only a newer version knows. It runs no agent, environment or
-model, and it changes nothing.
+A run is broken if bytes below a frontier, a seal or a pin differ from the bytes that were written, if a record names
+something that is missing, or if a token or an episode is not accounted for (`books`). A run is undecided if it has a
+torn tail that no recovery has set aside, if a segment is missing that nothing pins, or if a record has a part that only
+a newer version knows. Verification runs no agent, environment or model, and it changes nothing.
 """
 
 from __future__ import annotations
@@ -43,54 +43,58 @@ class SegmentReport(Value):
 
     name: str
     lines: int
-    """Whole, chained lines from the start."""
+    """Intact lines from the start of the segment, up to the first break in the chain."""
     size: int
-    """Bytes that they take."""
+    """Bytes in these lines."""
     head: str
-    """Hash of the last of them: the pin of all before."""
+    """Hash of the last of these lines. As a pin, it covers all of them."""
     frontier: int
-    """Lines that the segment itself says were durable."""
+    """Number of lines that were durable according to the segment itself."""
     sealed: bool
     reason: str | None
-    """The reason in its seal (`closed`, `full`, `exit`); None without a seal."""
+    """The reason in its seal (`closed`, `full` or `exit`), or None if it has no seal."""
     next: str | None
-    """The segment in which a full one continues, by its seal."""
+    """The segment that continues this one, named in the seal of a full segment."""
     live: bool | None
     """Whether a writer holds its lock; None if the lock can't be tested."""
     problem: str | None = None
 
 
 class Report(Value):
-    """What `verify` found. `exit_code`: 0 holds, 1 broken, 2 undecided."""
+    """What `verify` found.
+
+    `exit_code` is 1 (broken) if `broken` has entries, otherwise 2 (undecided) if `torn`, `holes`, `unsettled` or
+    `unknown` has entries or the run has no segments, and otherwise 0 (holds).
+    """
 
     run: str
     exit_code: int
     records: int
     episodes: int
     head: str | None
-    """`segment:hash` of the newest segment: keep it outside the run, and pass it as a pin later."""
+    """`segment:hash` of the newest segment. Keep it outside the run, and pass it as a pin later."""
     segments: tuple[SegmentReport, ...]
     broken: tuple[str, ...]
-    """Each a sentence; any of them makes the exit code 1."""
+    """Sentences about damage."""
     torn: tuple[str, ...]
-    """Tails above the frontier that are not whole lines; exit code 2."""
+    """Sentences about tails above the frontier that are not whole lines."""
     holes: tuple[str, ...]
-    """Numbers of segments that are missing and that nothing pins; exit code 2."""
+    """Numbers of segments that are missing and that nothing pins."""
     unsettled: tuple[str, ...]
-    """Sentences on gaps that a crash can leave, and that deleting or cutting a file leaves too; exit code 2."""
+    """Sentences about gaps that either a crash or a deleted or shortened file can leave."""
     unknown: tuple[str, ...] = ()
-    """Parts of records that this version doesn't know, each a sentence; exit code 2."""
+    """Sentences about parts of records that this version doesn't know."""
     set_aside: tuple[str, ...]
     """Files with torn bytes that a recovery kept."""
     pins: int
-    """Pins that were compared, including those that segments hold of each other."""
+    """Pins that were compared, including those that segments hold for each other."""
     files: int
-    """Other files of the run that were compared with a recorded digest: configuration, results, checkpoints."""
+    """Other files (configuration, results, checkpoints) that were compared with a recorded digest."""
     media: int
-    """Media files that records name; each was read and compared with its name."""
+    """Media files that records name. Each one was read and compared with its name."""
     unnamed_media: int
     open: int
-    """Episodes without an end: running, or not recovered yet."""
+    """Episodes without an end, which are still running or were not recovered yet."""
     books: Books
     not_checked: tuple[str, ...]
 
@@ -102,7 +106,7 @@ class Report(Value):
 
 
 class _Fold:
-    """The account of the lines so far."""
+    """Accumulates what the lines read so far contain."""
 
     def __init__(self) -> None:
         self.books = BooksFold()
@@ -116,9 +120,9 @@ class _Fold:
         """Epoch -> the segment with its record."""
         self.records = 0
         self._unknown: dict[tuple[str, str | None], tuple[int, str]] = {}
-        """(part, the version that wrote it) -> how many records have it, and the place of the first."""
+        """(part, the version that wrote it) -> the number of records with this part, and the place of the first one."""
         self._wrote: dict[str, str] = {}
-        """Tape -> version of the package that recorded it."""
+        """Tape -> the package version that recorded it."""
 
     def add(self, segment: str, line: Line) -> None:
         self.records += 1
@@ -158,7 +162,7 @@ class _Fold:
                 )
 
     def unknown(self) -> list[str]:
-        """Sentences on the parts of records that this version doesn't know."""
+        """Return sentences about the parts of records that this version doesn't know."""
         return [
             f"{first} has {part}, which this version doesn't know"
             f"{f'; Tapereel {wrote} wrote it' if wrote else ''}{f' (and {n - 1:,} more records)' if n > 1 else ''}"
@@ -167,32 +171,33 @@ class _Fold:
 
 
 class _Pictures:
-    """Compares the places in each prompt with the pictures of its messages, and these with the pictures on the tape.
+    """Compares the places in each prompt with the pictures in its messages, and these with the pictures on the tape.
 
-    Without a model, the tokens of a place are only known from the file's size: a processor makes the same grid and ids
-    for each picture of one size, and a picture's ids end as they begin.
+    Without a model, the tokens at a place can only be checked against the size of the picture. A processor produces the
+    same grid and ids for all pictures of one size, and a picture's ids end with the id that they begin with.
     """
 
     def __init__(self) -> None:
         self._shown: dict[str, set[str]] = {}
-        """Tape -> the pictures of its steps and requests (`_named`). A fork is missing if its parent wasn't read."""
+        """Tape -> the pictures in its steps and requests (`_named`). A fork has no entry if its parent wasn't read."""
         self._sizes: dict[tuple[str, int, int], str] = {}
-        """(file, width, height) in a record -> its tape."""
+        """(file, width, height) in a record -> the tape with that record."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
-        """(call, processor and path, place, hash of its ids, whether all are equal, whether its end is plausible)."""
+        """(call, processor and path, place, hash of its ids, whether they are all equal, whether its end is plausible).
+        """
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
-        """Call with pictures -> (index of the message, part) of each picture and video, and its places in the prompt.
+        """Call with pictures -> (index of the message, part) for each picture and video, and the places in its prompt.
         """
 
     def add(self, record: Begin | StepRecord | Call) -> list[str]:
-        """Sentences on what doesn't agree."""
+        """Add a record, and return a sentence for each disagreement."""
         if isinstance(record, Begin):
             above = self._shown.get(record.parent.tape) if record.parent is not None else ()
             if above is not None:
                 self._shown[record.tape] = set(above)
             self._processors[record.tape] = record.versions.get("processor", "")
-        # The class of a step may not be imported, so its JSON is read.
+        # The class of a step may not be imported, so its JSON is read instead.
         asks = isinstance(record, Call)
         content = visual_parts(record.messages) if asks else from_json(record.body()) if record.media else []
         self._sizes |= dict.fromkeys(_sizes(content), record.tape)
@@ -217,7 +222,7 @@ class _Pictures:
             run, around = len(set(ids)) == 1, [*record.prompt[:start][-1:], *record.prompt[end : end + 1]]
             ends = place.kind == "video" or (ids[0] == ids[-1] and not (run and ids[0] in around))
             self._placed.append((record.call, by, place, sha256(ids).digest(), run, ends))
-        # A renderer reads every video by one place, or every one as frames.
+        # A renderer represents either every video as one place or every video as separate frames.
         parts: list[Message] = [part for _, part in asked]
         if not any(place.kind == "video" for place in places):
             parts = image_parts([{"content": parts}])
@@ -230,7 +235,7 @@ class _Pictures:
         ]
 
     def check(self, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """Sentences on what doesn't agree with the files. sizes: width and height in the header of each."""
+        """Yield a sentence for each disagreement with the files. `sizes` has the width and height in each header."""
         for (name, *said), tape in self._sizes.items():
             if tuple(said) != (size := sizes.get(name, tuple(said))):
                 yield f"tape {tape} records {said[0]}x{said[1]} pixels for the picture {name}; its file has {size}"
@@ -239,7 +244,7 @@ class _Pictures:
             width, height = size = sizes.get(place.media[0], (0, 0))
             grid, known = place.grid, (by, place.kind, place.times, size) if any(size) else (place,)
             fits = ends and first.setdefault(known, (grid, ids)) == (grid, ids)
-            if run:  # a processor merges the patches of a square into one token
+            if run:  # a processor merges a square of patches into one token
                 fits &= isqrt(max(prod(grid), 0) // place.length) ** 2 * place.length == prod(grid)
             tall, wide = (0, 0, *grid)[-2:]
             if not fits or (tall - wide) * (height - width) < 0:
@@ -250,7 +255,7 @@ class _Pictures:
 
 
 def _sizes(content: object) -> Iterator[tuple[str, int, int]]:
-    """(file, width, height) of each picture in JSON."""
+    """Yield (file, width, height) for each picture in a JSON value."""
     match content:
         case {"media": str(name), "width": int(width), "height": int(height)}:
             yield name.removeprefix("media:"), width, height
@@ -262,36 +267,36 @@ def _sizes(content: object) -> Iterator[tuple[str, int, int]]:
 
 
 def _named(shown: Place | Video) -> str:
-    """The files of a picture or video and, of a video, the seconds of its frames."""
+    """Return the file names of a picture or video, with the time in seconds of each frame of a video."""
     names = shown.media if isinstance(shown, Place) else [frame.name for frame in shown.frames]
     return " ".join([*names, *(f"{seconds!r} s" for seconds in shown.times)])
 
 
 class _Pins:
-    """Hashes that some line must have."""
+    """Pinned hashes. For each pin, some line must have that hash."""
 
     def __init__(self, pins: Iterable[str], disk: Disk) -> None:
-        """pins: the caller's pins."""
+        """`pins` are the caller's pins."""
         self.of_segment: set[tuple[str, str]] = set()
         self.anywhere: set[str] = set()
         self.outside = 0
-        """Pins that did not come from the segments themselves."""
+        """Number of pins that did not come from the segments themselves."""
         self.opens: dict[str, list[tuple[str, str]]] = {}
         """Segment -> the pins in its first line."""
         self.met: dict[tuple[str, str], int] = {}
-        """Pin -> the lines up to it, its own included."""
+        """Pin -> number of lines up to and including the pinned line."""
         self.problems: list[str] = []
         for pin in map(str, pins):
             self._add(disk, pin)
 
     def add_file(self, disk: Disk, path: Path) -> None:
-        """Add the heads in a file like `pins.json`. ValueError if the file holds no pins."""
+        """Add the heads in a file like `pins.json`. Raises ValueError if the file holds no pins."""
         heads = read_pin_file(disk, path)
         self.of_segment |= set(heads.items())
         self.outside += len(heads)
 
     def _add(self, disk: Disk, pin: str) -> None:
-        """Add one pin of the caller: `segment:hash`, a hash, or the path of a file of pins."""
+        """Add one of the caller's pins, which is `segment:hash`, a hash, or the path of a file with pins."""
         match = _PIN.fullmatch(pin)
         if match is not None:
             self.outside += 1
@@ -305,7 +310,7 @@ class _Pins:
             ) from None
 
     def see(self, name: str, line: Line) -> None:
-        """Count a sound line of segment `name`."""
+        """Mark the pins that an intact line of segment `name` meets."""
         h = line.h.decode()
         if h in self.anywhere or (name, h) in self.of_segment:
             self.met[name, h] = line.n + 1
@@ -324,10 +329,10 @@ class _Pins:
 
 
 def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] = (), disk: Disk = REAL) -> Report:
-    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`. UsageError if `path`
-    is not a run, ValueError if a pin is invalid.
+    """Check a run. A pin is `segment:hash`, a bare hash, or the path of a file like `pins.json`.
 
-    exact: pins that together end the run: a line or file that they don't cover is broken.
+    The pins in `exact` together mark the end of the run: any line or file that they don't cover counts as broken.
+    Raises UsageError if `path` is not a run, and ValueError if a pin is invalid.
     """
     path, folder = Path(path), Path(path) / "tapes"
     try:
@@ -353,7 +358,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
         found.broken += [*after, *(f"after the pin: {text}" for text in open_files)]
     books, unknown = found.books.books(), found.unknown()
     findings = [f"the books: {finding}" for finding in books.findings]
-    (unknown if unknown else found.broken).extend(findings)  # what isn't accounted for may be in unknown records
+    (unknown if unknown else found.broken).extend(findings)  # unknown records may hold what isn't accounted for
     return Report(
         run=str(path),
         exit_code=1 if found.broken else 2 if torn or holes or unsettled or unknown or not sizes else 0,
@@ -378,9 +383,9 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
 
 
 def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) -> _Pins:
-    """The caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
+    """Collect the caller's pins, those in the run's `pins.json`, and those in each segment's first line."""
     wanted = _Pins(pins, disk)
-    with contextlib.suppress(FileNotFoundError):  # `not_checked` names the consequences of its absence
+    with contextlib.suppress(FileNotFoundError):  # `not_checked` says what a missing file leaves unchecked
         try:
             wanted.add_file(disk, path / PINS)
         except (ValueError, NotAFile) as error:
@@ -455,7 +460,7 @@ def _digests(folder: Path, names: list[str], disk: Disk, tapes: Iterable[str]) -
 
 
 def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
-    """Check every media file that a record names; returns how many files no record names."""
+    """Check every media file that a record names. Return the number of files that no record names."""
     media, sizes = Media(folder / "media", disk=disk), dict[str, tuple[int, int]]()
     for name in sorted(found.media):
         try:
@@ -473,8 +478,8 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
 
 
 def _check_files(path: Path, found: _Fold) -> int:
-    """Compare the files that records have digests of; returns how many. A checkpoint may be gone as a whole: old ones
-    are deleted."""
+    """Compare the files for which records have digests, and return their number. A whole checkpoint may be missing,
+    because old checkpoints are deleted."""
     compared, whole = 0, dict[Path, dict[Path, str]]()
     if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
         found.broken.append(f"{path / 'checkpoints'} is not a folder")
@@ -495,9 +500,10 @@ def _check_files(path: Path, found: _Fold) -> int:
 
 
 def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _Pins, disk: Disk) -> list[str]:
-    """Gaps that a crash can leave, and that a cut or a deletion leaves too."""
+    """Return sentences about gaps that either a crash or a shortened or deleted file can leave."""
     kept = dict[str, str]()
-    with contextlib.suppress(OSError, ValueError):  # read after the locks were tested: a writer may just have closed
+    # The pins are read after the locks were tested, because a writer may have closed its segment just before.
+    with contextlib.suppress(OSError, ValueError):
         kept = read_pin_file(disk, path / PINS)
     settled = {pin for pins in wanted.opens.values() for pin in pins}
     pinned = {name for name, _ in settled}
@@ -517,10 +523,10 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
         found.broken.append(str(error))
     for epoch, name in found.leads.items():
         last = by_name[name]
-        while last.next in by_name and last.next > last.name:  # forged names may go round in a circle
+        while last.next in by_name and last.next > last.name:  # forged names could form a cycle
             last = by_name[last.next]
         if epoch < max(found.leads) and last.name in pinned:
-            # A later lead ended this one, which may then write no seal. That lead's first line pins what there was.
+            # A later lead ended this one, which may then write no seal. The later lead's first line pins its lines.
             continue
         if epoch not in leads:
             sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
@@ -531,7 +537,7 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
 
 
 def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pins, disk: Disk) -> Iterator[str]:
-    """A sentence for each segment with bytes that the last pins, and the pins in the lines before them, don't cover."""
+    """Yield a sentence for each segment with bytes that neither the last pins nor the pins in earlier lines cover."""
     covered: dict[str, int] = {}
     todo = [pin for pin in wanted.met if pin in last.of_segment or pin[1] in last.anywhere]
     while todo:
