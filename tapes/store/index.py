@@ -1,11 +1,11 @@
-"""The index: the place of every record, and a summary of each tape. An SQLite database in memory.
+"""The index has the place of every record and a summary of each tape. It is an SQLite database in memory.
 
-It holds nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
-record that can't be read is listed in `unread`, and the tape's other records are indexed.
+It contains nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
+record that can't be read is listed in `unread`, and the tape's other records are still indexed.
 
-Between processes it is kept in a file, which may be deleted: the database, followed by a code (HMAC-SHA256) that only
-this user can make. Numbers that users publish come from the index, so a file without the right code is not read, and
-the index is built again from the records. A bad file costs that time and nothing else.
+Between processes, the index is kept in a file that may be deleted at any time. The file has the database, followed by a
+code (HMAC-SHA256) that only this user can compute. Because users publish numbers from the index, a file without the
+right code is not read, and the index is rebuilt from the records. A bad file costs only the time to do so.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin,
 log = logger("index")
 
 _FORMAT = b"tapereel index 7\n"
-"""Comes before the database in the bytes that the file's code covers, so another format has another code."""
+"""Precedes the database in the bytes that the file's code covers, so that a different format has a different code."""
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -64,24 +64,24 @@ class Segment(NamedTuple):
 
     name: str
     offset: int
-    """Bytes."""
+    """Size in bytes."""
     last: int
     """Byte offset of its last line."""
     n: int
-    """Lines."""
+    """Number of lines."""
     first: str
     """Hash of the first line."""
     head: str
     frontier: int
     sealed: str | None
-    """The seal's reason; None without a seal."""
+    """The reason in the seal, or None if there is no seal."""
     next: str | None
     pins: str
-    """JSON of `open.pins`."""
+    """`open.pins` as JSON."""
 
 
 class Place(NamedTuple):
-    """The place of one record's line."""
+    """The place of the line with one record."""
 
     segment: str
     n: int
@@ -104,24 +104,24 @@ class Unread(NamedTuple):
 
 
 class Index:
-    """One folder's index. Thread-safe."""
+    """The index of one folder. It is thread-safe."""
 
     def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
-        """`path`: the file that keeps the index for later processes; None to keep none."""
+        """`path` is the file that keeps the index for later processes. If it is None, the index is not kept."""
         self.folder, self.disk = folder, disk
         self._path = path
         self._db = self._load()
-        # From Python 3.13 a connection that is collected while open warns. Stores that no caller closes are usual.
+        # Since Python 3.13, an open connection warns when it is garbage-collected. Many callers never close a store.
         weakref.finalize(self, self._db.close)
         self._read_lines = 0
-        """Lines that this process read, and the file therefore lacks."""
+        """Number of lines that this process read and that are therefore missing in the file."""
         self._tapes: dict[str, TapeFold] = {}
-        """Tapes with new records; `_flush` writes them."""
+        """Tapes with new records, which `_flush` writes."""
         self._versions: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
     def close(self, *, keep: bool = True) -> None:
-        """Keep the index for later processes, if much of it is new. Raises nothing: the file is a cache."""
+        """Keep the index for later processes if much of it is new. Never raises, because the file is only a cache."""
         with self._lock:
             path, self._path = self._path, None
             if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
@@ -133,13 +133,13 @@ class Index:
             self._db.close()
 
     def _load(self) -> sqlite3.Connection:
-        """The database in the file, or an empty one if the file is missing or not written by this user's processes."""
+        """Load the database in the file, or an empty one if the file is missing or another user's process wrote it."""
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             whole = b"" if self._path is None else read_file(self._path, self.disk)
             data, code = whole[:-_CODE], whole[-_CODE:]
             if data and hmac.compare_digest(code, _code(data)):
-                # Through a copy: a database that was read from bytes can't grow beyond 1 GiB.
+                # The database is copied, because one that was read from bytes can't grow beyond 1 GiB.
                 with contextlib.closing(sqlite3.connect(":memory:")) as kept:
                     kept.deserialize(data)
                     kept.backup(db)
@@ -147,14 +147,14 @@ class Index:
             pass
         except (OSError, RuntimeError, sqlite3.Error) as error:
             log.warning("%s can't be read (%s): the index is built again from the records", self._path, error)
-        # Sorting in memory, too: no question fails for a temporary file.
+        # Sorting also uses memory, so that no query fails because it can't create a temporary file.
         db.executescript(f"pragma temp_store = memory; {_SCHEMA}")
         return db
 
     def refresh(self) -> dict[str, Break]:
-        """Read the new lines; returns the segments whose lines break before the file ends, live ones included."""
+        """Read the new lines. Return the segments, live ones included, whose lines break before the file ends."""
         with self._lock:
-            # One transaction: an error must not leave a segment's offset without its records.
+            # This is one transaction, because an error must not leave a segment's offset without its records.
             self._db.execute("begin")
             try:
                 breaks = self._refresh()
@@ -169,7 +169,7 @@ class Index:
     def _refresh(self) -> dict[str, Break]:
         known = {row.name: row for row in self.segments()}
         sizes = segment_sizes(self.folder, self.disk)
-        # A segment that was cut by recovery, replaced from a copy or removed makes every row doubtful: start over.
+        # If a segment was cut by recovery, replaced from a copy or removed, no row can be trusted, so start over.
         if not all(name in sizes and self._still(row) for name, row in known.items()):
             for table in ("segments", "tapes", "versions", "records", "unread", "met"):
                 self._db.execute(f"delete from {table}")
@@ -182,9 +182,9 @@ class Index:
         return breaks
 
     def _still(self, row: Segment) -> bool:
-        """Whether the segment still has, at its place, the last line that was indexed.
+        """Return whether the last line that was indexed is still at its place in the segment.
 
-        That line's hash chains all lines before it, so one line is enough to compare.
+        Comparing this one line is enough, because its hash chains all lines before it.
         """
         try:
             with self.disk.open(self.folder / f"{row.name}.jsonl") as file:
@@ -252,7 +252,7 @@ class Index:
             return
         fold = self._tapes.get(tape) or self._stored(tape)
         if fold is None:
-            return  # a record of a tape that never began: `verify` reports it
+            return  # the record belongs to a tape that never began, which `verify` reports
         self._tapes[tape] = fold
         if t == "step":
             fold.actions += is_action(line.body)
@@ -273,16 +273,16 @@ class Index:
         self._tapes.clear()
         self._versions.clear()
 
-    # Questions
+    # Queries
 
     def segments(self) -> list[Segment]:
-        """In the order of their creation."""
+        """Return the segments in the order of their creation."""
         return [Segment(*row) for row in self._ask("select * from segments order by name")]
 
     def tapes(
         self, where: str = "1", values: Iterable[object] = (), *, limit: int = -1, offset: int = 0
     ) -> list[Summary]:
-        """Summaries, in the order in which the tapes began; at most `limit` after the first `offset` of them."""
+        """Return summaries in the order in which the tapes began, at most `limit` after skipping `offset` of them."""
         return [
             Summary(*row[:-1])
             for row in self._ask(
@@ -291,11 +291,11 @@ class Index:
         ]
 
     def among(self, tapes: Iterable[str]) -> list[Summary]:
-        """Summaries of the tapes with these ids, in the order in which they began; unknown ids are skipped."""
+        """Return summaries of the tapes with these ids in the order in which they began. Unknown ids are skipped."""
         return self.tapes("id in (select value from json_each(?))", [to_json(list(tapes)).decode()])
 
     def versions(self, tapes: Iterable[str]) -> dict[str, list[str]]:
-        """The policy versions that sampled each of these tapes; a tape without any is left out."""
+        """Return the policy versions that sampled each of these tapes. A tape without versions is left out."""
         found: dict[str, list[str]] = {}
         for version, tape in self._ask(
             "select version, tape from versions where tape in (select value from json_each(?))",
@@ -305,15 +305,15 @@ class Index:
         return found
 
     def unread(self) -> list[Unread]:
-        """The records of summaries that can't be read."""
+        """Return the records that summaries need and that can't be read."""
         return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
 
     def rewards(self) -> dict[str, float | None]:
-        """The recorded reward of every tape; None if nothing was scored."""
+        """Return the recorded reward of every tape, which is None if nothing was scored."""
         return dict(self._ask("select id, reward from tapes"))
 
     def written(self, segment: str, since: int) -> set[tuple[str, str]]:
-        """(tape, t) of a segment's records from line `since` on; an empty id for records without a tape."""
+        """Return (tape, t) for a segment's records from line `since` on. Records without a tape have an empty id."""
         return {
             (tape, t)
             for tape, t in self._ask(
@@ -322,7 +322,7 @@ class Index:
         }
 
     def ids(self, prefix: str) -> list[str]:
-        """At most 3 ids that start with `prefix`: enough to tell none, one and several."""
+        """Return at most 3 ids that start with `prefix`, which is enough to distinguish none, one and several."""
         rows = self._ask(
             "select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
             prefix,
@@ -333,7 +333,8 @@ class Index:
         return [row[0] for row in rows]
 
     def places(self, tape: str, *, t: str | None = None, limit: int = -1, offset: int = 0) -> list[Place]:
-        """The records of this tape, in order; for the empty id, the records without a tape. t: only of this type."""
+        """Return the places of this tape's records in order, or only of those with type `t`. The empty id stands for
+        records without a tape."""
         return [
             Place(*row)
             for row in self._ask(
@@ -347,8 +348,8 @@ class Index:
         ]
 
     def bodies(self, places: Iterable[Place]) -> Iterator[bytes]:
-        """Bodies of the records at these places, in that order. Each line's hash is checked again, since the index is
-        only a cache."""
+        """Yield the bodies of the records at these places, in that order. Each line's hash is checked again, since the
+        index is only a cache."""
         for name, group in groupby(places, lambda place: place.segment):
             with self.disk.open(self.folder / f"{name}.jsonl") as file:
                 for place in group:
@@ -356,7 +357,8 @@ class Index:
                     yield parse_line(file.read(place.length)[:-1]).body
 
     def met(self) -> set[tuple[str, str]]:
-        """Pins (segment, hash) of lines inside segments that were found before, so those needn't be read again."""
+        """Return the pins (segment, hash) that were already found on lines inside segments, so that those needn't be
+        read again."""
         return {(name, head) for name, head in self._ask("select name, head from met")}
 
     def note_met(self, pins: Iterable[tuple[str, str]]) -> None:
@@ -369,7 +371,8 @@ class Index:
 
 
 def _storable(summary: Summary) -> Summary:
-    """The same, checked: TypeError names the first value that SQLite can't hold (text, a float, a 64-bit integer)."""
+    """Return the summary unchanged. Raises TypeError for the first value that SQLite can't hold, which can hold text,
+    floats and 64-bit integers."""
     for name, value in zip(Summary._fields, summary[:BEGUN], strict=False):
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")
@@ -387,16 +390,17 @@ def read_pins(opened: Mapping[str, object]) -> str:
 
 
 _CODE = 32
-"""Bytes of a code."""
+"""Length of a code in bytes."""
 
 
 def _code(data: bytes) -> bytes:
-    """The code of an index with this content. OSError or RuntimeError if the user has no folder for a secret."""
+    """Return the code for an index with this content. Raises OSError or RuntimeError if the user has no folder for a
+    secret."""
     return hmac.digest(_secret(), _FORMAT + data, "sha256")
 
 
 def _secret() -> bytes:
-    """32 random bytes that only this user can read; made at the first use."""
+    """Return 32 random bytes that only this user can read. They are created at the first use."""
     path = state_folder() / "index.key"
     with contextlib.suppress(FileNotFoundError):
         found = read_file(path)

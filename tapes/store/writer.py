@@ -1,18 +1,18 @@
-"""The writer: the journal of one process, written as a chain of segments. It holds the lock of its newest segment.
+"""The writer keeps the journal of one process as a chain of segments. It holds the lock of its newest segment.
 
-`append` builds the line and queues it, without touching the disk. A thread does all writing:
+`append` builds the line and queues it without touching the disk. One thread does all the writing:
 
-* it writes the queued lines, and syncs when a caller waits (group commit: one sync serves all waiting callers);
-* when it falls idle it writes a `commit` line, which states the frontier: how many lines are durable;
-* when a segment is full it seals it and continues in a new one.
+* It writes the queued lines, and syncs when a caller waits. One sync serves all waiting callers (group commit).
+* When it becomes idle, it writes a `commit` line that states the frontier, which is the number of durable lines.
+* When a segment is full, it seals it and continues in a new one.
 
 A line is acknowledged only after the sync that covers it. The frontier that a line states (`c`) counts only lines that
-were synced before that line was built, so a reader may take it as proof: bytes below it that differ are corruption,
-bytes above it that are torn are an ordinary crash.
+were synced before that line was built, so a reader can rely on it. Changed bytes below the frontier are corruption, and
+torn bytes above it come from an ordinary crash.
 
-The first write or sync that fails poisons the writer: acknowledged lines are safe, nothing is tried again, and every
-later call raises StoreFailed. A retried sync proves nothing (see `disk`): Linux marks the failed pages clean, so the
-next fsync may succeed although the bytes are lost.
+The first write or sync that fails poisons the writer. Acknowledged lines are safe, nothing is retried, and every later
+call raises StoreFailed. A successful retry of a sync proves nothing (see `disk`): Linux marks the failed pages clean,
+so the next fsync may succeed although the bytes are lost.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from .segment import ZERO, encode_line, next_name, segment_names
 Done = Callable[[StoreFailed | None], None]
 
 CLOSED = "closed"
-"""The seal's reason if a store was closed. Its head is then in `pins.json`."""
+"""The reason in the seal of a store that was closed. The head of that seal is then in `pins.json`."""
 NAMED_EVERY = 256
-"""Lines. A busy writer, which is never idle, states the frontier this often. A `commit` line also names its segment,
+"""Number of lines after which a writer that is never idle states the frontier. A `commit` line also names its segment,
 which ties the lines around it to this file when other lines are damaged (`reader`)."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
-    """Create the next segment's file; returns its name and the locked handle.
+    """Create the next segment's file, and return its name and its locked handle.
 
-    The caller must hold the folder's lock: between creation and locking, recovery would take the file for the segment
-    of a dead process and would seize it.
+    The caller must hold the folder's lock. Otherwise, before the file is locked, recovery would mistake it for the
+    segment of a dead process and take it over.
     """
     name = next_name(segment_names(disk.names(folder)), disk.nonce())
     path = folder / f"{name}.jsonl"
@@ -56,13 +56,13 @@ def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
         raise StoreFailed(
             f"another process locked {path}, which this one just created; write to a run only through its Store"
         )
-    # Before any line is acknowledged: a power cut could otherwise take the name, and with it synced lines.
+    # The name must be durable before any line is acknowledged: a power cut could otherwise lose it and synced lines.
     disk.sync_dir(folder)
     return name, handle
 
 
 class FolderLock:
-    """The lock under which segments are created and recovered, by one process at a time. Held for that time only."""
+    """The lock that a process holds while it creates or recovers segments, so that only one does so at a time."""
 
     def __init__(self, disk: Disk, folder: Path) -> None:
         self._disk, self._path = disk, folder / "lock"
@@ -76,9 +76,10 @@ class FolderLock:
 
 
 def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
-    """Whether a writer holds the segment's lock; None if the lock can't be tested.
+    """Return whether a writer holds the segment's lock, or None if the lock can't be tested.
 
-    The test takes the lock for a moment. The folder's lock keeps a starting writer from seeing that as a live writer.
+    The test takes the lock for a moment. The folder's lock prevents a starting writer from mistaking that for a live
+    writer.
     """
     try:
         with FolderLock(disk, folder):
@@ -92,7 +93,7 @@ def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
 
 
 class WriterOptions(TypedDict, total=False):
-    """The options of a writer; `SegmentWriter` explains them."""
+    """The options of a writer, which `SegmentWriter` explains."""
 
     durability: Durability | Literal["step", "tape", "os"]
     rotate_bytes: int
@@ -103,7 +104,8 @@ class WriterOptions(TypedDict, total=False):
 
 
 class SegmentWriter:
-    """Implements `Journal`. Thread-safe; can't be reopened after `close`; one per process and run (`Store.writer`)."""
+    """Implements `Journal`. It is thread-safe and can't be reopened after `close`. Each process has one for each run
+    (`Store.writer`)."""
 
     def __init__(
         self,
@@ -119,10 +121,10 @@ class SegmentWriter:
         thread: bool = True,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Take over a segment that `new_segment` made, and make its first line durable.
+        """Take over a segment that `new_segment` created, and make its first line durable.
 
-        `idle`: seconds without a record after which the frontier is stated. `max_age`: seconds that a record may stay
-        unsynced when no caller waits for it. Without `thread`, only `commit`, `sync` and `close` write.
+        The frontier is stated after `idle` seconds without a record. A record stays unsynced for at most `max_age`
+        seconds if no caller waits for it. If `thread` is false, only `commit`, `sync` and `close` write.
         """
         self.folder, self.disk, self.durability = folder, disk, Durability(durability)
         name, self._handle = segment
@@ -131,23 +133,25 @@ class SegmentWriter:
         self.media = Media(folder / "media", disk=disk)
         """The run's media files."""
         self.guard: Callable[[], object] = lambda: None
-        """Called before lines are written; an error in it poisons the writer. A lease's `check`, under a lease."""
+        """Called before lines are written. If it raises, the writer is poisoned. Under a lease, it is the lease's
+        `check`."""
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
         self.failure: Exception | None = None
-        """The error that poisoned this writer; None while it works."""
+        """The error that poisoned this writer, or None while it works."""
         self._closing = False
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
-        # Lines, counted over all segments of this writer. Invariant: appended >= written >= durable. `written` survives
-        # the death of this process, `durable` also a power cut. Only the writing thread raises the last two.
+        # Numbers of lines in all segments of this writer. Invariant: appended >= written >= durable. Written lines
+        # survive the death of this process, and durable lines also a power cut. Only the writing thread increases these
+        # two numbers.
         self._appended = self._written = self._durable = 0
         self._unnamed = 0
         self._size = 0
         pinned = dict(pins or {})
         self._start(name, pinned, next(reversed(pinned.values())).encode() if pinned else ZERO)
-        self.commit()  # an `open` that is not durable could pin nothing, and recovery would find an empty file
+        self.commit()  # without a durable `open`, nothing would be pinned and recovery would find an empty file
         self._raise_failure()
         self._thread = threading.Thread(target=self._run, name=f"tapereel-{name}", daemon=True) if thread else None
         if self._thread is not None:
@@ -157,7 +161,8 @@ class SegmentWriter:
     # Appending
 
     def append(self, body: bytes) -> None:
-        """Queue one record body (compact JSON). Never waits for the disk; StoreFailed once poisoned or closed."""
+        """Queue one record body (compact JSON) without waiting for the disk. Raises StoreFailed if the writer is
+        poisoned or closed."""
         if len(body) > MAX_BODY or b"\n" in body or body[:1] != b"{" or body[-1:] != b"}":
             raise ValueError(
                 f"not a record body: {body[:60]!r}… ({len(body)} bytes); a body is one JSON object "
@@ -179,7 +184,7 @@ class SegmentWriter:
         self._unnamed += 1
 
     def _start(self, name: str, pins: dict[str, str], head: bytes) -> None:
-        """Queue the first line of segment `name`, after the lines that are queued already."""
+        """Queue the first line of segment `name` after the lines that are already queued."""
         self.segment = name
         self._head = head
         self._base = self._appended
@@ -189,20 +194,20 @@ class SegmentWriter:
 
     @property
     def head(self) -> str:
-        """Hash (hex) of the last line appended: the pin of everything before it."""
+        """Hash (hex) of the last line appended. As a pin, it covers everything up to that line."""
         return self._head.decode()
 
     @property
     def durable_lines(self) -> int:
-        """How many lines of the current segment would survive a power cut."""
-        # 0, not a negative count, while lines of the segment before are unsynced: no line of this one is durable.
+        """The number of lines in the current segment that would survive a power cut."""
+        # While lines of the previous segment are unsynced, the difference is negative: no line here is durable yet.
         return max(self._durable - self._base, 0)
 
     def _error(self) -> StoreFailed:
-        """A new exception for each caller: one that is raised twice collects the tracebacks of both."""
+        """Return a new exception for each caller, since one that is raised twice would collect both tracebacks."""
         cause = self.failure
         assert cause is not None
-        if isinstance(cause, StoreFailed):  # a lost lease, which no repair of the disk brings back
+        if isinstance(cause, StoreFailed):  # a lost lease, which repairing the disk doesn't bring back
             return type(cause)(*cause.args)
         message = (
             f"writing to {self.folder / self.segment}.jsonl failed ({cause}): acknowledged records are safe, "
@@ -230,7 +235,8 @@ class SegmentWriter:
     # Waiting
 
     async def durable(self) -> None:
-        """Return when everything appended so far would survive a power cut (durability `os`: the process's death)."""
+        """Return when everything appended so far would survive a power cut. With durability `os`, it would survive the
+        process's death only."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -245,7 +251,7 @@ class SegmentWriter:
             await future
 
     def sync(self) -> None:
-        """As `durable`, for code outside an event loop: blocks the thread."""
+        """Block the thread until `durable` would return, for code outside an event loop."""
         future: Future[None] = Future()
         if self.when_durable(lambda error: _resolve(future, error)):
             if self._thread is None:
@@ -253,9 +259,9 @@ class SegmentWriter:
             future.result()
 
     def when_durable(self, done: Done) -> bool:
-        """Call `done`, in the writer's thread, when everything appended so far is durable, or with the error.
+        """Call `done` in the writer's thread when everything appended so far is durable, or with the error.
 
-        False when it is durable already; `done` is then not called.
+        Return False, without ever calling `done`, if everything is durable already.
         """
         with self._lock:
             self._check()
@@ -267,12 +273,13 @@ class SegmentWriter:
             self._wake.notify()
         return True
 
-    # Writing: only the writer's thread writes, so lines reach the file in the order of their hashes
+    # Writing. Only the writer's thread writes, so lines reach the file in the order in which their hashes chain them.
 
     def _run(self) -> None:
-        """The thread: commit while there is work, state the frontier when idle, then sleep until `append` wakes it.
-        `_sleeping` is set and read under the lock. Without it each append would pay for a notification; with it set
-        outside the lock an append between the check and the wait would not wake the thread.
+        """Commit while there is work, state the frontier when idle, then sleep until `append` wakes this thread.
+
+        `_sleeping` saves a notification for each append. It is set and read under the lock, because otherwise an append
+        between the check and the wait would not wake the thread.
         """
         unsynced_since: float | None = None
         while True:
@@ -300,10 +307,11 @@ class SegmentWriter:
                         self._wake.wait()
 
     def commit(self, *, sync: bool = True) -> None:
-        """Write the queued lines, sync if asked to, then acknowledge them. Called by the thread only, if there is one.
+        """Write the queued lines, sync them if `sync` is true, then acknowledge them. If there is a writer thread, only
+        that thread calls this.
 
-        The order write, sync, acknowledge is the store's promise. `upto` is read together with the batch: a line that
-        is appended during the sync is not covered by it and must not count as durable.
+        The store guarantees the order write, sync, acknowledge. `upto` is read together with the batch, because a line
+        that is appended during the sync is not covered by it and must not count as durable.
         """
         try:
             if self._size >= self._rotate_bytes:
@@ -314,7 +322,7 @@ class SegmentWriter:
             self._put(batch)
             if sync:
                 self.disk.sync(self._handle)
-        except Exception as error:  # any error must reach the waiting callers, who would block for ever otherwise
+        except Exception as error:  # any error must reach the waiting callers, who would otherwise block forever
             self._poison(error)
             return
         with self._lock:
@@ -331,14 +339,15 @@ class SegmentWriter:
 
     def _put(self, batch: list[bytes]) -> None:
         if batch:
-            # If locks have no effect, a later lead has recovered this segment: no line may follow.
+            # If locks have no effect, a later lead may have recovered this segment, and no line may follow.
             self.guard()
             data = b"".join(batch)
             write_all(self.disk, self._handle, data)
             self._size += len(data)
 
     def _state(self) -> None:
-        """State in a `commit` line that every line is durable. The line itself need not be: it acknowledges nothing."""
+        """State in a `commit` line that every line is durable. The `commit` line itself need not be durable, because it
+        acknowledges nothing."""
         with self._lock:
             if self._pending or self._durable < self._appended:
                 return
@@ -356,10 +365,10 @@ class SegmentWriter:
         The order keeps every crash recoverable:
 
         1. The new file exists, locked and with a durable name, before the seal names it as `next`. A crash here leaves
-           an empty segment, and the old one unsealed: recovery handles both.
+           an empty segment and an unsealed old one. Recovery handles both.
         2. The old lines are synced before the seal is written, because a seal states that they are durable.
-        3. The seal is synced before the old lock is given up and before the new segment gets its first line, whose
-           `open` pins the seal's hash. A pin on a seal that a power cut takes would read as tampering.
+        3. The seal is synced before the old lock is released and before the new segment gets its first line, whose
+           `open` pins the seal's hash. If a power cut then lost the seal, the unmet pin would look like tampering.
         """
         self.guard()  # a lead that lost its lease leaves no empty segment behind
         with FolderLock(self.disk, self.folder):
@@ -369,7 +378,7 @@ class SegmentWriter:
             seal = self._seal("full", name)
             old, pins = self._handle, {self.segment: self.head}
             self._start(name, pins, self._head)
-            upto = self._base  # all lines of the old segment, its seal included
+            upto = self._base  # all lines in the old segment, including its seal
         self._put(batch)
         self.disk.sync(old)
         write_all(self.disk, old, seal)
@@ -380,7 +389,8 @@ class SegmentWriter:
         self.disk.close(old)
 
     def _seal(self, reason: str, following: str | None) -> bytes:
-        """The seal's line. It states that all lines before it are durable, so the caller must sync those first."""
+        """Return the seal's line, which states that all lines before it are durable. The caller must sync those
+        first."""
         n = self._appended - self._base
         body = Seal(opened=self._first, reason=reason, next=following).body()
         line, self._head = encode_line(n, n, self._head, body)
@@ -388,7 +398,8 @@ class SegmentWriter:
         return line
 
     def _poison(self, error: Exception) -> None:
-        """Stop for good, and fail every waiting caller. `failure` is set first, so no later caller starts to wait."""
+        """Stop for good, and fail every waiting caller. `failure` is set first, so that no later caller starts to
+        wait."""
         with self._lock:
             self.failure = error
             waiting, self._waiting = self._waiting, []
@@ -398,15 +409,16 @@ class SegmentWriter:
     # Ending
 
     def close(self, reason: str = CLOSED, *, sealed: Callable[[], object] = lambda: None) -> None:
-        """Write the queued lines, seal the segment and give up its lock. Blocks. StoreFailed if any of it fails.
+        """Write the queued lines, seal the segment and release its lock. Blocks, and raises StoreFailed if any step
+        fails.
 
-        `sealed` is called once, between the seal and the end of the lock. So a reader that finds a sealed segment
-        without a lock knows that it was called, or that its process died.
+        `sealed` is called once, after the seal is written and before the lock is released. So if a reader finds a
+        sealed segment without a lock, either `sealed` was called or the process died.
         """
         if not self._stop():
             return
         while self.failure is None and (self._pending or self._durable < self._appended):
-            self.commit()  # may itself append a `commit` line, hence the loop
+            self.commit()  # this may itself append a `commit` line, hence the loop
         if self.failure is None:
             self._finish(reason)
         try:
@@ -424,12 +436,13 @@ class SegmentWriter:
             self._poison(error)
 
     def abandon(self) -> None:
-        """Give up the lock and write nothing more. The segment is left as a dead process leaves it."""
+        """Release the lock and write nothing more. The segment stays in the state in which a dead process leaves it."""
         if self._stop():
             self.disk.close(self._handle)
 
     def _stop(self) -> bool:
-        """End the writer's thread. False if the writer has ended before, or is the copy of a forked child."""
+        """End the writer's thread. Return False if the writer has already ended, or if it is a copy in a forked
+        child."""
         with self._lock:
             if self._closing or self._pid != os.getpid():
                 return False
