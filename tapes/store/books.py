@@ -1,17 +1,17 @@
-"""The books: the accounting of tokens. Every sampled token is in exactly one place, every episode is ended or open.
+"""The books account for tokens. Every sampled token is in exactly one place, and every episode is ended or open.
 
-Each place is counted on its own; none is computed as the rest of the others. The sum of the places is then compared
-with the number of sampled tokens, which shows a token counted twice (trained *and* held out, say) or not at all.
-The places, exactly:
+Each place is counted independently, and none is computed as the remainder of the others. The sum of the places is then
+compared with the number of sampled tokens, which reveals a token that was counted twice (for example as trained *and*
+held out) or not at all. The places follow these rules:
 
-1. Tokens of calls without versions and log-probs were authored, not sampled: they are counted separately.
-2. `held_out` has the tapes of every split except `train` and `demo`.
-3. `errored` has every end that is never trained on (limit of seconds; error of the environment, the model or ours;
-   crashed), except `cancelled`, which is a place of its own.
-4. A token named by several updates is in the first place of `trained`, `stale`, `filtered` and `context` that an update
-   named it for. `unscored` and `unused` have only tokens that no update named.
+1. Tokens in calls without versions and log-probs were authored, not sampled. They are counted separately.
+2. `held_out` has the tapes from every split except `train` and `demo`.
+3. `errored` has the tapes with an end that is never trained on: the system's time limit, an error in the environment,
+   the model or Tapereel, or a crash. `cancelled` is a separate place.
+4. A token that several updates name is in the first of `trained`, `stale`, `filtered` and `context` for which an update
+   named it. `unscored` and `unused` have only tokens that no update named.
 
-This module reads no files: feed it records.
+This module reads no files. Its callers pass it the records.
 """
 
 from __future__ import annotations
@@ -53,58 +53,58 @@ PLACES = (
 
 
 class Lost(Value, frozen=False):
-    """Episodes that ended the same way, by their length: attrition biases the episodes that are left to train on."""
+    """Episodes that ended the same way, by length. Losing them biases the set of episodes that is left to train on."""
 
     status: str
     cause: str | None
     trainable: bool
     episodes: int = 0
     turns: dict[str, int] = Field(default={})
-    """Episodes by length in actions: `0`, `1`, `2-3`, `4-7`, ... -> how many."""
+    """Length in actions (`0`, `1`, `2-3`, `4-7`, ...) -> number of episodes with this length."""
     sampled: int = 0
-    """Tokens."""
+    """Number of tokens that a policy sampled in these episodes."""
 
 
 class Books(Value):
-    """The accounting of a run. `closes` is true when every token is accounted for; `findings` name the errors."""
+    """The accounting for a run. `closes` is true if every token is accounted for. `findings` describes the errors."""
 
     sampled: int
     """Completion tokens that a policy sampled."""
     tokens: dict[str, int]
-    """Place -> tokens (the ten of `PLACES`)."""
+    """Place (one of the ten in `PLACES`) -> number of tokens."""
     authored: int
-    """Completion tokens that no model sampled: scripted answers, demonstrations."""
+    """Completion tokens that no model sampled, such as scripted answers and demonstrations."""
     authored_trained: int
     """The authored tokens that an update trained on."""
     textual: int
-    """Calls of engines that return text without token ids."""
+    """Calls to engines that return text without token ids."""
     reported: dict[str, int] = Field(default={})
-    """`prompt` and `completion`: tokens of answers that came without versions and log-probs, by the engine's own count;
-    `unknown`: text answers without a count."""
+    """`prompt` and `completion` are the engine's own token counts for answers without versions and log-probs. `unknown`
+    is the number of text answers without a count."""
     applied: int
-    """Token-updates: each trained token counts once for each update that trained on it."""
+    """Token-updates. Each trained token counts once for each update that trained on it."""
     begun: int
     ended: int
     open: int
     ends: tuple[Lost, ...]
     findings: tuple[str, ...]
     refused: tuple[str, ...] = ()
-    """Records that don't count: a lead wrote them after a later one had taken the run over. Each a sentence."""
+    """Sentences about records that don't count, because their lead wrote them after a later lead took the run over."""
 
     @property
     def closes(self) -> bool:
-        """Whether every token and every episode is accounted for: no findings, and both sums agree."""
+        """Whether every token and episode is accounted for: there are no findings, and both sums agree."""
         return not self.findings and sum(self.tokens.values()) == self.sampled and self.begun == self.ended + self.open
 
     @property
     def counts(self) -> dict[str, int]:
-        """Every count of tokens by name, as `--json` prints them."""
+        """Every count of tokens by name, as printed by `--json`."""
         authored = {name: getattr(self, name) for name in ("authored", "authored_trained", "applied")}
         return {"sampled": self.sampled, **self.tokens, **authored, **self.reported}
 
 
 def spent(counts: Mapping[str, int]) -> str:
-    """The tokens that models read and wrote, in words. counts: `Books.counts`."""
+    """Describe in words how many tokens the models read and wrote. `counts` is `Books.counts`."""
     parts = {
         "prompt": "{completion:,} completion and {prompt:,} prompt tokens by the engine's own count",
         "unknown": "{unknown:,} text answers without a token count",
@@ -114,7 +114,7 @@ def spent(counts: Mapping[str, int]) -> str:
 
 
 class _Tape(TapeFold):
-    """One tape with its calls and the rewards that were added after its end."""
+    """One tape, with its calls and the rewards that were added after its end."""
 
     __slots__ = ("authored", "completions", "group_failed", "layered", "policy")
 
@@ -123,26 +123,29 @@ class _Tape(TapeFold):
         self.layered = False
         """Whether a layer scores the tape."""
         self.group_failed = False
-        """Whether a comparison with its group failed: the tape is then unscored as a whole."""
+        """Whether a comparison with its group failed, which leaves the whole tape unscored."""
         self.completions: dict[str, int] = {}
-        """Sampled call -> its completion tokens."""
+        """Sampled call -> number of completion tokens."""
         self.authored: dict[str, int] = {}
         self.policy = 0
-        """Tokens that a policy sampled."""
+        """Number of tokens that a policy sampled."""
 
     @property
     def usable(self) -> bool:
-        """Whether its tokens may be trained on, once the tape is scored."""
+        """Whether its tokens may be trained on once the tape is scored."""
         return self.trainable and not self.held_out
 
     @property
     def scored(self) -> bool:
-        """Whether it has a reward, of its own or of a layer, and no failure makes it unscored."""
+        """Whether the tape or one of its layers has a reward, and no failure makes the tape unscored."""
         return not (self.failed or self.group_failed) and (self.layered or self.reward is not None)
 
 
 class BooksFold:
-    """Feed it every record of a run, in order; call `books()` at any time. O(1) per record, O(tapes) per account."""
+    """Folds the records of a run into its books. Add every record in order, and call `books()` at any time.
+
+    Each record takes O(1), and each call to `books()` takes O(tapes).
+    """
 
     def __init__(self) -> None:
         self._tapes: dict[str, _Tape] = {}
@@ -154,7 +157,7 @@ class BooksFold:
         self._odd: list[str] = []
 
     def add(self, body: bytes) -> None:
-        """One record body. NotATape when it can't be read."""
+        """Add one record body. Raises NotATape if it can't be read."""
         t, name = peek(body)
         try:
             self.take(t, name, read_facts(t, body))
@@ -162,7 +165,7 @@ class BooksFold:
             raise NotATape(f"a {t} can't be read: {error}: {body[:80]!r}…") from error
 
     def take(self, t: str, name: str | None, facts: Facts | None) -> None:
-        """One record, by its type, its tape and its facts."""
+        """Add one record, given its type, its tape and its facts."""
         if isinstance(facts, Summary):
             self._begun += 1
             if name in self._tapes:
@@ -213,7 +216,7 @@ class BooksFold:
     # The account
 
     def books(self) -> Books:
-        """The account of everything fed so far."""
+        """Return the accounting for all records added so far."""
         odd = list(self._odd)
         marks, applied = self._marks(odd)
         tokens = {
@@ -250,9 +253,9 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """(marks, applied): for each call that an update named, one byte a token with a bit for each fate.
+        """Return (marks, applied). `marks` has one byte per token for each call that an update named.
 
-        Bit k stands for `FATES[k]`. Names of tokens that don't exist are added to `odd`.
+        Bit k in a byte stands for `FATES[k]`. A finding is added to `odd` for each range of tokens that doesn't exist.
         """
         marks: dict[tuple[str, str], bytearray] = {}
         applied = 0
@@ -264,9 +267,9 @@ class BooksFold:
         return marks, applied
 
     def _effective(self, odd: list[str]) -> list[Use]:
-        """The updates in the history of every living lineage, each once.
+        """Return the updates in the histories of all living lineages, each update once.
 
-        Lineages share the updates before the `void` that parted them, so a plain sum would count those twice.
+        Lineages share the updates before the `void` that split them, so a plain sum would count those twice.
         """
         found: dict[tuple[str, int, int], Use] = {}
         for lineage in self._lineages.living:
@@ -317,7 +320,7 @@ class BooksFold:
                 odd.append(f"{trained} tokens of call {call} were trained on, but tape {name} is {why}")
 
     def _by_fate(self, marks: dict[tuple[str, str], bytearray], bit: int) -> int:
-        """Sampled tokens whose first fate, in the order of `FATES`, is this one."""
+        """Return the number of sampled tokens for which this fate is the first one in the order of `FATES`."""
         below = (1 << bit) - 1
         return sum(
             sum(1 for m in mark if m & (1 << bit) and not m & below)
@@ -331,7 +334,7 @@ class BooksFold:
         )
 
     def _unnamed(self, marks: dict[tuple[str, str], bytearray], *, scored: bool) -> int:
-        """Tokens that no update named, of tapes that may be trained on."""
+        """Return the number of tokens that no update named, in tapes that may be trained on."""
         total = 0
         for name, tape in self._tapes.items():
             if tape.usable and tape.scored == scored:
@@ -362,12 +365,12 @@ class BooksFold:
 
 
 def _lost(tape: _Tape) -> bool:
-    """Whether the tape ended in a way that is never trained on, though its split would be."""
+    """Return whether the tape ended in a way that is never trained on, although its split is."""
     return tape.status is not None and not tape.held_out and not tape.trainable
 
 
 def bucket(length: int) -> str:
-    """The bucket of a length, by powers of two: `0`, `1`, `2-3`, `4-7`, ..."""
+    """Return the bucket for a length, in powers of two: `0`, `1`, `2-3`, `4-7`, ..."""
     if length < 2:
         return str(length)
     low = 1 << (length.bit_length() - 1)

@@ -133,7 +133,7 @@ class Index:
             self._db.close()
 
     def _load(self) -> sqlite3.Connection:
-        """Load the database in the file, or an empty one if the file is missing or another user's process wrote it."""
+        """Load the database in the file, or an empty one if the file is missing or lacks this user's code."""
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             whole = b"" if self._path is None else read_file(self._path, self.disk)
@@ -371,8 +371,8 @@ class Index:
 
 
 def _storable(summary: Summary) -> Summary:
-    """Return the summary unchanged. Raises TypeError for the first value that SQLite can't hold, which can hold text,
-    floats and 64-bit integers."""
+    """Return the summary unchanged. Raises a TypeError that names the first value that SQLite can't hold, which is any
+    that isn't text, a float or a 64-bit integer."""
     for name, value in zip(Summary._fields, summary[:BEGUN], strict=False):
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")
@@ -385,7 +385,7 @@ def _row(fold: TapeFold) -> tuple[object, ...]:
 
 
 def read_pins(opened: Mapping[str, object]) -> str:
-    """`open.pins` as JSON."""
+    """Return `open.pins` as JSON."""
     return to_json(opened.get("pins") or {}).decode()
 
 

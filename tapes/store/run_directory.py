@@ -1,8 +1,8 @@
-"""The directory of a run: its configuration, its results so far, its metrics and its store.
+"""A run directory has the run's configuration, its results so far, its metrics and its store.
 
-The configuration is written when the run begins, and a resumed run must have the same one. A few settings may change:
-the file then has the present value, and a comment line at its top for each change with the old value. `results.json` is
-replaced as a whole whenever a result is known that a resumed process must not compute again.
+The configuration is written when the run begins, and a resumed run must have the same one. A few settings may change.
+The file then has the current value, and a comment line at its top that gives the old value of each change.
+`results.json` is replaced as a whole whenever there is a new result that a resumed process must not compute again.
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ class HeldOut(Value):
     """The rewards of one evaluation on held-out tasks."""
 
     mean: float | None
-    """Of the scored episodes; None without any."""
+    """Mean over the scored episodes, or None if there are none."""
     error: float | None
     """Standard error of the mean."""
     n: int
-    """Scored episodes."""
+    """Number of scored episodes."""
     metrics: dict[str, float]
     """Mean of every reward component and metric."""
     lengths: dict[str, float | None] = Field(default={})
-    """Turns, tokens and ends of the episodes, by their names in the metrics."""
+    """Turns, tokens and ends of the episodes, under their names in the metrics."""
     reward: dict[str, float | int | None] | None
-    """Mean over tasks with its interval: value, low, high, tasks."""
+    """Mean over tasks with its interval, under the keys value, low, high and tasks."""
     pass_at: dict[str, dict[str, float | int | None] | None]
     """k -> pass@k with its interval."""
     agents: dict[str, float | None] | None = None
-    """Path of an agent -> its mean reward, with `loop.by_agent`."""
+    """Path of an agent -> its mean reward. Set if `loop.by_agent` is on."""
     change: dict[str, float | int | None] | None = None
-    """At the end: the difference to the evaluation before, paired by task, as `reward`."""
+    """Difference from the evaluation before training, paired by task, with the keys of `reward`. Set in the evaluation
+    at the end."""
 
 
 Evaluations = dict[str, HeldOut]
@@ -84,89 +85,89 @@ class Lengthened(Value):
 
     updates: int
     done: int
-    """Updates of the loop that were made at the change."""
+    """Updates that the loop had made when the setting was changed."""
 
 
 class Results(BaseModel):
-    """The results of a run so far. The file has the fields that differ from their defaults."""
+    """The results of a run so far. The file has only the fields that differ from their defaults."""
 
     model_config = ConfigDict(extra="allow")
 
     format: int = 0
-    """Format of the run's settings. 0: an unreleased commit began the run."""
+    """Format of the run's settings. It is 0 if an unreleased commit began the run."""
     lineage: str = ""
-    """Empty in a run without training."""
+    """The lineage that the run trains. Empty in a run without training."""
     base: str | None = None
     """Digest of the weights that the model began with."""
     players: dict[str, PlayerResults] = {}
     task_rates: dict[str, tuple[int, int]] = {}
-    """Task hash -> (passed, tried): the curriculum's rates when the run began."""
+    """Task hash -> (passed, tried), the curriculum's rates when the run began."""
     imitated: list[str] | None = None
-    """The tapes of the warm start, as this run has them."""
+    """Ids of this run's copies of the tapes for the warm start."""
     corpus: list[str] | None = None
-    """The tapes of `loop.corpus`; None before all are written."""
+    """Ids of the tapes from `loop.corpus`, or None until all of them are written."""
     corpus_digest: str | None = None
-    """Digest of the corpus's texts when the run began."""
+    """Digest of the texts in the corpus when the run began."""
     seconds: dict[str, float] = {}
     demonstrations: dict[str, float | int] = {}
     reapplied: int = 0
-    """Updates that resumed processes applied again."""
+    """Number of updates that resumed processes applied again."""
     before: Evaluations | None = None
     evaluations: dict[str, Evaluations] = {}
-    """Updates of the loop so far -> the evaluations then."""
+    """Number of updates that the loop had made -> the evaluations at that point."""
     idle_share: float | None = None
     lengths: list[Lengthened] = []
     after: Evaluations | None = None
     controls: dict[str, Control] = {}
     lost_points: dict[str, int] = {}
-    """Tracker -> points that it lost."""
+    """Tracker -> number of points that it lost."""
     books: Books | None = None
     books_close: bool | None = None
 
     @classmethod
     def read(cls, path: str | Path) -> Results:
-        """The results of the run at `path`. OSError, or NotATape if the file doesn't hold results."""
+        """Read the results of the run at `path`. Raises OSError, or NotATape if the file doesn't hold results."""
         try:
             return cls.model_validate_json(read_file(Path(path) / RESULTS))
         except ValueError as error:
             raise NotATape(f"{Path(path) / RESULTS} holds no results: {str(error).splitlines()[0]}") from error
 
     def write(self, path: Path, check: Check = lambda: None) -> None:
-        """Write the results of the run at `path`, durable when this returns. check: as in `put_file`."""
+        """Write the results of the run at `path`. They are durable when this returns. `check` is as in `put_file`."""
         text = json.dumps(self.model_dump(mode="json", exclude_defaults=True), indent=1) + "\n"
         put_file(REAL, path / RESULTS, text.encode(), check=check)
 
 
 Change = Callable[["RunDir", Any, Any], str]
-"""(run, old value of a setting, new value) -> a phrase for when the change was made, which the file records. It may
-adapt the results to the new value, and raises UsageError if the change is not allowed."""
+"""A function of (run, old value of a setting, new value). It returns a phrase that says when the change was made, which
+the file records. It may adapt the results to the new value, and raises UsageError if the change is not allowed."""
 
 
 class RunDir:
-    """A run directory with its store open for writing. Made by `open_run`."""
+    """A run directory with its store open for writing. `open_run` creates it."""
 
     def __init__(self, path: Path, results: Results, store: Store, *, resumed: bool) -> None:
         self.path = path
         self.results = results
-        """The results so far; `save()` writes them."""
+        """The results so far. Call `save()` to write them."""
         self.store = store
         self.resumed = resumed
-        """True when an earlier process began the run."""
+        """True if an earlier process began the run."""
         self.listeners: list[Callable[[Mapping[str, object]], None]] = []
-        """Called with each line of metrics after it was written to the file."""
+        """Functions that are called with each line of metrics after it was written to the file."""
 
     @property
     def fruitless(self) -> bool:
-        """Whether no episode has a result yet: each ended by a fault of the environment, the model or Tapereel."""
+        """Whether no episode has a result yet, because a fault in the environment, the model or Tapereel ended each."""
         return not any(summary.trainable for summary in self.store.summaries(closed=True))
 
     def save(self) -> None:
-        """Write the results, durable when this returns. LeaseLost if a later lead writes them."""
+        """Write the results, which are durable when this returns. Raises LeaseLost if a later lead writes them."""
         self.results.write(self.path, self.store.check_lead)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Adds the seconds inside to `results.seconds[name]`."""
+        """Add the seconds spent inside the context to `results.seconds[name]`."""
         started = time.perf_counter()
         try:
             yield
@@ -174,13 +175,13 @@ class RunDir:
             self.add_seconds(name, time.perf_counter() - started)
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Adds to `results.seconds[name]`."""
+        """Add to `results.seconds[name]`."""
         table = self.results.seconds
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, object]) -> None:
-        """Append one line to metrics.jsonl, behind the epoch of this lead, and call the listeners. LeaseLost if a later
-        lead writes them."""
+        """Append one line to metrics.jsonl, preceded by the epoch of this lead, and call the listeners. Raises
+        LeaseLost if a later lead writes the metrics."""
         lead = {} if self.store.lease is None else {"lead": self.store.lease.epoch}
         append_metrics(self.path / METRICS, {**lead, **line}, check=self.store.check_lead)
         for listener in self.listeners:
@@ -205,12 +206,13 @@ def open_run(
     """Begin the run at `path`, or resume it.
 
     `begin()` returns the results of a new run. In a resumed run, the settings in `free` (dotted keys) and every
-    `FreeAtResume` setting may differ; the file keeps the old values. The settings in `changes` may differ if their
-    function allows it, and those in the groups `engines` until an episode has a result; the file records the change.
+    `FreeAtResume` setting may differ, and the file keeps the old values. The settings in `changes` may differ if their
+    function allows it, and those in the groups `engines` may differ until an episode has a result. The file records
+    these changes.
 
-    UsageError if a run is there and `resume` is false, if another program wrote the tapes there, or if another process
-    leads the run. ConfigError if the run has another configuration.
-    Leaving the context seals the store.
+    Raises UsageError if a run exists at `path` and `resume` is false, if another program wrote the tapes there, or if
+    another process leads the run. Raises ConfigError if the run has a different configuration. The store is sealed when
+    the context ends.
     """
     path = Path(path)
     if path.exists() and not path.is_dir():
@@ -229,14 +231,14 @@ def open_run(
             raise UsageError(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
         for name in (CONFIG, RESULTS, METRICS, RECIPES, "teacher/*"):
             for part in path.glob(f"{name}.*-*.part"):
-                part.unlink(missing_ok=True)  # so an earlier lead that is stopped before the rename can't make it
+                part.unlink(missing_ok=True)  # so that an earlier lead that was paused before its rename can't do it
         if found:
-            # Read under the lease: the lead before may have written until then.
+            # The results are read under the lease, because the previous lead may have written them until then.
             results = Results.read(path)
             _keep_counted(path / METRICS, lease.check)
         else:
-            # The results come first: a crash in between leaves no configuration, so the run is begun again. In the
-            # other order it would leave a run that looks begun and has no results to resume from.
+            # The results come first. A crash in between leaves no configuration, so the run is begun again. In the
+            # other order, it would leave a run that looks begun but has no results to resume from.
             results.write(path, lease.check)
             put_file(REAL, path / CONFIG, dump_config(config).encode(), check=lease.check)
         with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
@@ -250,18 +252,19 @@ def open_run(
             files = [path / name for name in (CONFIG, RESULTS, METRICS, RECIPES)]
             store.record_files(*files, open=True)
             if found:
-                store.writer.sync()  # before the files change: a crash must not leave the digests of the last close
+                # This must precede changes to the files: a crash must not leave the digests from the last close.
+                store.writer.sync()
                 _change(run, config, free, {**changes, **dict.fromkeys(engines, _corrected)})
             try:
                 yield run
             finally:
-                # Files that a failed writer can't record have no digest, as after a crash.
+                # If the writer has failed, it can't record the files, which then have no digest, as after a crash.
                 if store.writer.failure is None:
                     store.record_files(*files)
 
 
 def recorded_settings(path: str | Path) -> Group:
-    """As `recorded_config`, of a run of any kind. Empty if it has no readable configuration."""
+    """Return what `recorded_config` returns, or nothing if the run has no readable configuration."""
     try:
         return recorded_config(path)
     except (FileNotFoundError, NotADirectoryError, YamlProblem):
@@ -269,9 +272,9 @@ def recorded_settings(path: str | Path) -> Group:
 
 
 def recorded_config(path: str | Path) -> Group:
-    """The configuration of the run at `path` as groups in groups.
+    """Return the configuration of the run at `path` as nested groups.
 
-    OSError or YamlProblem if it can't be read, OtherVersion if another version wrote it."""
+    Raises OSError or YamlProblem if it can't be read, and OtherVersion if another version wrote it."""
     check_version(Path(path))
     try:
         text = read_file(Path(path) / CONFIG).decode()
@@ -281,16 +284,18 @@ def recorded_config(path: str | Path) -> Group:
 
 
 def pin_line(path: str | Path) -> str:
-    """A sentence with the head of a closed run, for the user to keep outside the run."""
+    """Return a sentence with the head of a closed run, for the user to keep outside the run."""
     heads = read_pin_file(REAL, Path(path) / PINS)
     segment, head = list(heads.items())[-1]
     return f"Pin (pins.json; a copy kept elsewhere shows later edits): {segment}:{head}"
 
 
 def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lambda: None) -> None:
-    """Append one JSON line, durable when this returns. NaN and infinities become null, which every JSON reader accepts.
+    """Append one JSON line, which is durable when this returns. NaN and infinities become null, which every JSON reader
+    accepts.
 
-    `check` is called when the file is open: a later lead that replaces the file before the write doesn't get the line.
+    `check` is called after the file is opened. If a later lead then replaces the file before the write, the line
+    doesn't reach the new file.
     """
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     data = json.dumps(clean).encode() + b"\n"
@@ -302,14 +307,15 @@ def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lam
 
 
 def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
-    """The whole lines of a metrics.jsonl, as they were given to `RunDir.metrics`; empty if the file is missing. Lines
-    of a lead that another one had replaced are left out. NotATape if a line isn't a JSON object."""
+    """Return the complete lines in a metrics.jsonl as they were passed to `RunDir.metrics`, or an empty list if the
+    file is missing. Lines that a lead wrote after it was replaced are left out. Raises NotATape if a line isn't a JSON
+    object."""
     try:
         lines = counted_lines(read_file(path))
     except FileNotFoundError:
         return []
     found = list[dict[str, JsonValue]]()
-    # A last line without its end is being written, or a crash cut it.
+    # A last line without a newline is still being written, or was cut off by a crash.
     for k, line in enumerate(line for line in lines if line.endswith(b"\n")):
         try:
             found.append(_Line.validate_json(line))
@@ -320,7 +326,7 @@ def read_metrics(path: Path) -> list[dict[str, JsonValue]]:
 
 
 def _differences(path: Path, config: BaseModel, free: Collection[str]) -> dict[str, tuple[Any, Any]]:
-    """Dotted key -> (value in the file, present value) of each setting that differs and isn't free."""
+    """Return dotted key -> (value in the file, current value) for each setting that differs and isn't free."""
     both = (load_config(type(config), path / CONFIG), config)
     then, now = (dict(settings_of(one.model_dump(mode="json", context=AT_RESUME))) for one in both)
     keys = {".".join(key): key for key in {**then, **now} if then.get(key) != now.get(key)}
@@ -356,8 +362,8 @@ def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapp
                 reduce(getitem, above, values)[last] = reduce(getitem, above, config.model_dump(mode="json"))[last]
     if not notes:
         return
-    # The results come first, as when a run begins. A crash in between repeats the change on the next resume; results
-    # that the change removed are then computed again.
+    # The results come first, as when a run begins. After a crash in between, the next resume repeats the change, and
+    # results that the change removed are computed again.
     run.save()
     text = read_file(run.path / CONFIG).decode()
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
@@ -366,8 +372,8 @@ def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapp
 
 
 def _keep_counted(path: Path, check: Check, where: Callable[[bytes], bool] = lambda line: True) -> None:
-    """Replace the file by a copy of the lines that count, so that an earlier lead that has it open can't append to it.
-    A last line without its newline, which a crash left, is cut off: the next line would be appended to it."""
+    """Replace the file with a copy of the lines that count, so that an earlier lead that has it open can't append to
+    it. If a crash left a last line without a newline, it is cut off, because the next line would be appended to it."""
     if path.exists():
         lines = [line for line in counted_lines(read_file(path)) if line.endswith(b"\n")]
         put_file(REAL, path, b"".join(filter(where, lines)), check=check)

@@ -1,8 +1,8 @@
-"""The sums over a tape's records. The index, the books, the audit and the viewer read records through this module.
+"""Summaries of tapes. The index, the books, the audit and the viewer read records through this module.
 
-`read_facts` reads the fields of one record that a fold needs, typed, without validating the record as a whole: an index
-of a million records can't afford that. `Summary` folds the facts of one tape. So a failed reward, a scored tape and a
-sampled token mean the same to every reader.
+`read_facts` reads only those fields of a record that a fold needs, and gives them types. It doesn't validate the whole
+record, because that would be too slow for an index of a million records. `TapeFold` folds the facts about one tape into
+a `Summary`. So a failed reward, a scored tape and a sampled token mean the same to every reader.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PLAIN = r'[^"\\]*'
 
 
 def _leading(cls: type[Record], *names: str) -> re.Pattern[bytes]:
-    """Matches the start of a body of this class up to the last of `names`, with a group for each of them.
+    """Return a pattern that matches the start of a body of this class up to the last of `names`, with a group for each.
 
-    A body has its fields in the order of its class. So the fields at its front can be read without its content, which
-    is most bytes of a run. A body that doesn't match, for example because a string has an escape, must be read as JSON.
+    The fields in a body have the order of its class. So the first fields can be read without the content, which is most
+    of a run's bytes. A body that doesn't match, for example because a string has an escape, must be read as JSON.
     """
     t, *fields = cls.model_fields
     pattern = rf'\{{"{t}":"{cls.model_fields[t].default}"'
@@ -52,12 +52,12 @@ class StepFacts(NamedTuple):
 
     @property
     def content(self) -> JsonValue:
-        """Its fields, or its text."""
+        """The fields of the step, or its text."""
         return read_body(self.body).get("content")
 
 
 class CallFacts(NamedTuple):
-    """One model call. Its columns of token ids and log-probs are base64, as on the tape; they are not decoded here."""
+    """One model call. Its columns of token ids and log-probs stay in base64, as on the tape, and are not decoded."""
 
     call: str
     by: str
@@ -68,27 +68,27 @@ class CallFacts(NamedTuple):
     keep: int
     """Prompt tokens that the call shares with its base."""
     prompt: str | None
-    """The prompt's other ids; None when the engine took text only."""
+    """The prompt's other ids, or None if the engine accepted only text."""
     completion: str | None
     logprobs: str | None
     usage: dict[str, Any]
-    """As the engine reports it."""
+    """Usage as the engine reported it."""
     attempts: list[dict[str, Any]]
-    """`seconds` and `error` of each request."""
+    """`seconds` and `error` for each request."""
 
     @property
     def sampled(self) -> bool:
-        """Whether a policy sampled the completion; an authored one has neither versions nor log-probs."""
+        """Whether a policy sampled the completion. An authored one has neither versions nor log-probs."""
         return bool(self.spans) or self.logprobs is not None
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Counted, or as the engine reports it; None if unknown."""
+        """The number of prompt ids, or the engine's own count if there are no ids, or None if it is unknown."""
         return self.usage.get("prompt_tokens") if self.prompt is None else self.keep + column_length(self.prompt)
 
     @property
     def completion_tokens(self) -> int | None:
-        """Counted, or as the engine reports it; None if unknown."""
+        """The number of completion ids, or the engine's own count if there are no ids, or None if it is unknown."""
         return self.usage.get("completion_tokens") if self.completion is None else column_length(self.completion)
 
 
@@ -105,7 +105,7 @@ class RewardFacts(NamedTuple):
     failed: bool
     """Whether it leaves its tape unscored."""
     kind: str | None = None
-    """Of the action that earned it, if a reader looked it up; None for the episode as a whole."""
+    """Kind of the action that earned the reward, if a reader looked it up. None if the whole episode earned it."""
 
 
 class EndFacts(NamedTuple):
@@ -118,54 +118,55 @@ class EndFacts(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """A tape as a list of tapes shows it, without reading the tape."""
+    """The facts about a tape that a list of tapes shows, known without reading the tape."""
 
     id: str
     segment: str
-    """The segment that it begins in."""
+    """The segment in which the tape begins."""
     n: int
-    """The ordinal of its `begin` there."""
+    """The ordinal of its `begin` in that segment."""
     split: str = ""
     task_hash: str = ""
     task: str = ""
-    """The task's name; empty when it has none."""
+    """The task's name, or an empty string if it has none."""
     group: str | None = None
     attempt: int = 0
     agent: str = ""
     env: str = ""
     effect: str | None = None
     parent: str | None = None
-    """The tape that it was forked from."""
+    """The tape from which this one was forked."""
     begun: float = 0.0
     """Seconds since 1970."""
     status: str | None = None
-    """None while it is open."""
+    """None while the tape is open."""
     cause: str | None = None
     ended: float | None = None
     reward: float | None = None
-    """As recorded with the tape; None when nothing was scored, or when a component failed."""
+    """The reward recorded with the tape, or None if nothing was scored or a component failed."""
     calls: int = 0
     actions: int = 0
     sampled: int = 0
-    """Completion tokens of its own calls whose engine returned token ids."""
+    """Completion tokens in its own calls, for engines that returned token ids."""
 
     @property
     def trainable(self) -> bool:
-        """Whether the episode's reward measures the agent: no fault of the environment, model or machine ended it."""
+        """Whether the reward measures the agent, because no fault in the environment, model or machine ended the
+        episode."""
         return trains(Status(self.status) if self.status else None, CauseType(self.cause) if self.cause else None)
 
 
 BEGUN = Summary._fields.index("status")
-"""Number of fields of a summary that the `begin` states; the others change with each record."""
+"""Number of fields in a summary that the `begin` determines. The others change with later records."""
 
 
 class TapeFold:
-    """The sum of a tape's records so far. Give it every record after the `begin`, in order."""
+    """The sums over a tape's records so far. Add every record after the `begin`, in order."""
 
     __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "reward", "sampled", "status")
 
     def __init__(self, begun: Summary, failed: bool = False) -> None:
-        """begun: the summary to add to. failed: whether a component of its reward failed."""
+        """`begun` is the summary to add to, and `failed` says whether a component of its reward has failed."""
         self.begun = begun
         self.status = Status(begun.status) if begun.status is not None else None
         self.cause = CauseType(begun.cause) if begun.cause is not None else None
@@ -180,7 +181,7 @@ class TapeFold:
             self.calls += 1
             self.sampled += column_length(facts.completion)
         elif isinstance(facts, RewardFacts) and self.status is None:
-            # A failure is for good: a sum without the failed component is not a reward (`total_reward`).
+            # A failure is permanent, because a sum without the failed component is not a reward (`total_reward`).
             if self.failed or facts.failed:
                 self.failed, self.reward = True, None
             elif facts.weight:
@@ -190,12 +191,12 @@ class TapeFold:
 
     @property
     def trainable(self) -> bool:
-        """Whether its end allows to score the tape and to train on it."""
+        """Whether the tape ended in a way that allows scoring it and training on it."""
         return trains(self.status, self.cause)
 
     @property
     def held_out(self) -> bool:
-        """Whether its split is never trained on."""
+        """Whether the tape's split is never trained on."""
         return self.begun.split not in TRAINED_SPLITS
 
 
@@ -203,9 +204,10 @@ Facts = Summary | StepFacts | CallFacts | RewardFacts | EndFacts | Tokens | Use 
 
 
 def read_facts(t: str, body: bytes) -> Facts | None:
-    """The facts of a record of type `t`; None for a type that no fold needs. NotATape when it can't be read.
+    """Return the facts from a record of type `t`, or None if no fold needs that type. Raises NotATape if the record
+    can't be read.
 
-    A `begin` gives the first summary, for a `TapeFold`.
+    For a `begin`, this is the initial summary for a `TapeFold`.
     """
     reader = _READERS.get(t)
     try:
@@ -215,31 +217,32 @@ def read_facts(t: str, body: bytes) -> Facts | None:
 
 
 def is_action(body: bytes) -> bool:
-    """Whether a step is an action. Half of a run's records are steps, and a summary needs no more of them."""
+    """Return whether a step is an action. A summary needs nothing else from steps, which are half of a run's
+    records."""
     match = _STEP.match(body)
     return match[2] == b"action" if match is not None else read_step(body).role == "action"
 
 
 def call_id(body: bytes) -> str:
-    """The id of a call, usually without reading its tokens."""
+    """Return the id of a call, usually without reading its tokens."""
     match = _CALL.match(body)
     return match[1].decode() if match is not None else str(_read(body).get("call"))
 
 
 def column_length(column: object) -> int:
-    """How many 4-byte values a base64 column holds."""
+    """Return the number of 4-byte values in a base64 column."""
     if not isinstance(column, str):
         return 0
     return (len(column) * 3 // 4 - column.count("=", -2)) // 4
 
 
 def _read(body: bytes) -> dict[str, Any]:
-    """The fields of a record that was checked when it was written."""
+    """Return the fields of a record, without validation, because the record was checked when it was written."""
     return read_body(body)
 
 
 def read_begin(body: bytes, segment: str = "", n: int = 0) -> Summary:
-    """The summary after a `begin`, which is line `n` of `segment`."""
+    """Return the summary after a `begin`, which is line `n` of `segment`."""
     read = _read(body).get
     env = read("env") or {}
     return Summary(
@@ -260,7 +263,7 @@ def read_begin(body: bytes, segment: str = "", n: int = 0) -> Summary:
 
 
 def read_step(body: bytes) -> StepFacts:
-    """The facts of a step, usually without reading its content, which is most bytes of a run."""
+    """Return the facts from a step, usually without reading its content, which is most of a run's bytes."""
     match = _STEP.match(body)
     if match is not None:
         return StepFacts(match[1].decode(), match[2].decode(), match[3].decode(), body)
@@ -286,7 +289,7 @@ def _call(body: bytes) -> CallFacts:
 
 
 def read_reward(body: bytes) -> RewardFacts:
-    """The facts of a reward."""
+    """Return the facts from a reward."""
     read = _read(body)
     value, weight, evidence = float(read["value"]), float(read.get("weight", 1.0)), read.get("evidence")
     return RewardFacts(
@@ -324,7 +327,8 @@ _READERS = {
 
 
 def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
-    """task hash -> for each attempt its last episode that counts (`Summary.trainable`), otherwise its first one."""
+    """Return task hash -> one episode for each attempt: the last one that counts (`Summary.trainable`), or the first
+    one if none counts."""
     found: dict[str, dict[tuple[str, int], Summary]] = {}
     for s in closed:
         place = (s.group or s.id, s.attempt)
