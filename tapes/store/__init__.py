@@ -1,4 +1,4 @@
-"""A run on disk: segments of records, the writer, the index, recovery after a crash, verification and media.
+"""A run on disk, with its segments of records, the writer, the index, recovery after a crash, verification and media.
 
-Imports `tapes` and `tapes.common`. Every room above may import it.
+Imports `tapes` and `tapes.common`. Every package above may import it.
 """

@@ -1,11 +1,12 @@
-"""The file system operations that the store uses, as one class, so that tests can simulate crashes and full disks.
+"""The file system operations that the store uses. They are methods of one class, so that tests can simulate crashes and
+full disks.
 
-The class promises no more than POSIX does:
+The class guarantees no more than POSIX does:
 
-* a write may be short;
-* written bytes may be lost in a power cut until `sync` of the file returns;
-* a new, renamed or removed name may be lost until `sync_dir` of its folder returns, even when the file was synced;
-* after a failed `sync` the state of the bytes is unknown, and a second `sync` that succeeds proves nothing.
+* A write may be short.
+* A power cut may lose written bytes until `sync` returns for the file.
+* A new, renamed or removed name may be lost until `sync_dir` returns for its folder, even if the file was synced.
+* After a failed `sync`, the state of the bytes is unknown, and a second `sync` that succeeds proves nothing.
 """
 
 from __future__ import annotations
@@ -27,44 +28,45 @@ from ..errors import TapereelError
 
 
 class NotAFile(TapereelError, OSError):
-    """A folder, link, pipe, socket or device has the name of a run's file. Nothing was read from it."""
+    """Raised if a folder, link, pipe, socket or device has the name of a run's file. Nothing was read from it."""
 
 
 class Disk:
-    """The operating system's files. POSIX only, as the locks are `flock`.
+    """The operating system's files. It works on POSIX only, since it uses `flock` for locks.
 
-    Every method raises OSError when the operation fails.
+    Every method raises OSError if the operation fails.
     """
 
     def make_folder(self, path: Path) -> None:
-        """Create the folder and its missing parents; durable when this returns."""
+        """Create the folder and its missing parents. They are durable when this returns."""
         missing: list[Path] = []
         while not path.exists():
             missing.append(path)
             path = path.parent
-        # Outermost first, each name synced before the next one: a power cut leaves a path from the root, never a hole.
+        # The outermost folder comes first, and each name is synced before the next one. So the folders that remain
+        # after a power cut form a path from the root without gaps.
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             self.sync_dir(folder.parent)
 
     def names(self, folder: Path) -> list[str]:
-        """Names in the folder; FileNotFoundError when the folder is missing."""
+        """Return the names in the folder. Raises FileNotFoundError if the folder is missing."""
         return os.listdir(folder)
 
     def create(self, path: Path) -> int:
-        """A handle on a new file, to append to; FileExistsError when the name is taken."""
+        """Return a handle for appending to a new file. Raises FileExistsError if the name is taken."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def edit(self, path: Path, *, new: bool = True) -> int:
-        """A handle on a file, to lock, sync, truncate or overwrite it. A missing file is created; without `new`, it is
-        a FileNotFoundError."""
+        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created, or raises
+        FileNotFoundError if `new` is false."""
         return open_regular(path, os.O_RDWR | (os.O_CREAT if new else 0))
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
-        """Take the file's exclusive lock, held until `close`. False when another handle holds it.
+        """Take the file's exclusive lock, which is held until `close`. Return False if another handle holds it.
 
-        The system releases the lock when the process dies: a segment without a lock has no living writer. On a file
-        system without locks the answer is True, as on one on which they have no effect.
+        The system releases the lock when the process dies, so a segment without a lock has no living writer. On a file
+        system without locks, or on which they have no effect, this returns True.
         """
         import fcntl  # here, so that runs can be read on systems without flock
 
@@ -80,7 +82,7 @@ class Disk:
         return True
 
     def write(self, handle: int, data: bytes) -> int:
-        """Append; returns the number of bytes written, which may be less than the length of `data`."""
+        """Append `data`. Return the number of bytes written, which may be less than its length."""
         return os.write(handle, data)
 
     def sync(self, handle: int) -> None:
@@ -88,7 +90,7 @@ class Disk:
         if sys.platform == "darwin":
             import fcntl
 
-            # On macOS fsync leaves the bytes in the drive's volatile cache; only F_FULLFSYNC flushes that cache.
+            # On macOS, fsync leaves the bytes in the drive's volatile cache. Only F_FULLFSYNC flushes that cache.
             fcntl.fcntl(handle, fcntl.F_FULLFSYNC)
         else:
             # fdatasync also writes the file's length, without which appended bytes can't be read after a power cut.
@@ -103,44 +105,45 @@ class Disk:
             os.close(handle)
 
     def truncate(self, handle: int, size: int) -> None:
-        """Cut the file to `size` bytes; durable after `sync`."""
+        """Cut the file to `size` bytes. The cut is durable after `sync`."""
         os.ftruncate(handle, size)
 
     def close(self, handle: int) -> None:
-        """Give up the handle and its lock."""
+        """Close the handle and release its lock."""
         _locked.discard(handle)
         os.close(handle)
 
     def rename(self, old: Path, new: Path) -> None:
-        """Rename the file atomically; a file that has the new name is replaced."""
+        """Rename the file atomically. A file that already has the new name is replaced."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
-        """Remove the file; FileNotFoundError when it is missing."""
+        """Remove the file. Raises FileNotFoundError if it is missing."""
         os.unlink(path)
 
     def open(self, path: Path) -> BinaryIO:
-        """The file, open for reading; FileNotFoundError when it is missing, NotAFile when it isn't a regular file."""
+        """Open the file for reading. Raises FileNotFoundError if it is missing, and NotAFile if it isn't a regular
+        file."""
         return open(open_regular(path, os.O_RDONLY), "rb")
 
     def size(self, path: Path) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return os.stat(path).st_size
 
     def nonce(self) -> str:
-        """6 random hex digits."""
+        """Return 6 random hex digits."""
         return os.urandom(3).hex()
 
 
 REAL = Disk()
 METRICS = "metrics.jsonl"
 MOST_BYTES = {"config.yaml": LARGEST, "results.json": 1 << 28, "pins.json": 1 << 28, METRICS: 1 << 30}
-"""Name of a file that is read whole -> its maximum size in bytes."""
+"""Name of a file that is read as a whole -> its maximum size in bytes."""
 _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _locked: set[int] = set()
-"""Locked handles of this process. A fork copies them, and a copy would keep the lock after the parent's death."""
+"""Locked handles in this process. A fork copies them, and a copy would keep the lock after the parent's death."""
 
 
 def _let_go() -> None:
@@ -154,7 +157,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def write_all(disk: Disk, handle: int, data: bytes) -> None:
-    """Write all of `data`, however short the single writes are."""
+    """Write all of `data`, however short the individual writes are."""
     view = memoryview(data)
     while view:
         taken = disk.write(handle, view)  # type: ignore[arg-type]
@@ -164,15 +167,16 @@ def write_all(disk: Disk, handle: int, data: bytes) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A handle on a regular file of a run. Anyone who can write into a run's folder can put anything in a file's
-    place: a pipe would block for ever, a link could lead to /dev/zero or to another user's file.
+    """Return a handle for a regular file in a run. Anyone who can write to a run's folder can replace a file with
+    something else. A pipe would block forever, and a link could lead to /dev/zero or to another user's file.
 
-    NotAFile for anything else, without waiting and without following a link in the last place.
+    Raises NotAFile if it isn't a regular file, without waiting and without following a link in the last part of the
+    path.
     """
     try:
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        # A folder that is opened to write, a socket, a link or a loop of links.
+        # These are the errors for a folder that is opened for writing, a socket, a link and a loop of links.
         if error.errno in (errno.EISDIR, errno.ENXIO, errno.ELOOP):
             raise NotAFile(f"{path} is not a regular file ({error.strerror}): restore it from a copy") from error
         raise
@@ -184,21 +188,24 @@ def open_regular(path: Path, flags: int) -> int:
 
 
 def read_file(path: Path, disk: Disk = REAL) -> bytes:
-    """The bytes of a run's file. FileNotFoundError; NotAFile if something else has its name, or if it is too large."""
+    """Return the bytes of a run's file. Raises FileNotFoundError, or NotAFile if it isn't a regular file or is too
+    large."""
     with disk.open(path) as file:
         _check_size(path, disk)
         return file.read()
 
 
 def _check_size(path: Path, disk: Disk) -> None:
-    """A file of 300 GB may take no space, and an archive of a run can hold one."""
+    """Raise NotAFile if the file is too large. A sparse file of 300 GB may take no space, and an archive of a run can
+    contain one."""
     size, most = disk.size(path), MOST_BYTES.get(path.name, sys.maxsize)
     if size > most:
         raise NotAFile(f"{path} has {size:,} bytes, and a run's has at most {most:,}: restore it from a copy")
 
 
 def file_digest(path: Path, disk: Disk = REAL) -> str:
-    """SHA-256 (hex) of a file, read in pieces. FileNotFoundError; NotAFile if it isn't a regular file or too large."""
+    """Return the SHA-256 (hex) of a file, which is read in pieces. Raises FileNotFoundError, or NotAFile if it isn't a
+    regular file or is too large."""
     if path.name == METRICS:
         return hashlib.sha256(b"".join(counted_lines(read_file(path, disk)))).hexdigest()
     digest = hashlib.sha256()
@@ -210,7 +217,7 @@ def file_digest(path: Path, disk: Disk = REAL) -> str:
 
 
 def counted_lines(data: bytes) -> list[bytes]:
-    """The lines of a metrics file, without those that a lead wrote after a line of a later lead.
+    """Return the lines in a metrics file, without those that a lead wrote after a line from a later lead.
 
     Readers and `file_digest` use the same lines, so an edit that changes no digest is never read.
     """
@@ -224,7 +231,7 @@ def counted_lines(data: bytes) -> list[bytes]:
 
 
 def changed(path: Path, digest: str) -> str | None:
-    """A sentence if the file's digest differs from the recorded one; None if they are equal."""
+    """Return a sentence if the file's digest differs from the recorded one, or None if they are equal."""
     try:
         found = file_digest(path)
     except FileNotFoundError:
@@ -235,7 +242,7 @@ def changed(path: Path, digest: str) -> str | None:
 
 
 def damage(folder: Path, digests: Mapping[Path, str]) -> list[str]:
-    """A sentence for each file below `folder` that differs from its digest, is gone, or has none."""
+    """Return a sentence for each file below `folder` that differs from its digest, is missing, or has no digest."""
     folders = {above for path in digests for above in path.parents}
     more = sorted(path for path in folder.rglob("*") if path not in digests and path not in folders)
     found = [text for path, digest in sorted(digests.items()) if (text := changed(path, digest)) is not None]
@@ -245,11 +252,11 @@ def damage(folder: Path, digests: Mapping[Path, str]) -> list[str]:
 def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object] = lambda: None) -> None:
     """Create or replace a file so that after a crash it holds either all of `data` or its previous content.
 
-    The bytes are synced before the rename: a rename alone may reach the disk before the bytes do, and a power cut then
-    leaves the name on an empty file. The folder is synced last, so that the new name itself survives when this returns.
-    A crash before the rename leaves a `.part` file, which recovery removes. Of two processes that write one path at
-    once, one wins whole. `check` may raise to keep the old file; it is called when the `.part` file is complete, so a
-    process that removes that file after the check has passed prevents the rename.
+    The bytes are synced before the rename, because the rename may otherwise reach the disk before the bytes do, and a
+    power cut then leaves the name on an empty file. The folder is synced last, so that the new name is durable when
+    this returns. A crash before the rename leaves a `.part` file, which recovery removes. If two processes write one
+    path at once, one of them wins as a whole. `check` may raise to keep the old file. It is called when the `.part`
+    file is complete, so a process that removes that file after the check has passed prevents the rename.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:
@@ -268,6 +275,6 @@ def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object]
     except Exception:
         with contextlib.suppress(OSError):
             disk.remove(part)
-        check()  # names the reason if another process has removed the `.part` file
+        check()  # if another process has removed the `.part` file, this raises the reason
         raise
     disk.sync_dir(path.parent)

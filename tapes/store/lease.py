@@ -1,20 +1,21 @@
-"""One lead per run: a lease with a number, its epoch, that a process takes before it reads the run's records.
+"""Leases ensure that a run has one lead. A process takes a lease before it reads the run's records. The number of the
+lease is its epoch.
 
-The invariant: **a lead's write counts only if no process held a higher epoch when it was made.**
+The invariant is: **a lead's write counts only if no process held a higher epoch when the write was made.**
 
-* *Claim.* The new epoch is above every epoch in `leads/` and in the `lead` records. Creating `leads/EPOCH.json`
-  decides between processes that claim at once, since a file system creates a name for one of them only. The winner
-  renames its file to `leads/EPOCH-NONCE.json`; a process that finds a renamed file of its own epoch lost.
+* *Claim.* The new epoch is above every epoch in `leads/` and in the `lead` records. If several processes claim it at
+  once, creating `leads/EPOCH.json` decides between them, since a file system creates the name for only one of them. The
+  winner renames its file to `leads/EPOCH-NONCE.json`. A process that finds a renamed file with its own epoch has lost.
 * *Record.* `Store.take_lead` refuses an epoch that isn't above every recorded one, and makes the `lead` record durable.
   So an epoch has one lead even if `leads/` was removed between two claims.
-* *Check.* Before a batch of lines, one listing of `leads/` must show this lease's file and no higher epoch. Before an
+* *Check.* Before a batch of lines, a listing of `leads/` must show this lease's file and no higher epoch. Before an
   update, weights, metrics, results or digests, no other `lead` record may have this epoch or a higher one either.
-* *Fence.* A lead may be stopped between its check and its write. Its records carry its epoch, so readers leave them
-  out. Its files don't land: it makes the `.part` file, or opens the file to append to, before it checks, and its
-  successor, after its claim, removes `.part` files and replaces the files that are appended to (`open_run`).
+* *Fence.* A lead may be paused between its check and its write. Its records carry its epoch, so readers leave them out.
+  Its files don't take effect either. Before it checks, it creates the `.part` file, or opens the file that it appends
+  to. After its claim, its successor removes `.part` files and replaces the files that are appended to (`open_run`).
 
 A lead counts as dead if neither its file nor its segment is locked. If `flock` has no effect, or the lead is on another
-machine, a new lead waits for a sign of life in the file. The invariant holds even if that answer is wrong.
+machine, a new lead waits for a sign of life in the file. The invariant holds even if the conclusion is wrong.
 """
 
 from __future__ import annotations
@@ -48,27 +49,28 @@ FOLDER = "leads"
 BEAT = 5.0
 """Seconds between two signs of life."""
 GRACE = 3
-"""Beats without a sign of life after which a lead counts as dead if `flock` can't tell."""
+"""Number of beats without a sign of life after which a lead counts as dead, if `flock` can't decide."""
 _NAME = re.compile(r"(\d{6,})(-[0-9a-f]{6})?\.json")
 
 
 class LeaseLost(StoreFailed):
-    """A later lead took the run over, or the lease's file is gone. This process must write nothing more."""
+    """Raised if a later lead took the run over, or if the lease's file is gone. This process must write nothing
+    more."""
 
 
 class Holder(Value):
-    """Who leads, or led, a run."""
+    """The process that leads or led a run."""
 
     epoch: int
     host: str
     pid: int = Field(ge=0, lt=1 << 31)
-    """0: unknown, because its file can't be read."""
+    """The process id, or 0 if it is unknown because the lead's file can't be read."""
     began: float = Field(ge=0, le=253_402_300_799)
-    """Seconds since 1970, as `seen`."""
+    """Start in seconds since 1970."""
     seen: float = Field(ge=0, le=253_402_300_799)
-    """The last sign of life."""
+    """Last sign of life in seconds since 1970."""
     ended: bool = False
-    """True when the lead gave the run up itself."""
+    """True if the lead itself gave the run up."""
 
     def __str__(self) -> str:
         if not self.pid:
@@ -78,12 +80,12 @@ class Holder(Value):
 
 
 def read_leads(run: Path) -> dict[int, Holder]:
-    """Every lead of the run so far that has a file, by epoch. A file cut short by a crash counts as a lead without a
-    sign of life."""
+    """Return every lead of the run so far that has a file, by epoch. If a crash cut the file short, the lead is
+    returned without a sign of life."""
     try:
         return {epoch: _read(path, epoch) for epoch, path in _files(run).items()}
     except FileNotFoundError:
-        return read_leads(run)  # a lead has just renamed its file, or it was removed
+        return read_leads(run)  # a lead has just renamed its file, or the file was removed
 
 
 def _names(run: Path) -> list[str]:
@@ -94,7 +96,7 @@ def _names(run: Path) -> list[str]:
 
 
 def _files(run: Path, names: Sequence[str] = ()) -> dict[int, Path]:
-    # Of two files of one epoch the one with a nonce counts: the other is a claim that came second.
+    # If an epoch has two files, the one with a nonce counts. The other is a claim that came second.
     names = sorted(names or _names(run), reverse=True)
     return dict(sorted({int(m[1]): run / FOLDER / m[0] for name in names if (m := _NAME.fullmatch(name))}.items()))
 
@@ -104,7 +106,7 @@ def _read(path: Path, epoch: int) -> Holder:
         try:
             return Holder.model_validate_json(read_file(path)).model_copy(update={"epoch": epoch})
         except ValueError:
-            time.sleep(0.01)  # the lead is just writing it
+            time.sleep(0.01)  # the lead may be writing it at this moment
     return _unknown(epoch)
 
 
@@ -113,7 +115,7 @@ def _unknown(epoch: int) -> Holder:
 
 
 def recorded_leads(index: Index) -> list[tuple[Holder, str]]:
-    """(the lead, the segment that it wrote last) of each `lead` record that the index has, by epoch."""
+    """Return (the lead, the segment that it wrote last) for each `lead` record in the index, sorted by epoch."""
     following = {segment.name: segment.next for segment in index.segments()}
     places = index.places("", t="lead")
     found = list[tuple[Holder, str]]()
@@ -126,7 +128,7 @@ def recorded_leads(index: Index) -> list[tuple[Holder, str]]:
 
 
 def _last(run: Path, disk: Disk) -> tuple[int, Holder, Path | None, Path | None]:
-    """(the highest epoch, who has it, the lead's file, its segment); epoch 0 if the run had no lead."""
+    """Return (the highest epoch, its holder, the lead's file, its segment). The epoch is 0 if the run had no lead."""
     recorded = dict[int, tuple[Holder, str]]()
     if (run / "tapes").is_dir():
         with closing(Index(run / "tapes", disk=disk, path=run / "tapes" / "index.sqlite")) as index:
@@ -142,16 +144,17 @@ def _last(run: Path, disk: Disk) -> tuple[int, Holder, Path | None, Path | None]
 
 
 class Lease:
-    """The right to write a run's next records. Use it as a context manager; it beats in its own thread."""
+    """The right to write a run's next records. Use it as a context manager. A separate thread writes signs of life."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
-        """Claim the next epoch of the run. UsageError if another lead is alive, unless `take_over` ends its epoch."""
+        """Claim the next epoch of the run. Raises UsageError if another lead is alive, unless `take_over` is true,
+        which ends that lead's epoch."""
         run = Path(run)
         self._folder, self._beat, self._disk = run / FOLDER, beat, disk
         disk.make_folder(self._folder)
         self.locks = _flock_works(self._folder, disk)
-        """Whether `flock` has an effect on this file system. If not, only signs of life tell who is alive."""
-        # The epoch after the one that was found to be over, never after one that was claimed since.
+        """Whether `flock` has an effect on this file system. If not, only signs of life show which lead is alive."""
+        # The new epoch follows the one that was found to be over, and never one that was claimed since.
         newest = _last(run, disk)[0] if take_over else check_free(run, beat=beat, disk=disk)
         now = time.time()
         self.holder = Holder(epoch=newest + 1, host=socket.gethostname(), pid=os.getpid(), began=now, seen=now)
@@ -163,10 +166,11 @@ class Lease:
         try:
             found = _files(run)
             if found.get(self.epoch) != claim or max(found) > self.epoch:
-                disk.remove(claim)  # a process that came first has renamed its claim
+                disk.remove(claim)  # a process that came first has already renamed its claim
                 raise _taken(run)
-            # Locked before it has content: a process that finds it empty waits for a sign of life, and one that finds
-            # it free and filled takes its lead for dead. Another process may hold the lock for a moment, to test it.
+            # The file is locked before it has content. A process that finds it empty waits for a sign of life, and one
+            # that finds content but no lock assumes that the lead is dead. Another process may hold the lock for a
+            # moment to test it.
             disk.lock(self._handle, wait=True)
             self._write()
             self._path = self._folder / f"{self.epoch:06d}-{disk.nonce()}.json"
@@ -191,9 +195,10 @@ class Lease:
         return self.holder.epoch
 
     def check(self) -> None:
-        """LeaseLost if a later epoch was claimed or this lease's file is gone. Called before lines are written.
+        """Raise LeaseLost if a later epoch was claimed or this lease's file is gone. Called before lines are written.
 
-        StoreFailed if the sign of life can't be written: another process would take this one for dead.
+        Raises StoreFailed if the sign of life can't be written, because another process would assume that this one is
+        dead.
         """
         if self._failure is not None:
             raise StoreFailed(f"{self._path} can't be written: {self._failure}") from self._failure
@@ -204,10 +209,10 @@ class Lease:
         if found.get(self.epoch) != self._path or max(found) > self.epoch:
             later = [holder for holder in read_leads(self._folder.parent).values() if holder.epoch > self.epoch]
             raise self.lost(*later[-1:])
-        self._checked = names  # there is a check before each batch of lines, and the names rarely change
+        self._checked = names  # saves work, since there is a check before each batch and the names rarely change
 
     def lost(self, later: Holder | None = None) -> LeaseLost:
-        """The error for a lease that `later` took over, or whose file is gone."""
+        """Return the error for a lease that `later` took over, or whose file is gone."""
         how = f"was taken over by {later}, as lead {later.epoch}" if later else f"has lost the file {self._path.name}"
         return LeaseLost(
             f"{self._folder.parent} {how}. This process was lead {self.epoch} and writes nothing more; its records so "
@@ -223,7 +228,8 @@ class Lease:
             try:
                 self._write()
             except OSError as error:
-                # As after a crash: the free lock tells the next lead. No warning: the store reports the same disk.
+                # As after a crash, the next lead sees that the lock is free. This is not a warning, because the store
+                # already reports the failing disk.
                 log.info("%s doesn't say that the lead ended: %s", self._path, error)
             finally:
                 self._disk.close(self._handle)
@@ -235,7 +241,8 @@ class Lease:
         self.close()
 
     def _write(self) -> None:
-        """Overwrite the file in place: a replaced file would lose the lock. A reader may find it empty for a moment."""
+        """Overwrite the file in place, since replacing it would lose the lock. A reader may find it empty for a
+        moment."""
         text = self.holder.model_dump_json().encode()
         self._disk.truncate(self._handle, 0)
         write_all(self._disk, self._handle, text)
@@ -252,9 +259,9 @@ class Lease:
 
 
 def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
-    """The last epoch, which is over; 0 if the run had no lead. Takes nothing.
+    """Return the last epoch, which is over, or 0 if the run had no lead. This takes no lease.
 
-    UsageError if a living process leads the run. It may take a few beats to tell.
+    Raises UsageError if a living process leads the run. It may take a few beats to find out.
     """
     run = Path(run)
     epoch, holder, file, segment = _last(run, disk)
@@ -275,7 +282,7 @@ def _advice(holder: Holder, locked: Path | None) -> str:
     except ProcessLookupError:
         return f"that process has ended, but another one, probably its child, holds its lock; `lsof {locked}` names it"
     except PermissionError:
-        pass  # it lives, and another user started it
+        pass  # the process is alive, and another user started it
     return "wait for it to end or stop it"
 
 
@@ -285,7 +292,8 @@ def _taken(run: Path) -> UsageError:
 
 
 def end_lease(run: str | Path) -> None:
-    """End the lease of the process that leads the run: it stops before its next record. For `--take-over`."""
+    """End the lease of the process that leads the run. That process stops before its next record. Used for
+    `--take-over`."""
     if _last(Path(run), REAL)[0]:
         Lease(run, take_over=True).close()
 
@@ -296,8 +304,8 @@ def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
             return True
         if holder.host == socket.gethostname() and _flock_works(path.parent, disk):
             return False
-        # No clock of another machine is compared: the file must change while this process looks at it. A lead that had
-        # just created its file, and was not yet named in it, shows by its lock.
+        # No clocks of different machines are compared. Instead, the file must change while this process watches it. If
+        # the lead had only just created its file, and was not named in it yet, its lock shows that it is alive.
         before, stop = read_file(path), time.monotonic() + GRACE * beat
         while time.monotonic() < stop:
             time.sleep(beat / 10)
@@ -309,7 +317,8 @@ def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
 
 
 def _lockable(path: Path, disk: Disk) -> bool:
-    """Whether a new handle can lock the file: then no other process holds it, or `flock` has no effect here."""
+    """Return whether a new handle can lock the file. If so, no other process holds the lock, or `flock` has no effect
+    here."""
     handle = disk.edit(path, new=False)
     try:
         return disk.lock(handle)
@@ -318,7 +327,7 @@ def _lockable(path: Path, disk: Disk) -> bool:
 
 
 def _flock_works(folder: Path, disk: Disk) -> bool:
-    """Two handles of one file: the second lock must fail."""
+    """Return whether locking one file through two handles fails for the second handle."""
     path = folder / f".probe-{os.getpid()}-{threading.get_ident()}"
     handle = disk.edit(path)
     try:

@@ -1,11 +1,12 @@
-"""The ledger: the training history of a lineage, folded from `use` and `void` records. It is queue and redo log.
+"""The ledger is the training history of a lineage, folded from `use` and `void` records. It is both queue and redo log.
 
-A lineage's history is its parent's history up to the update at which a `void` cut it, then its own `use` records in the
-order of (update, epoch). Applying that history to the base weights gives the lineage's weights. No update is in it
-twice: an update applied twice would give other weights than those that sampled the later tapes.
+A lineage's history is its parent's history up to the update at which a `void` cut it, followed by its own `use` records
+in the order of (update, epoch). Applying that history to the base weights gives the lineage's weights. No update is in
+it twice, because applying an update twice would give weights that differ from those that sampled the later tapes.
 
-A run has one lead at a time (`lease`). A lead that was just replaced may still write one record. The later lead did not
-read it, so it doesn't count: it has a smaller epoch than a record of the same or an earlier update.
+A run has one lead at a time (`lease`). A lead that was just replaced may still write one record, which the later lead
+did not read. Such a record doesn't count. It is recognised because a record of the same or an earlier update has a
+higher lead epoch.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from ..records import Use, Void
 
 Fate = Literal["trained", "stale", "filtered", "context"]
 FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
-"""The fates of a token in an update. If several updates name a token, it has the first of these that applies."""
+"""The possible fates of a token in an update. If several updates name a token, it has the first of these that
+applies."""
 Range = tuple[str, str, int, int]
-"""(tape, call, start, end): completion tokens of a call, half-open."""
+"""(tape, call, start, end), a half-open range of completion tokens in a call."""
 
 
 def ranges(use: Use, fate: Fate) -> Iterator[Range]:
-    """The tokens with that fate in one update: `trained` ones are its items, its `info` lists the others."""
+    """Yield the tokens with this fate in one update. The trained ones are its items. Its `info` lists the others."""
     if fate == "trained":
         for tape, call, start, end, _ in use.items:
             yield tape, call, start, end
@@ -50,21 +52,22 @@ class Ledger:
 
     lineage: str
     uses: tuple[Use, ...] = ()
-    """The redo log: every update that counts, inherited ones included, by (update, epoch)."""
+    """The redo log. It has every update that counts, including inherited ones, in the order of (update, epoch)."""
     ended: Void | None = None
-    """The `void` that ended this lineage, and which another lineage continues; None while it lives."""
+    """The `void` that ended this lineage, which another lineage continues. None if the lineage hasn't ended."""
     taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
-    """tape -> its calls that an update trained on or set aside. The loop must not use these calls again."""
+    """tape -> the calls on it that an update trained on or set aside. The loop must not use these calls again."""
 
     @property
     def next_update(self) -> int:
-        """The number of the next update: one more than the last that was recorded, 0 at the start."""
+        """The number of the next update, which is one more than the last recorded one, or 0 at the start."""
         return self.uses[-1].update + 1 if self.uses else 0
 
     def taught(self, before: int) -> dict[str, list[int]]:
-        """tape -> the updates below `before` that trained on a token of it, tapes in the order of their first use.
+        """Return tape -> the updates below `before` that trained on any of its tokens. The tapes have the order of
+        their first use.
 
-        These tapes taught the weights after `before` updates.
+        The weights after `before` updates were trained on these tapes.
         """
         taught: dict[str, list[int]] = {}
         for use in self.uses:
@@ -74,12 +77,12 @@ class Ledger:
         return taught
 
     def __contains__(self, tape: object) -> bool:
-        """Whether an update used or set aside a token of the tape."""
+        """Return whether an update used or set aside a token on the tape."""
         return tape in self.taken
 
 
 class Lineages:
-    """All `use` and `void` records of a run, folded. Feed them in any order, then ask."""
+    """Folds all `use` and `void` records of a run. Add them in any order, and then query the result."""
 
     def __init__(self, records: Iterable[Use | Void] = ()) -> None:
         self.uses: dict[str, list[Use]] = {}
@@ -88,7 +91,7 @@ class Lineages:
             self.add(record)
 
     def add(self, record: Use | Void) -> None:
-        """One more record."""
+        """Add a record."""
         if isinstance(record, Use):
             self.uses.setdefault(record.lineage, []).append(record)
         else:
@@ -96,7 +99,7 @@ class Lineages:
 
     @property
     def names(self) -> list[str]:
-        """Every lineage named, oldest ancestors first if that is known."""
+        """Every lineage that a record names. Ancestors come first if the order is known."""
         voids = self._voids()
         return list(dict.fromkeys([*self.uses, *(name for void in voids for name in (void.lineage, void.into))]))
 
@@ -108,7 +111,7 @@ class Lineages:
 
     @property
     def refused(self) -> list[Use | Void]:
-        """The records that don't count: a lead wrote them after a later one had taken the run over."""
+        """The records that don't count, because their lead wrote them after a later lead had taken the run over."""
         every = [*self.voids, *(use for uses in self.uses.values() for use in uses)]
         counted = {
             id(record) for record in (*self._voids(), *(u for uses in self.uses.values() for u in _counted(uses)))
@@ -117,7 +120,7 @@ class Lineages:
 
     @property
     def doubles(self) -> dict[str, list[int]]:
-        """Lineage -> the updates that are recorded twice. Two processes led that run at once, without leases."""
+        """Lineage -> the updates that are recorded twice, because two processes led the run at once without leases."""
         found: dict[str, list[int]] = {}
         for lineage, uses in self.uses.items():
             times = Counter((use.update, use.epoch) for use in _counted(uses))
@@ -127,14 +130,16 @@ class Lineages:
         return found
 
     def _voids(self) -> list[Void]:
-        """The voids that count: of the last lead that voided the lineage, unless a later one continued it."""
+        """Return the voids that count, which are from the last lead that wrote a record of the lineage, or from no
+        lead."""
         leads: dict[str, int] = {}
         for record in (*self.voids, *(use for uses in self.uses.values() for use in uses)):
             leads[record.lineage] = max(leads.get(record.lineage, 0), record.lead or 0)
         return [void for void in self.voids if void.lead is None or void.lead == leads[void.lineage]]
 
     def ledger(self, lineage: str) -> Ledger:
-        """The history of that lineage; empty when no record names it. NotATape when its records contradict."""
+        """Return the history of the lineage, which is empty if no record names it. Raises NotATape if its records
+        contradict each other."""
         uses = self._history(lineage, ())
         taken: dict[str, set[str]] = {}
         for use in uses:
@@ -172,7 +177,7 @@ class Lineages:
 
 
 def _counted(uses: Iterable[Use]) -> list[Use]:
-    """The updates in their order, without those that a lead recorded after a later one had taken the run over."""
+    """Return the updates in order, without those that a lead recorded after a later lead had taken the run over."""
     counted: list[Use] = []
     newest = 0
     for use in sorted(uses, key=lambda use: (use.update, use.epoch, -(use.lead or 0))):

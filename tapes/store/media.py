@@ -1,7 +1,7 @@
-"""Media: images, sound and other content too large for a line, in files named by the hash of their bytes.
+"""Media are images, sound and other content too large for a line, in files that are named by the hash of their bytes.
 
-A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Nothing
-removes a file. The bytes may have any format.
+A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Files are
+never removed. The bytes may have any format.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _NAME = re.compile(MEDIA_NAME)
 
 
 class Media:
-    """The media files of one run. Thread-safe."""
+    """The media files of one run. This class is thread-safe."""
 
     def __init__(self, folder: Path, *, disk: Disk = REAL) -> None:
         self.folder, self.disk = folder, disk
         self._durable: set[str] = set()
 
     def put(self, data: bytes, suffix: str = "") -> MediaReference:
-        """Store `data`; returns the reference for a step's field of type `MediaReference`. suffix: as in `.png`.
+        """Store `data` with a suffix such as `.png`. Return the reference for a step's field of type `MediaReference`.
 
-        Blocks until the file would survive a power cut: in an event loop use `asyncio.to_thread(media.put, …)`.
+        Blocks until the file would survive a power cut. In an event loop, use `asyncio.to_thread(media.put, …)`.
         """
         name = f"{sha256(data).hexdigest()}{suffix}"
         if not _NAME.fullmatch(name):
@@ -51,7 +51,7 @@ class Media:
             return False
 
     def get(self, reference: str) -> bytes:
-        """The bytes of a reference. Corrupt when the file's bytes changed, NotATape when the file is missing."""
+        """Return the bytes for a reference. Raises Corrupt if the file was changed, and NotATape if it is missing."""
         kind, _, name = reference.partition(":")
         if kind != "media" or not _NAME.fullmatch(name):
             raise ValueError(f"{reference[:90]!r} is not a media reference (media:<64 hex digits><.suffix>)")
@@ -64,7 +64,7 @@ class Media:
         return data
 
     def names(self) -> list[str]:
-        """The complete media files."""
+        """Return the names of the complete media files."""
         try:
             found = self.disk.names(self.folder)
         except FileNotFoundError:
@@ -73,11 +73,11 @@ class Media:
 
 
 def references(body: bytes) -> set[str]:
-    """Names of the media files that a record body refers to, by its column and never by its text."""
+    """Return the names of the media files that a record body refers to in its column. Its text is not searched."""
     if b'"media":' not in body:
         return set()
     try:
         record = parse_record(body)
-    except ValueError:  # `verify` and the viewer's transcript name a record that can't be read
+    except ValueError:  # `verify` and the viewer's transcript report a record that can't be read
         return set()
     return set(record.media) if isinstance(record, Begin | StepRecord | Call) else set()

@@ -1,9 +1,9 @@
-"""Reading one segment: its lines in order, up to its end or to their first break.
+"""Reads the lines of one segment in order, up to its end or to the first break.
 
-A reader never skips a line. At a break, the question is whether the bytes at that place had been durable. If
-a later line that provably belongs to this segment states it (its `c` is above the place of the break), or a pin does,
-the bytes were changed: the segment is *corrupt*. Otherwise the tail is *torn*, which an ordinary crash leaves behind;
-the bytes alone can't tell the cause.
+A reader never skips a line. At a break, the question is whether the bytes at that place had been durable. They had been
+if a later line that provably belongs to this segment says so (its `c` is above the place of the break), or if a pin
+does. Then the bytes were changed, and the segment is *corrupt*. Otherwise the tail is *torn*. An ordinary crash leaves
+such a tail, but the bytes alone can't show the cause.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 
 PINS = "pins.json"
-"""Name of the file in a run directory with the heads of all sealed segments at the last `close`."""
+"""Name of the file in a run directory that has the heads of all segments that were sealed by the last `close`."""
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
-    """The heads in a file like `pins.json`, by segment. UsageError if the file holds no pins."""
+    """Return the heads in a file like `pins.json`, by segment. Raises UsageError if the file holds no pins."""
     try:
         heads = from_json(read_file(path, disk))
     except ValueError as error:
@@ -41,11 +41,11 @@ class Break:
 
     segment: str
     offset: int
-    """Bytes before the break: the intact part."""
+    """Number of bytes before the break, which are intact."""
     n: int
-    """Lines before the break."""
+    """Number of lines before the break."""
     size: int
-    """Bytes from the break to the end of the file."""
+    """Number of bytes from the break to the end of the file."""
     verdict: Literal["torn", "corrupt"]
     why: str
 
@@ -56,7 +56,7 @@ class Break:
         )
 
     def error(self) -> Corrupt:
-        """The error for a corrupt segment."""
+        """Return the error for a corrupt segment."""
         return Corrupt(
             f"{self}. Bytes that were on the disk have changed: `tapereel verify` lists the damage; restore "
             "the file from a copy, or begin a new run"
@@ -64,36 +64,37 @@ class Break:
 
 
 def segment_sizes(folder: Path, disk: Disk) -> dict[str, int]:
-    """Bytes of each segment at one moment, in the order of creation.
+    """Return the size in bytes of each segment at one moment, in the order of creation.
 
-    A live writer may seal a segment and continue in a new one while others read. A reader that reads each segment to
-    these sizes finds no record without the records before it. The sizes are taken from the newest segment to the
+    A live writer may seal a segment and continue in a new one while others read. If a reader reads each segment only up
+    to these sizes, it finds no record without the records before it. The sizes are read from the newest segment to the
     oldest, because a writer seals its old segment before it writes to the new one.
     """
     names = segment_names(disk.names(folder))
     sizes = dict.fromkeys(names, 0)
     for name in reversed(names):
-        with contextlib.suppress(OSError):  # opening the file raises it
+        with contextlib.suppress(OSError):  # opening the file later raises this error
             sizes[name] = disk.size(folder / f"{name}.jsonl")
     return sizes
 
 
 class SegmentReader:
-    """Iterates (offset, line, length) over a segment, from its start or from a place that was verified before.
+    """Yields (offset, line, length) for each line of a segment, from its start or from a place verified before.
 
-    After the iteration, `broken()` gives the break if bytes follow the last line, and `chain` has the state after it.
+    After the iteration, `chain` has the state after the last line. If bytes follow that line, `broken()` returns the
+    break.
     """
 
     def __init__(self, folder: Path, segment: str, *, end: int | None = None, disk: Disk = REAL) -> None:
-        """end: lines that begin at this byte or later are not read; None reads all lines."""
+        """Lines that begin at byte `end` or later are not read. If `end` is None, all lines are read."""
         self.path = folder / f"{segment}.jsonl"
         self.end = end
         self.segment, self.disk = segment, disk
         self.chain = Chain(segment)
         self.offset = 0
-        """Where the next line starts."""
+        """Byte offset at which the next line starts."""
         self.why: str | None = None
-        """Why the iteration stopped before the end of the file; None when it did not."""
+        """The reason why the iteration stopped before the end of the file, or None if it didn't."""
         self._unfinished = False
 
     def __iter__(self) -> Iterator[tuple[int, Line, int]]:
@@ -110,7 +111,7 @@ class SegmentReader:
                             if len(raw) < MAX_LINE
                             else f"the line has more than {MAX_LINE:,} bytes"
                         )
-                    # The newline is part of the line: a write that was cut just before it must not count as whole.
+                    # The newline is part of the line, so that a write that was cut off just before it counts as torn.
                     line = parse_line(raw[:-1])
                     chain.take(line)
                 except BadLine as error:
@@ -121,13 +122,13 @@ class SegmentReader:
             self.why = None
 
     def broken(self) -> Break | None:
-        """After the iteration: the break, judged by the file alone; None when the lines reach its end."""
+        """Return the break after the iteration, judged by the file alone, or None if the lines reach its end."""
         if self.why is None:
             return None
         with self.disk.open(self.path) as file:
             evidence = None if self.chain.sealed is None else "nothing can follow a seal"
-            # A last line without its newline may be a live writer's, caught in the middle of its write. Bytes
-            # after it were written since then, and must not be taken as evidence against it.
+            # A last line without its newline may come from a live writer that is in the middle of its write. Bytes
+            # after it were written since then, and must not count as evidence against it.
             if evidence is None and not self._unfinished:
                 evidence = _evidence(file, self.chain, self.offset)
             size = file.seek(0, 2) - self.offset
@@ -150,10 +151,10 @@ class _Run:
     frontier: int
     sealed: bool
     own: bool
-    """True when a line of the run proves that it belongs to this segment, without a hash link to the intact part."""
+    """True if a line in the run proves that the run belongs to this segment, without a hash link to the intact part."""
 
     def proves(self, chain: Chain) -> str | None:
-        """Why the place after `chain` must have been durable, provided that this run belongs to the segment."""
+        """Return why the place after `chain` must have been durable if this run belongs to the segment, or None."""
         first = self.first
         if self.sealed:
             return "the segment was sealed after it"
@@ -165,19 +166,21 @@ class _Run:
 
 
 def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
-    """Why the place of the break must have been durable, if a line after it proves that.
+    """Return why the place of the break must have been durable, or None if no line after it proves that.
 
-    After a power cut a file system may expose old blocks of any other file here, also of other segments. So a line
-    counts only when it is tied to this segment. It is tied when it
+    After a power cut, a file system may expose old blocks from any other file here, including other segments. So a line
+    counts only if it is tied to this segment. It is tied if it
 
-    * starts exactly at the break, or names a tape of the intact part,
+    * starts exactly at the break, or names a tape in the intact part,
     * is a `commit` or `seal` that states the hash of this segment's first line, or
     * is chained by hash to the intact part, to another line that counts, or to the line at the break after one flipped
-      bit in it is put right.
+      bit in that line is corrected.
 
-    Without these ties, old garbage after a crash would be reported as corruption and recovery would refuse the run.
+    Without this requirement, old blocks after a crash would be reported as corruption, and recovery would refuse the
+    run.
     """
-    # Cheap test first: mending tries each bit of a line, and most torn tails have no whole line after the break.
+    # The cheap test comes first, because mending tries each bit of a line. Most torn tails have no whole line after the
+    # break.
     if not any(run.proves(chain) for run in _runs_after(file, chain, chain.first, offset)):
         return None
     mended = _mend(file, chain, offset)
@@ -187,7 +190,7 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
         offset += mended[1]
         first = first or mended[0].h
     runs = _runs_after(file, chain, first, offset)
-    # Ties spread along hash links until no further run is tied; each round removes at least one run, so it ends.
+    # Ties spread along hash links until no further run is tied. Each round removes at least one run, so the loop ends.
     while True:
         linked = [run for run in runs if run.own or run.first.p in heads]
         if not linked:
@@ -234,7 +237,7 @@ def _tapes_before(file: BinaryIO, offset: int) -> set[str]:
         try:
             tape = peek(parse_line(file.readline(MAX_LINE)[:-1]).body)[1]
         except BadLine:
-            break  # `offset` may lie after the mended line, whose bytes in the file are still damaged
+            break  # `offset` may be after the mended line, whose bytes in the file are still damaged
         if tape is not None:
             tapes.add(tape)
     return tapes
@@ -248,13 +251,13 @@ def _names_segment(line: Line, first: bytes, tapes: set[str]) -> bool:
 
 
 _MENDABLE = 16 * 1024
-"""Bytes. Longer lines are not mended: each bit is tried, and this bounds the time to about a second."""
+"""Length in bytes above which a line is not mended. Each bit is tried, so this bounds the time to about a second."""
 
 
 def _mend(file: BinaryIO, chain: Chain, offset: int) -> tuple[Line, int] | None:
-    """The line at the break and its length, if flipping one bit gives the line that belongs there.
+    """Return the line at the break and its length if flipping one bit restores the line that belongs there.
 
-    A flipped newline joins two lines, so the search covers both.
+    A flip in a newline joins two lines, so the search covers both.
     """
     file.seek(offset)
     region = bytearray(file.read(_MENDABLE))

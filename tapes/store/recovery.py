@@ -1,16 +1,17 @@
-"""Recovery: a new writer takes over the segments of writers that died.
+"""In a recovery, a new writer takes over the segments of writers that died.
 
-It works under the folder's lock, in this order:
+It holds the folder's lock and takes these steps in order:
 
 1. Lock every unfinished segment. A segment whose lock is held has a live writer and is never touched.
 2. Refuse to start (`Corrupt`) if durable bytes changed, or if a pinned head is in no segment. Nothing has been changed
-   by then.
-3. For each locked segment: copy a torn tail to its own file, cut it off, and sync the rest.
+   at this point.
+3. For each locked segment, copy a torn tail to a separate file, cut it off, and sync the rest.
 4. Open a new segment whose first line pins every head that was found.
-5. End the episodes that dead writers left open, as `crashed`, in the new segment.
+5. In the new segment, end the episodes that dead writers left open as `crashed`.
 
-Each step may be cut short by another crash. The next recovery repeats it: the copy of a tail is durable before the cut,
-a segment counts as finished only when a later one pins its seal, and an episode without an end is still open.
+Another crash may interrupt any step, and the next recovery then repeats it. This is safe because the copy of a tail is
+durable before the cut, a segment counts as finished only when a later one pins its seal, and an episode without an end
+is still open.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Torn:
     offset: int
     size: int
     kept: str
-    """Name of the file in the segments' folder that holds these bytes now."""
+    """Name of the file in the folder of the segments to which these bytes were moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dangling:
-    """An irreversible action that a crash interrupted: no record shows whether it happened."""
+    """An irreversible action that a crash interrupted. No record shows whether it happened."""
 
     tape: str
     env: str
@@ -56,15 +57,15 @@ class Dangling:
 
 @dataclass(slots=True)
 class Recovered:
-    """What opening a run for writing found and did."""
+    """What was found and repaired when a run was opened for writing."""
 
     crashed: list[str] = field(default_factory=list)
     """Tapes that were open and are now ended as `crashed`."""
     torn: list[Torn] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
-    """Segments of other, living writers."""
+    """Segments of other writers that are still alive."""
     dangling: list[Dangling] = field(default_factory=list)
-    """Irreversible actions that may have happened; never retried. A person must check their effect."""
+    """Irreversible actions that may have happened. They are never retried, and a person must check their effect."""
 
 
 def start_writer(
@@ -77,8 +78,8 @@ def start_writer(
         index.refresh()
         held = _hold_dead(folder, disk, index.segments(), found)
         try:
-            # Again, now that the locks are held: a writer may have written and ended after the first refresh. Without
-            # this its last lines would be judged, and cut off, by an index that has not seen them.
+            # Refresh again now that the locks are held, because a writer may have written and ended after the first
+            # refresh. Otherwise its last lines would be judged, and cut off, by an index that has not seen them.
             breaks = index.refresh()
             segments = index.segments()
             _refuse_corrupt(index, segments, breaks, _kept_pins(folder.parent / PINS, disk))
@@ -91,24 +92,25 @@ def start_writer(
                 for tape in index.tapes("status is null"):
                     if owner(segments, tape, index) not in found.live:
                         _end(tape, index, writer, found, clock)
-                # The caller may act on `found` (repeat those episodes, say), so the ends must not be lost after that.
+                # The caller may act on `found`, for example repeat those episodes. So the ends must not be lost later.
                 if found.crashed:
                     writer.sync()
             except BaseException:
                 writer.abandon()
                 raise
         finally:
-            # Only now: until the new segment pins them, a second process must not recover these segments as well.
+            # The locks are released only now. Until the new segment pins these segments, a second process must not
+            # recover them as well.
             for handle in held.values():
                 disk.close(handle)
     return writer, found
 
 
 def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recovered) -> dict[str, int]:
-    """Lock every segment that may need recovery: all except those that are sealed and pinned by a later segment.
+    """Lock every segment that may need recovery, which is any that isn't both sealed and pinned by a later segment.
 
-    A seal alone is not enough: its writer may have died before the sync, and only a pin shows that a recovery, or a
-    rotation, made the sealed bytes durable.
+    A seal alone is not enough, because its writer may have died before the sync. Only a pin shows that a recovery or a
+    rotation made the sealed bytes durable.
     """
     pinned = {(name, head) for segment in segments for name, head in read_pins(segment).items()}
     settled = {
@@ -128,7 +130,8 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
 
 
 def _kept_pins(path: Path, disk: Disk) -> dict[str, str]:
-    """The heads in `pins.json`, which each close of a store replaces; empty before the first close."""
+    """Return the heads in `pins.json`, which is replaced whenever a store is closed. There are none before the first
+    close."""
     try:
         return read_pin_file(disk, path)
     except FileNotFoundError:
@@ -149,11 +152,11 @@ def _refuse_corrupt(index: Index, segments: list[Segment], breaks: dict[str, Bre
 
 
 def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None, found: Recovered) -> None:
-    """Copy the torn bytes to a file of their own, then cut them off, then sync the segment.
+    """Copy the torn bytes to a separate file, then cut them off, then sync the segment.
 
     The copy is durable before the cut, so that a crash between the two loses no byte. The sync is needed even if
-    nothing is torn: the lines of a dead process may exist in the page cache only. The new segment pins the last of
-    them; if a power cut then took them, the unmet pin would read as tampering.
+    nothing is torn, because the lines of a dead process may exist only in the page cache. The new segment pins the last
+    of these lines. If a power cut then lost them, the unmet pin would look like tampering.
     """
     if broken is not None:
         with disk.open(folder / f"{name}.jsonl") as file:
@@ -174,10 +177,11 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """The heads to pin: one for each segment whose end no later segment pins yet. Together they cover every line.
+    """Return the heads to pin, one for each segment whose end no later segment pins yet. Together they cover every
+    line.
 
-    Of a live writer's segment it is the last line below the frontier. Lines above may still be lost in a power cut, and
-    a pin on a lost line would read as tampering.
+    For a live writer's segment, the head is the last line below the frontier. Lines above it may still be lost in a
+    power cut, and a pin on a lost line would look like tampering.
     """
     pinned = {name: head for segment in segments for name, head in read_pins(segment).items()}
     found: dict[str, str] = {}
@@ -191,12 +195,12 @@ def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> d
 
 
 def read_pins(segment: Segment) -> dict[str, str]:
-    """The pins in the segment's `open` record: segment name -> head."""
+    """Return the pins in the segment's `open` record as segment name -> head."""
     return from_json(segment.pins)
 
 
 def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
-    """Hash of the segment's line with ordinal `n - 1`; empty if the segment is shorter."""
+    """Return the hash of the segment's line with ordinal `n - 1`, or an empty string if the segment is shorter."""
     for _, line, _ in SegmentReader(folder, segment.name, disk=disk):
         if line.n == n - 1:
             return line.h.decode()
@@ -204,10 +208,10 @@ def head_at(folder: Path, disk: Disk, segment: Segment, n: int) -> str:
 
 
 def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> list[str]:
-    """A sentence for each pin, of the segments or in `kept`, whose line no segment holds.
+    """Return a sentence for each pin in the segments or in `kept` whose line is in no segment.
 
-    Most pins name a segment's last line and are met without reading. Each of the others costs one pass over its
-    segment; the index keeps those that were found, so the next start doesn't read them again.
+    Most pins name a segment's last line and can be checked without reading the segment. A segment with other pins is
+    read once. The index keeps the pins that were found, so the next start doesn't read them again.
     """
     held = {(segment.name, segment.head) for segment in segments} | index.met()
     wanted = {pin for segment in segments for pin in read_pins(segment).items()} | set(kept.items())
@@ -226,10 +230,10 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
 
 
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
-    """The newest segment of the writer that this open tape belongs to.
+    """Return the newest segment of the writer to which this open tape belongs.
 
-    That is the segment of the tape's last record, followed along the `next` names that full segments state. Without
-    this an episode of a live writer that waits across a rotation would be ended as crashed.
+    It is found from the segment of the tape's last record by following the `next` names in full segments. Otherwise, an
+    episode of a live writer that waits across a rotation would be ended as crashed.
     """
     by_name = {segment.name: segment for segment in segments}
     name = index.places(tape.id)[-1].segment
@@ -241,8 +245,8 @@ def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
 def _end(tape: Summary, index: Index, writer: SegmentWriter, found: Recovered, clock: Callable[[], float]) -> None:
     """Queue the end of an episode whose process died.
 
-    Its last record shows whether an action was running: an irreversible action is recorded before it is carried out,
-    so it may have happened although no reaction is on the tape.
+    Its last record shows whether an action was running. An irreversible action is recorded before it is carried out, so
+    it may have happened even if no reaction is on the tape.
     """
     cause = None
     last = [place for place in index.places(tape.id) if place.t in ("begin", "step", "call", "reward")][-1]

@@ -1,12 +1,13 @@
-"""The format of a segment, as pure functions over bytes: encode a line, read a line, check the chain.
+"""The format of a segment, as pure functions over bytes that encode a line, read a line and check the chain.
 
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}\n
 
-`n` is the line's ordinal; `c` how many lines of the segment were durable when it was written; `p` the hash of the line
-before (of the first line: a head that its `open` pins, or 64 zeros); `b` the record's body; `h` the SHA-256 of the
-line's bytes before its last `,"h":`. The first body is an `open` that names the segment; `commit` and `seal` state
-the hash of that first line; a `seal` is the last line.
-This module opens no file and takes no lock. Of a body it reads `t` and `tape` only.
+`n` is the line's ordinal. `c` is the number of lines in the segment that were durable when this one was written. `p` is
+the hash of the previous line. For the first line, it is a head that its `open` pins, or 64 zeros. `b` is the record's
+body. `h` is the SHA-256 of the line's bytes before its last `,"h":`. The first body is an `open` that names the
+segment. `commit` and `seal` state the hash of that first line. A `seal` is the last line.
+
+This module opens no file and takes no lock. To read a record, it needs only `t` and `tape` from its body.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from ..errors import NotATape, short_repr
 from ..journal import MAX_BODY
 
 ZERO = b"0" * 64
-"""`p` of a first line that pins nothing."""
+"""`p` in a first line that pins nothing."""
 MAX_LINE = MAX_BODY + 1024
-"""Bytes. Bounds the memory that a reader needs; larger content belongs in a media file."""
+"""Maximum length in bytes, which bounds the memory that a reader needs. Larger content belongs in a media file."""
 
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
@@ -35,21 +36,22 @@ _TAIL = len(b',"h":""}') + 64
 
 
 def segment_names(entries: Iterable[str]) -> list[str]:
-    """Names of the segments among a folder's entries, in the order of their creation."""
+    """Return the names of the segments among a folder's entries, in the order of their creation."""
     return sorted(entry[:-6] for entry in entries if entry.endswith(".jsonl") and _NAME.fullmatch(entry[:-6]))
 
 
 def next_name(names: list[str], nonce: str) -> str:
-    """The name of the next segment. Its number makes names sort in the order of creation, independent of the clock.
+    """Return the name of the next segment. Its number makes names sort in the order of creation, whatever the clock
+    says.
 
-    The nonce (6 hex digits) makes the name unique: a file system may fill a new file with old blocks after a crash,
-    and a whole segment of another run in them must not pass as this segment, whose `open` line states its name.
+    The nonce (6 hex digits) makes the name unique. After a crash, a file system may fill a new file with old blocks. If
+    these have a whole segment of another run, it must not pass as this segment, whose `open` line states its name.
     """
     return f"{int(names[-1][:6]) + 1 if names else 1:06d}-{nonce}"
 
 
 class BadLine(NotATape):
-    """Bytes that are not a line, or a line that is out of place."""
+    """Raised for bytes that are not a line, or for a line that is out of place."""
 
 
 class Line(NamedTuple):
@@ -65,14 +67,14 @@ class Line(NamedTuple):
 
 
 def encode_line(n: int, c: int, p: bytes, body: bytes) -> tuple[bytes, bytes]:
-    """The line, its newline included, and its hash."""
+    """Return the line with its newline, and its hash."""
     head = b'{"n":%d,"c":%d,"p":"%b","b":%b' % (n, c, p, body)
     h = sha256(head).hexdigest().encode()
     return b'%b,"h":"%b"}\n' % (head, h), h
 
 
 def parse_line(line: bytes) -> Line:
-    """Read a line without its newline. BadLine names the fault."""
+    """Parse a line that is given without its newline. Raises a BadLine that names the fault."""
     match = _HEAD.match(line)
     if match is None:
         raise BadLine('it does not start with {"n":…,"c":…,"p":"…","b":{')
@@ -86,7 +88,7 @@ def parse_line(line: bytes) -> Line:
 
 
 def peek(body: bytes) -> tuple[str, str | None]:
-    """`t` and `tape` of a body, without parsing the rest. BadLine when the body is not a record."""
+    """Return `t` and `tape` from a body without parsing the rest. Raises BadLine if the body is not a record."""
     match = _PEEK.match(body)
     if match is not None and (match[2] is not None or match[1] in _WITHOUT_TAPE):
         tape = match[2]
@@ -102,7 +104,7 @@ def peek(body: bytes) -> tuple[str, str | None]:
 
 
 def read_body(body: bytes) -> dict[str, JsonValue]:
-    """The body as plain values, not validated as a record. BadLine when it is not a JSON object."""
+    """Return the body as plain values, without validating it as a record. Raises BadLine if it is not a JSON object."""
     try:
         value = from_json(body, allow_inf_nan=True, cache_strings="keys")
     except ValueError as error:
@@ -113,9 +115,9 @@ def read_body(body: bytes) -> dict[str, JsonValue]:
 
 
 class Chain:
-    """The state of a segment after its lines so far, against which the next line is checked.
+    """The state of a segment after the lines so far, against which the next line is checked.
 
-    Call `take` with the lines in order. One chain serves one pass over one segment.
+    Call `take` with the lines in order. Each pass over a segment needs its own chain.
     """
 
     __slots__ = ("first", "frontier", "head", "n", "opened", "sealed", "segment")
@@ -123,25 +125,25 @@ class Chain:
     def __init__(self, segment: str) -> None:
         self.segment = segment
         self.n = 0
-        """Lines taken."""
+        """Number of lines taken."""
         self.head: bytes = ZERO
         """Hash of the last line taken."""
         self.first: bytes = b""
-        """Hash of the first line; empty before it."""
+        """Hash of the first line, empty until it is taken."""
         self.frontier = 0
-        """The highest `c` so far: lines below it were durable."""
+        """The highest `c` so far. Lines below it were durable."""
         self.opened: dict[str, JsonValue] = {}
         """The body of the segment's `open`."""
         self.sealed: dict[str, JsonValue] | None = None
-        """The body of the segment's `seal`, once taken."""
+        """The body of the segment's `seal`, or None until it is taken."""
 
     def take(self, line: Line) -> None:
-        """Check and count the next line. BadLine when it doesn't fit; the chain is then unchanged."""
+        """Check and count the next line. If it doesn't fit, raises BadLine and leaves the chain unchanged."""
         if self.sealed is not None:
             raise BadLine(f"line {line.n} follows the seal")
         if line.n != self.n:
             raise BadLine(f"line {line.n} is in the place of line {self.n}")
-        # Lines below the frontier were synced. A frontier can't fall, and a line can't state more than came before it.
+        # Lines below the frontier were synced. So a frontier can't decrease, and can't exceed the lines before it.
         if not self.frontier <= line.c <= line.n:
             raise BadLine(f"line {line.n} states that {line.c} lines were durable, after {self.frontier} of {line.n}")
         if self.n == 0:
@@ -164,7 +166,7 @@ class Chain:
             raise BadLine(f"the first line has the `t` {short_repr(body.get('t'))} and not `open`, or has no pins")
         if body.get("segment") != self.segment:
             raise BadLine(f"the first line opens segment {body.get('segment')!r}, not {self.segment!r}")
-        # `p` of a first line continues the chain of an earlier segment, so it must be one of the heads pinned here.
+        # `p` in a first line continues the chain of an earlier segment, so it must be one of the heads pinned here.
         if line.p != ZERO and line.p.decode() not in pins.values():
             raise BadLine(f"the first line follows the head {line.p[:12].decode()}…, which its `open` does not pin")
         self.opened = body
@@ -177,7 +179,7 @@ class Chain:
         if body.get("opened") != self.first.decode():
             raise BadLine(f"line {line.n}, a {body.get('t')}, belongs to another segment")
         if body.get("t") == "seal":
-            # The writer syncs every line before it writes the seal: a lower `c` was never written by it.
+            # The writer syncs every line before it writes the seal, so it never writes a lower `c`.
             if line.c != line.n:
                 raise BadLine(f"line {line.n} seals the segment when {line.c} of {line.n} lines were durable")
             self.sealed = body

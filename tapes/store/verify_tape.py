@@ -30,7 +30,7 @@ TAPE_RECORDS = ("begin", "step", "call", "reward", "end")
 
 
 def read_line(raw: bytes) -> tuple:
-    """(n, c, p, body bytes, record, h) of a line, or ValueError."""
+    """Return (n, c, p, body bytes, record, h) from a line. Raises ValueError if it isn't a line."""
     match, cut = HEAD.match(raw), raw.rfind(b',"h":')
     if not match or not re.fullmatch(rb',"h":"[0-9a-f]{64}"\}\n', raw[cut:]):
         raise ValueError("not a line")
@@ -45,7 +45,7 @@ def read_line(raw: bytes) -> tuple:
 
 
 def can_stand(line: tuple, name: str, state: tuple) -> bool:
-    """Whether a sound line is the next one after `state` in segment `name`."""
+    """Return whether an intact line is the next one after `state` in segment `name`."""
     (n, c, p, _, record, _), (lines, head, frontier, sealed, first) = line, state
     if sealed or n != lines or not frontier <= c <= n:
         return False
@@ -59,7 +59,7 @@ def can_stand(line: tuple, name: str, state: tuple) -> bool:
 
 
 def read_segment(path: Path, run: dict) -> dict:
-    """Check one file: add its hashes, pins and tapes to `run`, and return a summary of it."""
+    """Check one file. Add its hashes, pins and tapes to `run`, and return a summary of the file."""
     name, state, broken = path.stem, (0, "0" * 64, 0, False, ""), None
     run["hashes"][name] = set()
     with path.open("rb") as file:
@@ -95,7 +95,7 @@ def take(line: tuple, name: str, run: dict) -> None:
 def check(folder: Path, pins: list) -> tuple[int, dict]:
     run = {"hashes": {}, "pins": list(pins), "digests": {}, "closed": set(), "corrupt": [], "torn": []}
     files = [folder / "pins.json", *sorted((folder / "tapes").glob("[0-9]*-*.jsonl"))]
-    # Anything else is not opened: a pipe would wait for a writer, and a link could lead to a file without an end.
+    # Only regular files are opened. A pipe would wait for a writer, and a link could lead to a file without an end.
     odd = [path for path in files if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode)]
     run["corrupt"] += [f"{path} isn't a regular file" for path in odd]
     if files[0].exists() and files[0] not in odd:
