@@ -1,4 +1,4 @@
-"""The command line: one thin module per verb.
+"""The command line, with one thin module per verb.
 
 A verb reads its arguments, calls one library function that a Python user can call too, and prints the answer.
 `command.main` runs the verb. No library module imports this package, and no verb imports another verb.

@@ -1,4 +1,4 @@
-"""The `tapereel` command: runs a verb with its arguments, and turns errors into sentences and exit codes.
+"""The `tapereel` command runs a verb with its arguments, and turns errors into sentences and exit codes.
 
 A verb's module is imported only when the verb runs, so `tapereel show` never imports torch. A verb is either a command
 or a table of commands (`TARGETS`) such as `tapereel serve model`. `cli/console.py` defines the interface of a command.
@@ -74,7 +74,7 @@ exit codes: {_DOCS / "cli.md"}"""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Ends with `Exit.USAGE` where argparse would end with 2, which means "can't be verified" here."""
+    """A parser that exits with `Exit.USAGE`. The argparse default of 2 means "can't be verified" here."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -82,12 +82,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def load(name: str) -> ModuleType:
-    """The module of a verb."""
+    """Import the module of a verb."""
     return _module(VERBS[name][0])
 
 
 def commands() -> dict[str, tuple[str, str]]:
-    """Every command, such as `show` or `serve model` -> (module inside tapereel, its purpose)."""
+    """Return each command, such as `show` or `serve model` -> (module inside tapereel, its purpose)."""
     found: dict[str, tuple[str, str]] = {}
     for name, entry in VERBS.items():
         targets: Mapping[str, tuple[str, str]] | None = getattr(load(name), "TARGETS", None)
@@ -96,7 +96,7 @@ def commands() -> dict[str, tuple[str, str]]:
 
 
 def verb_parser(name: str) -> argparse.ArgumentParser:
-    """The parser of one verb, with the arguments that all commands share."""
+    """Return the parser for one verb, with the arguments that all commands share."""
     module, (_, purpose) = load(name), VERBS[name]
     prog = f"tapereel {name}"
     parser = _Parser(prog=prog, **_texts(module, purpose))
@@ -148,18 +148,18 @@ def _top_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line (`sys.argv` when None) and return its exit code."""
+    """Run one command line and return its exit code. `sys.argv` is used if `argv` is None."""
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         guard_terminal()
         _keep_stdout()
         _outlive_alarms()
-        # With thousands of live tapes, full collections would take most of the time. Modules are never garbage.
+        # With thousands of live tapes, full collections would take most of the time. Modules never become garbage.
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
     try:
         code = _dispatch(words)
-    except SystemExit as stop:  # argparse has printed the reason; user code may pass it here
+    except SystemExit as stop:  # argparse has already printed its reason, while user code may give one here
         if isinstance(stop.code, str):
             say(stop.code)
         code = Exit.BROKEN if isinstance(stop.code, str) else int(stop.code or 0)
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _keep_stdout() -> None:
-    """Reserve descriptor 1 for the answer: output of user code and its child processes goes to stderr."""
+    """Reserve descriptor 1 for the answer. Output from user code and its child processes goes to stderr."""
     try:
         kept = os.dup(1)
         os.dup2(2, 1)
@@ -180,7 +180,7 @@ def _keep_stdout() -> None:
 
 
 def _outlive_alarms() -> None:
-    """Report an alarm that user code sets (`signal.alarm`) without a handler. By default it would end the process."""
+    """Report alarms that user code sets (`signal.alarm`) without a handler. By default, they would end the process."""
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.signal(
             signal.SIGALRM, lambda *_: say("ignored SIGALRM: the code that set the alarm has no handler for it")
@@ -198,7 +198,7 @@ def _leave_threads(code: int) -> None:
         sys.stdout.flush()
         os._exit(code)
 
-    if left:  # idle threads of executors end at the interpreter's exit, before this one acts
+    if left:  # idle executor threads end when the interpreter exits, before this one acts
         threading.Thread(target=end, daemon=True).start()
 
 
@@ -231,8 +231,8 @@ def _run(name: str, words: list[str]) -> int:
         say(f"{prog}: {MissingExtra(error.name or '', extra, f'`{prog}`')}")
         return Exit.BROKEN
     except BrokenPipeError:
-        # The reader of our stdout has gone (`| head`). Point stdout at the null device, or the interpreter's flush at
-        # exit fails on the closed pipe and prints a traceback.
+        # The reader of our stdout has gone (`| head`). Stdout is pointed at the null device, because otherwise the
+        # interpreter's flush at exit would fail on the closed pipe and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.BROKEN
     except KeyboardInterrupt:
@@ -251,7 +251,7 @@ def _run(name: str, words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _warnings_on_stderr() -> Iterator[None]:
-    """Print warnings of all loggers to stderr while a verb runs."""
+    """Print warnings from all loggers to stderr while a verb runs."""
     root, handler = logging.getLogger(), TerminalHandler(logging.WARNING)
     if any(isinstance(one, TerminalHandler) for one in root.handlers):
         yield
@@ -264,8 +264,8 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
-    """A message of the library in which arguments (`` `resume=True` ``) and settings (`` `loop.groups=8` ``) are
-    spelled as the command's options."""
+    """Return a message from the library in which arguments (`` `resume=True` ``) and settings (`` `loop.groups=8` ``)
+    are spelled as the command's options."""
     flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 
     def option(found: re.Match[str]) -> str:

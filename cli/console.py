@@ -35,11 +35,11 @@ class Exit(IntEnum):
     HOLDS = 0
     """The command succeeded, or its check passed."""
     BROKEN = 1
-    """The command failed, or its check failed: bytes differ, a replay diverged."""
+    """The command failed, or its check failed, for example because bytes differ or a replay diverged."""
     UNVERIFIABLE = 2
     """The check needs data that the run doesn't have. The answer names the missing data."""
     USAGE = 64
-    """Wrong usage: an argument, a setting, or a file, folder or code that it names is invalid."""
+    """An argument or a setting is invalid, or a file, folder or code that it names."""
     AWAY = 69
     """The model's server did not answer within `engine.patience`. The run can be resumed."""
     BUDGET = 75
@@ -51,7 +51,7 @@ class Exit(IntEnum):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The argparse type of an integer of at least `least`."""
+    """Return an argparse type for integers that are at least `least`."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -63,7 +63,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """The argparse type of a number above 0."""
+    """Parse a number above 0, as an argparse type."""
     value = float(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{value:g} is not above 0")
@@ -71,7 +71,7 @@ def positive(text: str) -> float:
 
 
 def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """The flags of the arguments whose value isn't the default. `names` are attributes of `args`."""
+    """Return the flags of the arguments whose value isn't the default. `names` are attributes of `args`."""
     return [
         _FLAGS.get(name, f"--{name.replace('_', '-')}")
         for name in names
@@ -84,8 +84,8 @@ _FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agent
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
-    """UsageError if no file can be written at `path`, the value of `flag`. Call it before the work, so that hours of
-    work don't end in an answer that can't be written."""
+    """Raise UsageError if no file can be written at `path`, the value of `flag`. Call this before the work, so that
+    hours of work don't end with an answer that can't be written."""
     if path is not None and not Path(path).parent.is_dir():
         raise UsageError(
             f"{flag} {path}: the folder {Path(path).parent} doesn't exist; create it, or name another file"
@@ -116,10 +116,10 @@ def say(text: str) -> None:
 
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: Section | RenderableType) -> None:
-    """Print the command's answer: `data` as one JSON object under `--json`, otherwise `shown`, for people.
+    """Print the command's answer. With `--json`, it is `data` as one JSON object, and otherwise `shown`, for people.
 
-    Strings and sections are escaped here, so text from a tape can't control the terminal. Renderables of rich are
-    printed unchanged."""
+    Strings and sections are escaped here, so text from a tape can't control the terminal. Rich renderables are printed
+    unchanged."""
     out = getattr(args, "answer_to", None) or sys.stdout
     if getattr(args, "json", False):
         out.write(_escape_unprintable(json.dumps(_json_value(data), ensure_ascii=False, allow_nan=False)) + "\n")
@@ -127,29 +127,29 @@ def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *sh
         console = console_for(out)
         own = console.width
         for item in chain.from_iterable(map(_rendered, shown)):
-            # A sentence stays on one line, for grep. A table fits the width.
+            # A sentence stays on one line, so that grep finds it. A table fits the width.
             console.width = max(own, _least_width(item, console))
             console.print(item, soft_wrap=isinstance(item, str))
     out.flush()
 
 
 def console_for(out: TextIO) -> Console:
-    """A rich console on `out` that ignores markup, since text that a model wrote must not style the terminal."""
+    """Return a rich console on `out` that ignores markup, since text that a model wrote must not style the terminal."""
     from rich.console import Console
 
-    # A file or a pipe has no width to fit; 140 keeps tables readable.
+    # A file or a pipe has no width to fit, and 140 characters keep tables readable.
     return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
 
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 NARROWEST = 12
-"""Smallest width in characters of a column that wraps, if one of its cells is that long."""
+"""Minimum width, in characters, for a column that wraps, if one of its cells is that long."""
 WIDEST = 10_000
 
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a title, and sentences below it."""
+    """A table with a title and with sentences below it."""
 
     headings: tuple[str, ...]
     """A leading `#` marks a column of numbers."""
@@ -163,7 +163,7 @@ class Section:
 
 
 def styled(text: str, style: str = "") -> Text:
-    """Escaped text in a style of rich."""
+    """Return escaped text in a rich style."""
     from rich.text import Text
 
     return Text(safe(text), style)
@@ -192,7 +192,7 @@ def _table(part: Section) -> Table:
 
 
 def markdown(parts: Iterable[Section | str]) -> str:
-    """Sections and sentences as Markdown. Text from a tape is escaped: it can't act as Markdown or HTML."""
+    """Return sections and sentences as Markdown. Text from a tape is escaped, so it can't act as Markdown or HTML."""
     blocks: list[str] = []
     for part in parts:
         if isinstance(part, str):
@@ -209,12 +209,12 @@ def markdown(parts: Iterable[Section | str]) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text as one line of Markdown that shows every character as it is."""
+    """Return the text as one line of Markdown that shows every character as it is."""
     return _MARKDOWN.sub(r"\\\1", " ".join(safe(text).split()))
 
 
 def _least_width(item: RenderableType, console: Console) -> int:
-    """The smallest width at which a table shows every number whole. A narrower terminal wraps the table's lines."""
+    """Return the smallest width at which a table shows every number in full. A narrower terminal wraps its lines."""
     from rich.cells import cell_len
     from rich.table import Table
 
@@ -231,8 +231,8 @@ def _least_width(item: RenderableType, console: Console) -> int:
 
 
 def _escape_unprintable(text: str) -> str:
-    """JSON with every unprintable character escaped. These characters occur only inside strings, so the value is
-    the same."""
+    """Return the JSON with every unprintable character escaped. These characters occur only inside strings, so the
+    value is the same."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
@@ -241,7 +241,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """NaN as null and infinities as strings, since JSON has neither."""
+    """Return the value with NaN as null and infinities as strings, since JSON has neither."""
     if isinstance(value, dict):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Live progress on stderr: bars on a terminal, a line of text every few seconds elsewhere."""
+"""Live progress on stderr, as bars on a terminal, and elsewhere as a line of text every few seconds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ SECONDS_BETWEEN_LINES = 5.0
 
 @contextmanager
 def live_progress() -> Iterator[Progress]:
-    """A progress callback. On a terminal it draws a bar per phase. Elsewhere it prints a line every few seconds and at
-    the end of each phase."""
+    """Provide a progress callback. On a terminal, it draws a bar for each phase. Elsewhere, it prints a line every few
+    seconds and at the end of each phase."""
     if sys.stderr.isatty():
         with _bars() as report:
             yield report

@@ -1,4 +1,4 @@
-"""Arguments that `run`, `train` and `serve gateway` share: agent, environment, tasks, model and run directory."""
+"""Arguments for agent, environment, tasks, model and run directory, shared by `run`, `train` and `serve gateway`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPTED = ("engine.answers", "engine.policy")
 
 
 def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare short options for the settings of every run. They override the configuration file."""
+    """Declare short options for the settings that every run has. They override the configuration file."""
     parser.add_argument("--agent", metavar="NAME", help="the agent, as module:name or file.py:name")
     parser.add_argument("--env", metavar="NAME", help="an environment class or factory, as module:name or file.py:name")
     parser.add_argument(
@@ -48,7 +48,7 @@ def add_resume_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, needs: str = "") -> None:
-    """Declare `--config`, `--set` and `--dry-run`. `needs`: further output of a dry run, for its help."""
+    """Declare `--config`, `--set` and `--dry-run`. The help says that a dry run also prints `needs`."""
     parser.add_argument("--config", metavar="FILE", help="settings in a YAML or TOML file")
     add_set_argument(parser, "seed=3")
     parser.add_argument("--dry-run", action="store_true", help=f"print the resolved configuration{needs}, and stop")
@@ -61,19 +61,20 @@ def add_set_argument(parser: argparse.ArgumentParser, example: str) -> None:
 
 
 def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
-    """The short options as settings, followed by the settings of `--set`, which override them."""
+    """Return the short options as settings, followed by the settings from `--set`, which override them."""
     return [*option_settings(args, "agent", "env", "tasks", "seed", *more), *engine_settings(args), *args.sets]
 
 
 def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:
-    """The given options as settings. `names`: options named as their setting is. `keys`: option -> setting."""
+    """Return the given options as settings. `names` are options with the name of their setting, and `keys` maps the
+    other options to their settings."""
     options = {**dict.fromkeys(names), **keys}
     found = [(name, key or name, getattr(args, name)) for name, key in options.items()]
     return [(key, value, f"--{name.replace('_', '-')} {value}") for name, key, value in found if value is not None]
 
 
 def engine_settings(args: argparse.Namespace) -> list[Setting]:
-    """The kind of engine that `--model` or a scripted answer in `--set` selects."""
+    """Return settings for the kind of engine that `--model` or a scripted answer in `--set` selects."""
     if args.model is not None:
         return [("engine.kind", "embedded", "--model"), *option_settings(args, model="engine.model")]
     scripted = any(setting_key(one) in SCRIPTED for one in args.sets)
@@ -81,7 +82,8 @@ def engine_settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def run_directory(args: argparse.Namespace) -> str:
-    """The value of `--out`, after `--take-over` has ended its lease. UsageError if `--out` is missing."""
+    """Return the value of `--out`. With `--take-over`, first end the lease of that run. Raises UsageError if `--out` is
+    missing."""
     if args.out is None:
         raise UsageError("`--out DIR` is required: the run directory")
     take_over(args, args.out)
@@ -97,7 +99,8 @@ def take_over(args: argparse.Namespace, out: str | Path) -> None:
 def add_server_arguments(
     parser: argparse.ArgumentParser, *, port: int = 0, key: str = "--key", made: str = "a new token"
 ) -> None:
-    """Declare a server's port, its address and the variable with its token. `made`: the default token, for the help."""
+    """Declare a server's port, its address and the variable with its token. `made` describes the default token in the
+    help."""
     parser.add_argument(
         "--port", type=_port, default=port, help="port to listen on; 0 picks a free one (default %(default)s)"
     )
@@ -115,8 +118,8 @@ def _port(text: str) -> int:
 
 
 def variable_value(variable: str | None) -> str | None:
-    """The token in an environment variable; None without a variable. UsageError if the variable is not set,
-    or if the token is too short.
+    """Return the token in an environment variable, or None if no variable is given. Raises UsageError if the variable
+    is not set or the token is too short.
 
     The token itself can't be an argument, since every user of the machine can read command lines.
     """
@@ -132,7 +135,7 @@ def variable_value(variable: str | None) -> str | None:
 
 
 def token_line(file: str | None) -> str:
-    """A sentence on how clients get the server's token."""
+    """Return a sentence about how clients get the server's token."""
     if file is None:
         return "clients send your token"
     return f"local clients read the token automatically; others find it in {file}"

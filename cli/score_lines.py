@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def read_k(text: str) -> tuple[int, ...]:
-    """The numbers of `1,4,16`. UsageError for anything else."""
+    """Parse a list of numbers such as `1,4,16`. Raises UsageError for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) for part in parts):
         raise UsageError(f"--k {text!r} is not a list of numbers above 0; write, for example, --k 1,4,16")
@@ -19,7 +19,7 @@ def read_k(text: str) -> tuple[int, ...]:
 
 
 def lost_line(scores: Scores) -> str:
-    """The share of tasks without a result. It is printed before any mean, since means leave these tasks out."""
+    """Describe the share of tasks without a result. It is printed before any mean, since means omit these tasks."""
     if scores.tasks and not scores.without:
         return f"all {scores.tasks:,} tasks have a result"
     share = scores.without / scores.tasks if scores.tasks else 0.0
@@ -27,7 +27,7 @@ def lost_line(scores: Scores) -> str:
 
 
 def score_lines(scores: Scores, indent: str = "") -> list[str]:
-    """Mean reward, pass@k and labels with their intervals, one line each."""
+    """Return mean reward, pass@k and labels with their intervals, one line each."""
     lines = [f"{indent}{lost_line(scores)}"]
     if scores.reward is not None:
         lines.append(f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks")

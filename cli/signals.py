@@ -1,4 +1,4 @@
-"""The stop signal of verbs that serve: Ctrl-C, SIGTERM, or a closed terminal."""
+"""The stop signal for verbs that serve, which is Ctrl-C, SIGTERM or a closed terminal."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import signal
 
 
 def stop_event() -> asyncio.Event:
-    """An event that is set when this process receives SIGINT, SIGTERM or SIGHUP.
+    """Return an event that is set when this process receives SIGINT, SIGTERM or SIGHUP.
 
-    The verb can then close its episodes and seal the store. The default action would lose them. On a system without
-    these signals, Ctrl-C raises KeyboardInterrupt as usual.
+    The verb can then close its episodes and seal the store, instead of losing them to the default action. On a system
+    without these signals, Ctrl-C raises KeyboardInterrupt as usual.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     names = [signal.SIGINT, signal.SIGTERM]
-    # `nohup` ignores SIGHUP, which must stay ignored; Windows has no SIGHUP.
+    # `nohup` ignores SIGHUP, which must stay ignored. Windows has no SIGHUP.
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         names.append(signal.SIGHUP)
     for name in names:

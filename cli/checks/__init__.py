@@ -1,4 +1,4 @@
-"""Verbs that check: replay episodes, verify bytes, reproduce weights, and check environments and engines.
+"""Verbs that replay episodes, verify bytes, reproduce weights, and check environments and engines.
 
-Imports every folder below `cli`; `cli.command` loads its modules by name.
+Imports every folder below `cli`. `cli.command` loads its modules by name.
 """

@@ -10,12 +10,12 @@ from ...tapes.store.books import Books
 from ..console import Section
 
 MOST = 20
-"""Largest number of rows of a printed table; `--json` has all."""
+"""Maximum number of rows in a printed table. `--json` has all rows."""
 UNKNOWN = "?"
 
 
 def sections(books: Books, audit: Audit) -> list[Section]:
-    """All sections, in reading order."""
+    """Return all sections in reading order."""
     return [
         _tokens(books),
         _ends(books, audit),

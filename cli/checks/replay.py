@@ -1,4 +1,7 @@
-"""`tapereel replay`: run one part of recorded episodes again and compare with the tapes. Each target is a command."""
+"""`tapereel replay`: run one part of recorded episodes again and compare it with the tapes.
+
+Each target is a command.
+"""
 
 EXAMPLE = """
 tapereel replay agent runs/digits

@@ -22,7 +22,7 @@ tapereel replay rewards runs/digits --reward rewards.py:exact --against rewards.
 """
 
 SHOWN = 5
-"""Kinds of failure that are printed for people; `--json` has all."""
+"""Maximum number of kinds of failure that are printed. `--json` has all of them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, verdicts: Verdicts, scored: int, *more: str, added: int | None = None) -> int:
-    """Print the verdicts and the failures. A layer that was added and had nothing to compare with is a success."""
+    """Print the verdicts and the failures. The command also succeeds if it added a layer and had nothing to compare."""
     kinds = failure_kinds((v.tape, v.failures) for v in verdicts.verdicts)
     failed = sum(bool(v.failures) for v in verdicts.verdicts)
     lines = _failure_lines(kinds, failed, scored)

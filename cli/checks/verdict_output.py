@@ -1,4 +1,4 @@
-"""The arguments that choose tapes, and how verdicts are printed and kept, for `tapereel replay`."""
+"""For `tapereel replay`, declares the arguments that choose tapes, and prints and keeps the verdicts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ...tapes.audit.verdict_files import keep_verdicts
 from ..console import Section, answer, given, say
 
 SHOWN = 20
-"""Verdicts that are printed one by one; `--json` has all."""
+"""Maximum number of verdicts that are printed one by one. `--json` has all of them."""
 
 KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
-"""Arguments that the file of the verdicts names if they were given."""
+"""Arguments that are named in the file of verdicts if they were given."""
 
 SPELLED = {"replay": "replay agent", "reexec": "replay env", "rescore": "replay rewards", "requery": "replay model"}
 """Name of a check in verdicts -> its command."""
@@ -40,28 +40,28 @@ def add_jobs_argument(parser: argparse.ArgumentParser) -> None:
 
 
 class Chosen(TypedDict):
-    """The tapes that the arguments choose, as keywords of the library's functions."""
+    """The tapes that the arguments choose, as keyword arguments for the library's functions."""
 
     tapes: list[str]
     split: str | None
 
 
 def tape_arguments(args: argparse.Namespace) -> Chosen:
-    """The tapes that the arguments choose."""
+    """Return the tapes that the arguments choose."""
     return {"tapes": args.tape, "split": args.split}
 
 
 def print_verdicts(
     args: argparse.Namespace, verdicts: Verdicts, *more: str, data: Mapping[str, object] | None = None
 ) -> int:
-    """Keep the verdicts in the run, print them, and return the exit code. data: more fields of the JSON object."""
+    """Keep the verdicts in the run, print them, and return the exit code. `data` is added to the JSON output."""
     kept = None if args.no_keep else _keep(args, verdicts)
     answer(args, {**verdicts.model_dump(mode="json"), **(data or {}), "kept": kept}, *_shown(verdicts), *more)
     return verdicts.exit_code
 
 
 def _keep(args: argparse.Namespace, verdicts: Verdicts) -> str | None:
-    """The file with the verdicts; None, and a line of progress, if the run can't be written to."""
+    """Write the verdicts to a file and return its path. If the run can't be written to, report that and return None."""
     compared = {name: str(getattr(args, name)) for name in KEPT if name in args and given(args, [name])}
     try:
         path = keep_verdicts(Path(args.run), verdicts, compared)

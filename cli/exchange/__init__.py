@@ -1,4 +1,4 @@
 """Verbs that export tapes as datasets, and import datasets as tapes.
 
-Imports `finetune.interchange`; `cli.command` loads its modules by name.
+Imports `finetune.interchange`. `cli.command` loads its modules by name.
 """

@@ -1,4 +1,4 @@
-"""Verbs that show a run: as tables in the terminal, in the browser, and token by token.
+"""Verbs that show a run as tables in the terminal, in the browser, and token by token.
 
-Imports `tapes` and `finetune.inspect`; `cli.command` loads its modules by name.
+Imports `tapes` and `finetune.inspect`. `cli.command` loads its modules by name.
 """

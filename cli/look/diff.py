@@ -1,4 +1,4 @@
-"""`tapereel diff`: where two tapes differ first, or how two runs solved the same tasks. It only reads."""
+"""`tapereel diff`: show where two tapes first differ, or how two runs solved the same tasks. It only reads."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ tapereel diff runs/digits runs/digits --split eval-before-sampled --against-spli
 """
 
 SHOWN = 20
-"""Number of steps, or of tasks per kind of change, in the printed output; `--json` has all."""
+"""Maximum number of steps, or of tasks for each kind of change, that are printed. `--json` has all of them."""
 CLIP = 300
-"""Number of characters of a step in the printed output."""
+"""Maximum number of characters that are printed from a step."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, stack: ExitStack) -> TapeDiff | RunDiff:
-    """The difference of the two runs or tapes. `stack` closes the stores afterwards, since tapes are read lazily."""
+    """Return the difference between the two runs or tapes. `stack` closes the stores later, since tapes are read
+    lazily."""
     from ...tapes.audit.compare import diff_runs, diff_tapes
 
     words: list[str] = args.what

@@ -1,4 +1,4 @@
-"""`tapereel explain`: how training used each token of a tape, or how other recipes would have used an update."""
+"""`tapereel explain`: show how training used each token of a tape, or how other recipes would have used an update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ tapereel explain runs/demo --recipe mine.yaml --update 410 --update 420 --json
 """
 
 SHOWN = 60
-"""Characters that are printed of each stretch of context."""
+"""Maximum number of characters that are printed from each stretch of context."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

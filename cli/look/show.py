@@ -44,9 +44,9 @@ tapereel show tape.json --json
 """
 
 LONGEST = 4000
-"""Number of characters of a step that are printed without `--full`."""
+"""Maximum number of characters that are printed from a step without `--full`."""
 TASK = 16
-"""Largest number of characters of a task's name in the list."""
+"""Maximum number of characters from a task's name in the list."""
 RUNNING = "running"  # the status of a tape without an end, as printed
 _STYLE = {"observation": "cyan", "thought": "dim italic", "action": "bold"}
 _STATUS_STYLE = {"finished": "green", "running": "blue", "truncated": "yellow", "limit": "yellow"}
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _trained_on(store: Store, checkpoint: Path) -> Collection[str]:
-    """Ids of tapes with a token that an update before the checkpoint trained on. UsageError for a wrong checkpoint."""
+    """Return ids of the tapes that updates before the checkpoint trained on. Raises UsageError if it isn't one."""
     try:
         state = json.loads(read_file(checkpoint / "state.json"))
         return store.ledger(str(state["lineage"])).taught(before=int(state["update"]))
@@ -171,7 +171,7 @@ def _list_section(summaries: list[Summary]) -> Section:
 
 
 def _task_name(s: Summary) -> str:
-    """A task's name, cut to the column's width. A task without a name shows the start of its hash."""
+    """Return a task's name, cut to the column's width, or the start of its hash if it has no name."""
     if not s.task:
         return s.task_hash[:8]
     return s.task if len(s.task) <= TASK else f"{s.task[: TASK - 1]}…"
@@ -216,7 +216,7 @@ def _step_section(steps: list[StepLine], longest: int | None) -> Section:
 
 
 def _shortened(text: str, longest: int | None) -> str:
-    """The first `longest` characters and the number of omitted ones. None keeps the whole text."""
+    """Return the first `longest` characters and the number of omitted ones, or the whole text if `longest` is None."""
     left = 0 if longest is None else len(text) - longest
     return f"{text[:longest]} … ({left:,} more characters; --full shows them)" if left > 0 else text
 

@@ -26,7 +26,7 @@ tapereel run --config run.yaml --set attempts=4 --out runs/digits --resume
 """
 
 SHOWN = 3
-"""Errors that are printed; `--json` has all."""
+"""Maximum number of errors that are printed. `--json` has all of them."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`tapereel serve`: serve a model, an environment or a recording gateway. Each target is a command of its own."""
+"""`tapereel serve`: serve a model, an environment or a recording gateway. Each target is a separate command."""
 
 from __future__ import annotations
 

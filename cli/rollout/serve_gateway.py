@@ -1,4 +1,4 @@
-"""`tapereel serve gateway`: an OpenAI-compatible server in front of any engine, which records every call."""
+"""`tapereel serve gateway`: serve any engine through an OpenAI-compatible API that records every call."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, config: GatewayConfig, own: str | None) -> None:
-    """`own`: the token from the caller's environment, which is not printed. None makes a new token and prints it."""
+    """Serve until a stop signal. `own` is the token from the caller's environment, which is not printed. If it is None,
+    a new token is created and printed."""
     stop = stop_event()
     serving = serve_gateway(config, run_directory(args), token=own, host=args.host, port=args.port, resume=args.resume)
     async with serving as gateway:

@@ -1,4 +1,4 @@
-"""`tapereel serve model`: a local vLLM server, or the embedded engine over the same protocol.
+"""`tapereel serve model`: start a local vLLM server, or serve the embedded engine over the same protocol.
 
 vLLM is started with the flags that make its answers usable as training data.
 """
@@ -125,12 +125,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
-    """Serve vLLM until a stop signal, which may come while the server still starts."""
+    """Serve vLLM until a stop signal, which may come while the server is still starting."""
     stopped = asyncio.ensure_future(stop_event().wait())
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        # Cancelling `start` kills the half-started server; without the wait its processes outlive this one.
+        # Cancelling `start` kills the half-started server. Without the wait, its processes would outlive this one.
         starting.cancel()
         await asyncio.wait([starting])
         raise KeyboardInterrupt

@@ -1,6 +1,6 @@
-"""`tapereel eval`: reward and pass@k of recorded episodes with intervals, and the difference to another run.
+"""`tapereel eval`: report reward and pass@k for recorded episodes with intervals, and the difference from another run.
 
-It reads tapes and rolls nothing out.
+It only reads tapes, and runs no episodes.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     config, setup = config.checked(args.resume).resolve()
     from ...finetune.run.train_run import train  # imports torch
 
-    if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes; only the first prints
+    if int(os.environ.get("RANK", "0")):  # `torchrun` starts several processes, and only the first one prints
         return _exit_code(train(config, out, setup=setup, resume=args.resume))
     with live_progress() as progress:
         summary = train(config, out, setup=setup, resume=args.resume, progress=progress)

@@ -3,18 +3,18 @@
 
     python verify_tape.py RUN [--pin SEGMENT:HASH] ...
 
-The format. RUN/tapes/000001-<6 hex>.jsonl, 000002-..., ...: one line per record,
+The segments RUN/tapes/000001-<6 hex>.jsonl, 000002-... and so on have one line for each record, in this format:
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
 h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c is the number of lines that
-were durable when this one was written.   p is the h of the line before; on the first line a head that its body pins,
-or 64 zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}; `commit` and `seal` state the h of that
-line as "opened"; nothing follows a seal, whose c is its n.   A pin is the h of a line that its segment must hold.
-A tape's digest is d0 = SHA-256("tapereel/1"), then d = SHA-256(d + b) over the bytes b of its `begin`, `step`, `call`,
-`reward` records, in order, to its `end`.
+were durable when this one was written.   p is the h of the previous line, or, on the first line, a head that its body
+pins or 64 zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}. `commit` and `seal` state the h of
+that line as "opened". A seal is the last line, and its c is its n.   A pin is the h of a line that its segment must
+have. A tape's digest starts as d = SHA-256("tapereel/1"). Then d = SHA-256(d + b) for the bytes b of each of its
+`begin`, `step`, `call` and `reward` records, in order, up to and including its `end`.
 
-Exit code 0: all lines are whole, chained and pinned. 1: durable bytes differ from those that were written. 2: neither
-is certain (a torn tail, a missing segment that nothing pins, no segments). RUN/pins.json is read if it exists.
-Unlike `tapereel verify`, this script takes any sound line after a break as evidence, also old blocks of another file.
+The exit code is 0 if all lines are whole, chained and pinned, 1 if durable bytes changed, and 2 if neither is certain
+(a torn tail, a missing segment that nothing pins, or no segments). RUN/pins.json is read if it exists. Unlike
+`tapereel verify`, this script counts any intact line after a break as evidence, even one in old blocks of another file.
 """
 
 import hashlib
