@@ -39,7 +39,7 @@ class Exit(IntEnum):
     UNVERIFIABLE = 2
     """The check needs data that the run doesn't have. The answer names the missing data."""
     USAGE = 64
-    """An argument or a setting is invalid, or a file, folder or code that it names."""
+    """An argument or setting is invalid, or it names an invalid file, folder or piece of code."""
     AWAY = 69
     """The model's server did not answer within `engine.patience`. The run can be resumed."""
     BUDGET = 75

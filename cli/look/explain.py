@@ -75,7 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explain, and print."""
+    """Print the explanation."""
     of_tapes, of_updates = ("tape", "n", "context", "tokenizer", "imports"), ("updates", "policy")
     for flag in given(args, of_tapes if args.recipes else of_updates):
         raise UsageError(f"{flag} doesn't go with --recipe" if args.recipes else f"{flag} needs --recipe")

@@ -58,8 +58,8 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def edit(self, path: Path, *, new: bool = True) -> int:
-        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created, or raises
-        FileNotFoundError if `new` is false."""
+        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created. If `new`
+        is false, it raises FileNotFoundError instead."""
         return open_regular(path, os.O_RDWR | (os.O_CREAT if new else 0))
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
@@ -68,7 +68,7 @@ class Disk:
         The system releases the lock when the process dies, so a segment without a lock has no living writer. On a file
         system without locks, or on which they have no effect, this returns True.
         """
-        import fcntl  # here, so that runs can be read on systems without flock
+        import fcntl  # imported here, so that runs can be read on systems without flock
 
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -255,8 +255,8 @@ def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object]
     The bytes are synced before the rename, because the rename may otherwise reach the disk before the bytes do, and a
     power cut then leaves the name on an empty file. The folder is synced last, so that the new name is durable when
     this returns. A crash before the rename leaves a `.part` file, which recovery removes. If two processes write one
-    path at once, one of them wins as a whole. `check` may raise to keep the old file. It is called when the `.part`
-    file is complete, so a process that removes that file after the check has passed prevents the rename.
+    path at once, it gets the whole content of one of them. `check` may raise to keep the old file. It is called when
+    the `.part` file is complete, so a process that removes that file after the check has passed prevents the rename.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:

@@ -1,4 +1,4 @@
-"""In a recovery, a new writer takes over the segments of writers that died.
+"""During recovery, a new writer takes over the segments of writers that died.
 
 It holds the folder's lock and takes these steps in order:
 
@@ -7,7 +7,7 @@ It holds the folder's lock and takes these steps in order:
    at this point.
 3. For each locked segment, copy a torn tail to a separate file, cut it off, and sync the rest.
 4. Open a new segment whose first line pins every head that was found.
-5. In the new segment, end the episodes that dead writers left open as `crashed`.
+5. In the new segment, record the end of each episode that a dead writer left open, with the status `crashed`.
 
 Another crash may interrupt any step, and the next recovery then repeats it. This is safe because the copy of a tail is
 durable before the cut, a segment counts as finished only when a later one pins its seal, and an episode without an end
@@ -42,7 +42,7 @@ class Torn:
     offset: int
     size: int
     kept: str
-    """Name of the file in the folder of the segments to which these bytes were moved."""
+    """Name of the file, in the folder of the segments, to which these bytes were moved."""
 
 
 @dataclass(frozen=True, slots=True)

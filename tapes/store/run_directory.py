@@ -158,7 +158,7 @@ class RunDir:
 
     @property
     def fruitless(self) -> bool:
-        """Whether no episode has a result yet, because a fault in the environment, the model or Tapereel ended each."""
+        """Whether no episode has a result yet. Each one ended through a fault of the environment, model or Tapereel."""
         return not any(summary.trainable for summary in self.store.summaries(closed=True))
 
     def save(self) -> None:

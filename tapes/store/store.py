@@ -406,8 +406,8 @@ class Store:
                 raise broken.error()
 
     def run_records(self, *kinds: str) -> Iterator[Stored]:
-        """Yield the records without a tape (`use`, `void`, `publish`, `open`, `commit`, `seal`). If `kinds` are given,
-        yield only the records of these kinds."""
+        """Yield the records without a tape (`use`, `void`, `publish`, `lead`, `files`, `open`, `commit`, `seal`). If
+        `kinds` are given, yield only the records of these kinds."""
         self.refresh()
         places = [place for place in self.index.places("") if not kinds or place.t in kinds]
         for place, body in zip(places, self.bodies(places), strict=True):

@@ -1,8 +1,8 @@
 """Summaries of tapes. The index, the books, the audit and the viewer read records through this module.
 
 `read_facts` reads only those fields of a record that a fold needs, and gives them types. It doesn't validate the whole
-record, because that would be too slow for an index of a million records. `TapeFold` folds the facts about one tape into
-a `Summary`. So a failed reward, a scored tape and a sampled token mean the same to every reader.
+record, because that would be too slow for an index of a million records. `TapeFold` folds the facts about one tape. So
+a failed reward, a scored tape and a sampled token mean the same to every reader.
 """
 
 from __future__ import annotations

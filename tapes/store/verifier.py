@@ -1,8 +1,8 @@
-"""Verify: read every line of a run without the index, and report what holds, the damage, and the parts not checked.
+"""Verification reads every line of a run without the index. It reports what holds, the damage, and what isn't checked.
 
 A run is broken if bytes below a frontier, a seal or a pin differ from the bytes that were written, if a record names
 something that is missing, or if a token or an episode is not accounted for (`books`). A run is undecided if it has a
-torn tail that no recovery has set aside, if a segment is missing that nothing pins, or if a record has a part that only
+torn tail that no recovery has set aside, if a segment that nothing pins is missing, or if a record has a part that only
 a newer version knows. Verification runs no agent, environment or model, and it changes nothing.
 """
 
@@ -56,7 +56,7 @@ class SegmentReport(Value):
     next: str | None
     """The segment that continues this one, named in the seal of a full segment."""
     live: bool | None
-    """Whether a writer holds its lock; None if the lock can't be tested."""
+    """Whether a writer holds its lock, or None if the lock can't be tested."""
     problem: str | None = None
 
 
@@ -79,7 +79,7 @@ class Report(Value):
     torn: tuple[str, ...]
     """Sentences about tails above the frontier that are not whole lines."""
     holes: tuple[str, ...]
-    """Numbers of segments that are missing and that nothing pins."""
+    """Numbers of missing segments that nothing pins."""
     unsettled: tuple[str, ...]
     """Sentences about gaps that either a crash or a deleted or shortened file can leave."""
     unknown: tuple[str, ...] = ()
@@ -341,7 +341,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
         raise UsageError(f"{path} is not a run: it has no folder `tapes`") from None
     exact = [*exact]
     wanted = _gather_pins(path, segment_names(entries), [*pins, *exact], disk)
-    sizes = segment_sizes(folder, disk)  # after the pins, so that every pinned line is read
+    sizes = segment_sizes(folder, disk)  # read after the pins, so that every pinned line is included
     pinned = len(wanted.of_segment) + len(wanted.anywhere)
     found, torn = _Fold(), list[str]()
     reports = [_segment(folder, name, size, disk, found, wanted, torn) for name, size in sizes.items()]

@@ -235,8 +235,8 @@ class SegmentWriter:
     # Waiting
 
     async def durable(self) -> None:
-        """Return when everything appended so far would survive a power cut. With durability `os`, it would survive the
-        process's death only."""
+        """Return when everything appended so far would survive a power cut, or, with durability `os`, the death of the
+        process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
