@@ -1,4 +1,4 @@
-"""adjust: changes the advantages per token after credit. The adjustments apply in the order of the list.
+"""adjust: changes the per-token advantages after credit. The adjustments apply in the order of the list.
 
     whiten  A = (A - m) / s over the tokens of the batch:  s = sqrt(max(var, eps))  (how = floor)
                                                             s = sqrt(var) + eps      (how = add)
@@ -27,7 +27,7 @@ class Adjust(Term):
     """Base class of all adjustments; derive from it to write your own adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(T,) float64 adjusted advantages of a (T,). The caller sets tokens where `entered` is False to 0."""
+        """Return the adjusted advantages (T,) float64. The caller sets the tokens where `entered` is False to 0."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the adjusted advantages there")
 
 
@@ -40,13 +40,14 @@ class Whiten(Adjust):
     eps: float = 1e-8
     """Keeps the divisor above 0."""
     how: Literal["floor", "add"] = "floor"
-    """`floor`: eps is the smallest variance; `add`: eps is added to the standard deviation."""
+    """With `floor`, eps is the smallest variance. With `add`, eps is added to the standard deviation."""
     centre_only: bool = False
-    """True: subtract the mean and don't divide."""
+    """Whether to subtract the mean without dividing."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         n, mean, square = context.mean_and_square(a[entered])
-        # Equal advantages leave only rounding in `square`; the division would scale it to size 1 (see baseline.py).
+        # Equal advantages leave only rounding error in `square`, which the division would scale to size 1 (see
+        # baseline.py).
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(a)
         var = square / (n - self.ddof)
@@ -80,7 +81,7 @@ class GroupWeights(Adjust):
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)
-    """Weight of a group without spread. Most baselines make its advantages 0; regularisers aren't weighed."""
+    """Weight of a group without spread. Most baselines make its advantages 0 anyway. Regularisers aren't weighted."""
     cap: float = Field(default=3.0, gt=0)
     """Largest weight of a group with spread."""
 
@@ -88,7 +89,8 @@ class GroupWeights(Adjust):
         return a * self.weights(stream, context).to(a.dtype)[stream.group]
 
     def weights(self, stream: Stream, context: Context) -> Tensor:
-        """(G,) float64 weights of the groups. Groups are counted over all ranks, so ranks agree on the weights."""
+        """Return the weights (G,) float64 of the groups. Groups are counted over all ranks, so that all ranks agree on
+        the weights."""
         table = stream.episodes
         scored = table.trains & ~table.reward.isnan()
         seen = torch.zeros(len(table.groups), dtype=torch.bool)

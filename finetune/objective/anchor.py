@@ -7,10 +7,10 @@
                     truncate  min(i, high)
                     mask      i where low <= i <= high, else 0
 
-i is per token, or per turn or episode. Over a turn or an episode, i is the geometric mean (combine = mean) or the
-product (combine = sum) of its tokens' i. The product of a long episode is often out of bounds: watch the metrics
-`importance/truncated` and `importance/masked`. A dropped token still counts in T. i carries no gradient.
-With one update per rollout batch, prox is lp itself, without gradient, and needs no extra forward pass.
+There is one i per token, turn or episode. For a turn or an episode, i is the geometric mean (combine = mean) or the
+product (combine = sum) of its tokens' i. The product over a long episode is often out of bounds, so watch the metrics
+`importance/truncated` and `importance/masked`. A dropped token still counts in T. i carries no gradient. With one
+update per rollout batch, prox is lp itself, without gradient, and needs no extra forward pass.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ class Anchor(Term):
     """The log-prob in the denominator of ratios."""
 
     to: Literal["sampler", "recomputed"] = "sampler"
-    """The log-prob in the ratio's denominator: the recorded one of the sampler, or one that the trainer recomputes."""
+    """The log-prob in the ratio's denominator: the one that the sampler recorded, or one that the trainer
+    recomputes."""
     weight: Literal["none", "truncate", "mask"] = "none"
     """The importance weight of `recomputed`."""
     per: Per = "token"
-    """The unit that has one importance weight."""
+    """The unit that shares one importance weight."""
     combine: Literal["mean", "sum"] = "mean"
     """How the tokens' log-ratios are combined if `per` is turn or episode."""
     low: float = Field(default=0.0, ge=0)
@@ -56,11 +57,12 @@ class Anchor(Term):
 
     @property
     def local(self) -> bool:
-        """True: the importance weight of a token depends on no other token."""
+        """True if the importance weight of a token depends on no other token."""
         return self.weight == "none" or self.per == "token"
 
     def __call__(self, lp: Tensor, index: Tensor, stream: Stream, context: Context) -> tuple[Tensor, Tensor | None]:
-        """(anchor log-probs (n,), importance weights (n,) or None) of the tokens `index` (n,) with log-probs lp."""
+        """Return (anchor log-probs (n,), importance weights (n,) or None) for the tokens `index` (n,) with log-probs
+        `lp`."""
         old = stream.old[index].to(lp.dtype)
         if self.to == "sampler":
             return old, None
@@ -80,9 +82,9 @@ class Anchor(Term):
 
 
 def over_unit(x: Tensor, per: Per, index: Tensor, stream: Stream, combine: str = "mean") -> Tensor:
-    """(n,) mean or sum of x (n,) over the turn or episode of each token in `index` (n,).
+    """Return the mean or sum (n,) of `x` (n,) over the turn or episode of each token in `index` (n,).
 
-    `index` must hold all entering tokens of each unit, or the mean covers only a part.
+    `index` must hold all entering tokens of each unit. Otherwise the mean covers only a part of the unit.
     """
     if per == "token":
         return x

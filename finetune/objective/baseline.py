@@ -1,4 +1,5 @@
-"""baseline: what is subtracted from a reward. y = advantage of a unit (an episode, or a turn if rewards are per turn).
+"""baseline: what is subtracted from a reward. y is the advantage of a unit (an episode, or a turn if rewards are per
+turn).
 
     none       y = x
     mean       y = x - m
@@ -6,14 +7,15 @@
     std        y = (x - m) / (s + eps),  s^2 = sum (x - m)^2 / (n - ddof)
     batch_std  y = (x - m) / (s_batch + eps): the group's mean, the whole batch's deviation
 
-m (mean), s (standard deviation) and n (count) are over the units of one group (by = group), the continuations of one
-fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored unit is
-in no group.
+m (mean), s (standard deviation) and n (count) are taken over the units in one group (by = group), the continuations
+from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
+unit is in no group.
 
-1. A group whose values are all equal gives exactly 0. The test compares the values: s is only rounding then, and a
-   division by s + eps would scale rounding up.
+1. A group whose values are all equal gives exactly 0. The test compares the values themselves, because s is then only
+   rounding error, which a division by s + eps would magnify.
 2. A group of one gives exactly 0 (except `none`), because there is no other unit to compare with.
-3. Episodes are the units by default. Over turns (`reward: per = turn`) a longer episode has more weight in m and s.
+3. Episodes are the units by default. If the units are turns (`reward: per = turn`), a longer episode has more weight in
+   m and s.
 """
 
 from __future__ import annotations
@@ -35,13 +37,13 @@ class Baseline(Term):
     """The set of units whose rewards are compared."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(U,) float64 advantages of the rewards x (U,), one per episode or per turn; 0 where `scored` (U,) is False.
+        """Return the advantages (U,) float64 for the rewards `x` (U,), one per episode or per turn.
 
-        x is 0 where `scored` is False."""
+        `x` and the result are 0 where `scored` (U,) is False."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each reward there")
 
     def owner(self, units: int, stream: Stream) -> Tensor:
-        """(U,) int64 index of the set (group, fork point or batch) that each unit is compared with."""
+        """Return the index (U,) int64 of the set (group, fork point or batch) within which each unit is compared."""
         if self.by == "batch":
             return torch.zeros(units, dtype=torch.int64)
         of_episode = stream.episodes.group if self.by == "group" else stream.episodes.fork
@@ -89,15 +91,15 @@ class GroupBaseline(Baseline):
                 y = y / ((square / max(count - self.ddof, 1.0)) ** 0.5 + self.eps)
             case _:
                 assert_never(self.kind)
-        # The mask also replaces the NaN and infinity of a group of one: n / (n - 1) and 0 / (n - ddof) divide by 0.
+        # The mask also replaces the NaN and inf of a group of one, where n / (n - 1) and 0 / (n - ddof) divide by 0.
         return torch.where(flat[owner], torch.zeros_like(y), y)
 
     def _whole(self, x: Tensor, context: Context) -> Tensor:
         """Compare over the whole batch, across all ranks."""
         n, mean, square = context.mean_and_square(x)
         y = x - mean
-        # Equal values leave only rounding in `square`; a division by s would scale it to advantages of size 1. The
-        # bound is the rounding error of n float64 additions, relative to the mean.
+        # Equal values leave only rounding error in `square`, which a division by s would scale to advantages of size 1.
+        # The bound is the rounding error of n float64 additions, relative to the mean.
         if n < 2 or square <= (n * 1e-15 * max(abs(mean), 1e-300)) ** 2:
             return torch.zeros_like(y)
         match self.kind:
@@ -116,6 +118,6 @@ AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline)]
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:
-    """(n,) bool: groups whose scored units all have the same reward, or that have no scored unit."""
+    """Return (n,) bool: the groups whose scored units all have the same reward, or that have no scored unit."""
     low, high = segments.extremes(x[scored], group[scored], n)
     return low >= high

@@ -4,10 +4,11 @@
     returns    A_t = r_t + gamma A_{t+1}
     gae        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}
 
-y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere; shape `token_kl` adds its penalty
-at every token. The time steps of an episode are its own tokens, in the order of turns. The environment's tokens between
-two turns are not time steps: they neither discount nor interrupt the bootstrap. With clock = turn, all tokens of a turn
-share one step: r is the turn's sum, V the value before its first token, and all tokens of the turn get the result.
+y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere. The shape `token_kl` adds its
+penalty at every token. The time steps of an episode are its own tokens, in the order of turns. The environment's tokens
+between two turns are not time steps, so they neither discount nor interrupt the bootstrap. With clock = turn, all
+tokens in a turn share one step: r is the sum over the turn, V is the value before its first token, and all its tokens
+get the result.
 
 After the last step, V is 0 if the episode terminated. If it was cut off (truncated, or at a limit), V is the critic's
 value of the state after the last own token, or the episode's `bootstrap` if that is given.
@@ -31,26 +32,26 @@ class Credit(Term):
 
     @property
     def needs_value(self) -> bool:
-        """True if it reads `stream.value`, a critic's value of each token."""
+        """True if the credit reads `stream.value`, a critic's value for each token."""
         return False
 
     @property
     def bootstraps(self) -> bool:
-        """True if it reads `stream.beyond`, a critic's values of the states at which episodes were cut off."""
+        """True if the credit reads `stream.beyond`, a critic's values for the states at which episodes were cut off."""
         return False
 
     @property
     def takes_penalty(self) -> bool:
-        """True if it adds `penalty`, the rewards per token of shape `token_kl`."""
+        """True if the credit adds `penalty`, the per-token rewards from the shape `token_kl`."""
         return False
 
     def __call__(
         self, y: Tensor, penalty: Tensor | None, stream: Stream, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """((T,) float64 advantages, (T,) targets of a critic or None).
+        """Return ((T,) float64 advantages, (T,) targets for a critic or None).
 
-        y: (U,) advantages of units. penalty: (T,) rewards per token that are added, or None. Both must be finite, so an
-        unscored unit has y = 0: a recurrence would carry a NaN to every earlier token of its episode.
+        `y` (U,) are the advantages of the units. `penalty` (T,) are rewards to add to the tokens, or None. Both must be
+        finite, so an unscored unit has y = 0: a recurrence would carry a NaN to every earlier token in its episode.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each token there")
 
@@ -67,8 +68,8 @@ class TimeCredit(Credit):
     lam: float = 1.0
     """GAE's lambda."""
     bootstrap: bool = True
-    """With `gae` and a reward per turn: an episode that was cut off continues with the value at the cut. False: the cut
-    is an end like any other, as for a limit that is a part of the task."""
+    """With `gae` and a reward per turn, whether an episode that was cut off continues with the value at the cut. If
+    False, the cut is an end like any other, which suits a limit that is part of the task."""
 
     @property
     def needs_value(self) -> bool:
@@ -91,7 +92,7 @@ class TimeCredit(Credit):
         reward = clock.place(y, stream)
         if penalty is not None:
             reward = reward + segments.total(penalty.to(reward.dtype), clock.step, len(reward))
-        # Decay 0 at the last step of an episode: the recurrence runs over the packed batch, and without the 0 the
+        # The decay is 0 at the last step of an episode. The recurrence runs over the packed batch, so without the 0 the
         # return of one episode would flow into the episode before it.
         decay = torch.full_like(reward, self.gamma).masked_fill(clock.last, 0.0)
         if self.kind == "returns":
@@ -106,7 +107,8 @@ class TimeCredit(Credit):
         value = stream.value.to(reward.dtype)[clock.first]
         beyond = stream.beyond.to(reward.dtype) if self.bootstrap else torch.zeros_like(stream.episodes.bootstrap)
         beyond = torch.where(beyond.isnan(), 0.0, beyond)[clock.episode]
-        # `roll` brings the next episode's value to an episode's last step; the mask replaces it by the bootstrap.
+        # `roll` brings the next episode's value to an episode's last step, where the mask replaces it with the
+        # bootstrap.
         after = torch.where(clock.last, beyond, value.roll(-1))
         advantage = segments.recur(reward + self.gamma * after - value, decay * self.lam)
         return advantage[clock.step], (advantage + value)[clock.step]
@@ -116,30 +118,30 @@ AnyCredit = Annotated[Credit, Kinds(TimeCredit)]
 
 
 def unit_of_token(units: int, stream: Stream) -> Tensor:
-    """(T,) the unit of each token: its episode if there are as many units as episodes, otherwise its turn."""
+    """Return the unit (T,) of each token: its episode if there are as many units as episodes, otherwise its turn."""
     return stream.episode if units == len(stream.episodes.tape) else stream.turn
 
 
 class _Clock:
-    """The time steps of all episodes, in order of time, one episode after another."""
+    """The time steps of all episodes, one episode after another and in order of time within each."""
 
     def __init__(self, step: Tensor, episode: Tensor, first: Tensor, end_of_turn: Tensor) -> None:
         self.step = step
         """(T,) index of the time step of each token."""
         self.episode = episode
-        """(S,) index of the episode of each step; non-decreasing."""
+        """(S,) index of each step's episode, non-decreasing."""
         self.first = first
-        """(S,) the first token of each step; its value is the value of the step."""
+        """(S,) the first token of each step, whose value is the value of the step."""
         self.end_of_turn = end_of_turn
-        """(N,) the last step at or before the end of each turn in its episode; -1 for a turn without such a step."""
+        """(N,) for each turn, the last step of its episode at or before the end of the turn, or -1 if there is none."""
         nxt = torch.cat([episode[1:], episode.new_full((1,), -1)]) if len(episode) else episode
         self.last = episode != nxt
-        """(S,) bool: the last step of its episode."""
+        """(S,) bool: whether the step is the last of its episode."""
 
     def place(self, y: Tensor, stream: Stream) -> Tensor:
-        """(S,) rewards: each unit's y at the step that ends the unit.
+        """Return the rewards (S,), with each unit's y at the step that ends the unit.
 
-        A reward before the first own token has no step and is dropped: no action of the agent caused it.
+        A reward before the first own token has no step and is dropped, because no action of the agent caused it.
         """
         out = torch.zeros(len(self.episode), dtype=y.dtype)
         if len(y) == len(stream.episodes.tape):

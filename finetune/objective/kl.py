@@ -1,15 +1,16 @@
-"""Estimators of the KL between two policies from the log-probs of a sampled token. d = lp - ref.
+"""Estimators of the KL between two policies from the log-probs of a sampled token, with d = lp - ref.
 
     k1 = d          expected value KL(pi || ref); as a loss its expected gradient is 0
     k2 = d^2 / 2    as a loss its expected gradient is exactly the gradient of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
-The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. The mean k1 per token
-of an update, as kl, and its n episodes give the next adaptive coefficient:
+The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. The next adaptive
+coefficient follows from kl, the mean k1 per token in an update, and n, its number of episodes:
 
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 
-1. Above x = 20, `exp` continues along the tangent of e^x: value and gradient stay finite where e^x would overflow.
+1. Above x = 20, `exp` continues along the tangent of e^x, so that value and gradient stay finite where e^x would
+   overflow.
 2. The factor of an adaptive coefficient is at least 0, for any number of episodes. A negative coefficient would
    reward divergence.
 """
@@ -27,16 +28,17 @@ from .term import Term
 Estimator = Literal["k1", "k2", "k3"]
 
 STEEP = 20.0
-"""Exponent above which `exp` is linear: one token's wrong log-prob can't make the loss of the batch infinite."""
+"""Exponent above which `exp` is linear, so that one token's wrong log-prob can't make the batch's loss infinite."""
 
 
 def exp(x: Tensor) -> Tensor:
-    """e^x for x <= STEEP; above, the tangent of e^x at STEEP, so the gradient isn't 0 as a clamp's would be."""
+    """Return e^x for x <= STEEP, and above that the tangent of e^x at STEEP, whose gradient isn't 0 as a clamp's would
+    be."""
     return torch.exp(x.clamp(max=STEEP)) * (1 + (x - STEEP).clamp(min=0))
 
 
 def estimate(kind: Estimator, lp: Tensor, ref: Tensor) -> Tensor:
-    """The KL estimate of each token, in the shape of lp."""
+    """Return the KL estimate for each token, in the shape of `lp`."""
     d = lp - ref
     match kind:
         case "k1":
@@ -58,6 +60,7 @@ class Adaptive(Term):
     """Number of episodes over which the coefficient changes by at most 20 %."""
 
     def next(self, beta: float, kl: float, episodes: int) -> float:
-        """The coefficient of the next update. kl: nats per token. episodes: number of episodes of this update."""
+        """Return the coefficient for the next update. `kl` is in nats per token. `episodes` is the number of episodes
+        in this update."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return beta * max(0.0, 1 + error * episodes / self.horizon)

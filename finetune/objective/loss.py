@@ -1,9 +1,9 @@
-"""The objective: computes one loss from a stream and a recipe, in two steps.
+"""The objective computes one loss from a stream and a recipe, in two steps.
 
 `prepare` computes everything that doesn't depend on the trained weights: which tokens enter, and their advantages. It
 runs once per rollout batch, on whole groups. `Part.loss` computes the loss of any subset of the tokens of one optimiser
 batch. The weights w are fixed for that batch, and loss = sum_t w_t l_t over the subset. The losses and gradients of
-disjoint subsets (micro-batches, ranks) therefore add up to the whole batch's.
+disjoint subsets (micro-batches, ranks) therefore add up to those of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Batch:
     recipe: Recipe
     stream: Stream
     advantage: Tensor
-    """(T,) float64 advantages; 0 for tokens that don't enter."""
+    """(T,) float64 advantages, 0 for tokens that don't enter."""
     entered: Tensor
     """(T,) bool: tokens that count in T."""
     selected: Tensor
     """(T,) bool: tokens that keep their loss."""
     target: Tensor | None
-    """(T,) float64 targets of the critic; None without a critic."""
+    """(T,) float64 targets for the critic, or None without a critic."""
 
     def part(self, episodes: Tensor | None = None, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-        """The data of one optimiser step: all episodes, or those where `episodes` (E,) bool is True.
+        """Return the data for one optimiser step: all episodes, or those where `episodes` (E,) bool is True.
 
-        add_up: sums a tensor over all ranks of the step. Every rank must call it. The denominator counts the tokens of
-        all ranks, because the ranks' gradients are summed, not averaged.
+        `add_up` sums a tensor over all ranks of the step, and every rank must call it. The denominator counts the
+        tokens of all ranks, because the ranks' gradients are summed, not averaged.
         """
         entered = self.entered if episodes is None else self.entered & episodes[self.stream.episode]
         n = self.recipe.weigh.totals(self.stream, entered)
@@ -66,7 +66,7 @@ class Part:
 
     batch: Batch
     weight: Tensor
-    """(T,) float64 w: the weight of each token's loss; 0 for tokens that are not in this part or not selected."""
+    """(T,) float64 w, the weight of each token's loss. It is 0 for tokens that are not in this part or not selected."""
     entered: Tensor
     """(T,) bool: tokens that count in T."""
     live: Tensor
@@ -75,10 +75,11 @@ class Part:
     def loss(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
     ) -> Tensor:
-        """Sum of w l over the tokens `index` (n,). lp: (n,) their current log-probs, with gradient.
+        """Return the sum of w l over the tokens `index` (n,). `lp` (n,) are their current log-probs, with gradient.
 
-        If the recipe isn't local, `index` must hold whole units (turns or episodes): a ratio over a unit reads all its
-        tokens. entropy: (n,) or None. betas: the current coefficient of each of the recipe's `coefficients`.
+        If the recipe isn't local, `index` must hold whole units (turns or episodes), because a ratio over a unit reads
+        all its tokens. `entropy` is (n,) or None. `betas` has the current coefficient for each of the recipe's
+        `coefficients`.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -106,9 +107,9 @@ class Part:
 
 
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
-    """The objective up to the advantages: selection, rewards, baseline, credit and adjustments.
+    """Compute the objective up to the advantages: selection, rewards, baseline, credit and adjustments.
 
-    It reads no log-prob of the trained weights, so that all updates on a rollout batch share one result.
+    It reads no log-prob of the trained weights, so all updates on a rollout batch share one result.
     """
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
@@ -123,9 +124,9 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     tokens = float(entered.sum())
     context.sums.put("tokens", tokens)
     context.sums.put("token/entered", tokens, len(entered))
-    # Known without a forward pass, so also of the tokens that the trainer doesn't forward.
+    # These are known without a forward pass, so they include the tokens that the trainer doesn't forward.
     sampled = entered & known
-    entropy = torch.where(sampled, -stream.old, 0.0).sum(dtype=torch.float64)  # faster than to select them
+    entropy = torch.where(sampled, -stream.old, 0.0).sum(dtype=torch.float64)  # faster than selecting them
     context.sums.put("entropy/sampled", float(entropy), int(sampled.sum()))
     if stream.ref is not None:
         context.sums.add("kl/reference/sampled", estimate("k1", stream.old, stream.ref)[sampled])
@@ -155,13 +156,13 @@ def prepare_batches(
     context: Context,
     sizes: Sequence[int] = (),
 ) -> Batch:
-    """The batch of `stream`, which was made of `rows` and `episodes`, and may have several rollout batches.
+    """Return the batch for `stream`, which was made from `rows` and `episodes` and may contain several rollout batches.
 
     A term that compares over a batch (`by = batch`) compares within each rollout batch. The token weights are computed
-    once, over all of them, so unless a term compares over a batch, the gradient equals one large batch's.
+    once, over all of them. So unless a term compares over a batch, the gradient equals that of one large batch.
 
-    sizes: number of episodes of each rollout batch, in the order of `episodes`. Empty: one rollout batch. Raises
-    BadBatch if the sizes don't add up to the number of episodes.
+    `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
+    rollout batch. Raises BadBatch if the sizes don't add up to the number of episodes.
     """
     _count_answers(rows, context)
     if len(sizes) < 2:
@@ -194,7 +195,7 @@ def prepare_batches(
 
 
 def _count_answers(rows: Sequence[Row], context: Context) -> None:
-    """Add the repetitions and reflections of the answers with own tokens to the metrics."""
+    """Count the repetitions and reflections in the answers that have own tokens, for the metrics."""
     for row in rows:
         has = np.bincount(row.call, minlength=len(row.calls)) > 0
         for name, counts in (("answer/repeated", row.repeated()), ("answer/reflections", row.reflections())):
@@ -209,7 +210,7 @@ def _advantages(
     per_turn = recipe.reward.per == "turn"
     ours = compared[stream.turns.episode] if per_turn else compared
     ours = ours & ~x.isnan()
-    # An unscored unit is NaN. Set it to 0: a NaN in a sum over the batch would make every advantage NaN.
+    # An unscored unit is NaN. It is set to 0, because a NaN in a sum over the batch would make every advantage NaN.
     x = torch.where(ours, x, torch.zeros_like(x))
     for term in recipe.shape:
         if isinstance(term, RewardKL):
@@ -238,7 +239,7 @@ def _advantages(
 
 
 def betas(recipe: Recipe) -> tuple[float, ...]:
-    """The first coefficients of the recipe's `coefficients`."""
+    """Return the first coefficient of each term in the recipe's `coefficients`."""
     return tuple(term.first_coefficient for term in recipe.coefficients)
 
 

@@ -1,4 +1,4 @@
-"""The class `Recipe`: the eleven terms of an objective with their constants, as one immutable model."""
+"""The class `Recipe`, which holds the eleven terms of an objective and their constants in one immutable model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ class Score(Term):
     """How the log-prob of each own token is computed, and whether its entropy is computed too.
 
     A log-prob is log softmax(logits / T). For a policy gradient, T is the temperature at which the token was sampled,
-    because the scored distribution must be the sampled one. Maximum likelihood scores the model itself, T = 1.
+    because the distribution that is scored must be the one that was sampled from. Maximum likelihood scores the model
+    itself, so T is 1.
     """
 
     temperature: Literal["recorded", "one"] = "recorded"
-    """T: the temperature at which each token was sampled, or 1."""
+    """Whether T is the temperature at which each token was sampled, or 1."""
     head: Literal["weights", "float32"] = "weights"
-    """Dtype of the output layer's product: the weights' own, or float32 if the weights are narrower. The engine that
-    samples must use the same dtype, or the log-probs of sampler and trainer differ by its rounding."""
+    """Dtype in which the output layer multiplies: that of its weights, or float32 if the weights are narrower. The
+    engine that samples must use the same dtype. Otherwise the log-probs of sampler and trainer differ by rounding."""
     entropy: bool = False
-    """True: report the exact entropy of every token. A regulariser that needs the entropy gets it in any case."""
+    """Whether to report the exact entropy of every token. A regulariser that needs the entropy gets it in any case."""
 
 
 class Recipe(Term):
@@ -55,7 +56,7 @@ class Recipe(Term):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """True allows a KL in the reward together with a KL loss; most recipes intend only one of them."""
+    """Whether to allow a KL in the reward together with a KL loss. Most recipes intend only one of them."""
 
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
@@ -94,16 +95,17 @@ class Recipe(Term):
 
     @property
     def token_penalty(self) -> TokenKL | None:
-        """The term that adds a KL penalty to each token's reward; None without one."""
+        """The term that adds a KL penalty to each token's reward, or None if there is none."""
         return next((term for term in self.shape if isinstance(term, TokenKL) and term.beta > 0), None)
 
     @property
     def coefficients(self) -> tuple[Regulariser | RewardKL, ...]:
-        """The terms whose coefficients a trainer keeps: every regulariser, then every adaptive KL in the reward."""
+        """The terms whose coefficients a trainer keeps: every regulariser, followed by every adaptive KL in the
+        reward."""
         return (*self.regulariser, *(term for term in self.shape if _is_adaptive(term)))
 
     def at(self, betas: Sequence[float]) -> Recipe:
-        """The recipe whose adaptive KLs in the reward have their present coefficients, of `betas`, which has one for
+        """Return the recipe with the current coefficients of its adaptive KLs in the reward. `betas` has one value for
         each of `coefficients`."""
         present = iter(betas[len(self.regulariser) :])
         shape = (term.model_copy(update={"beta": next(present)}) if _is_adaptive(term) else term for term in self.shape)
@@ -116,8 +118,9 @@ class Recipe(Term):
 
     @property
     def bootstraps(self) -> bool:
-        """True if a critic values the states at which episodes were cut off. Not with a reward that is placed whole at
-        the end: its values include the reward before the cut, so a value at the cut would count that reward twice."""
+        """True if a critic values the states at which episodes were cut off. This is False if the whole reward is
+        placed at the end: the values then include the reward before the cut, so a value at the cut would count that
+        reward twice."""
         return self.credit.bootstraps and self.reward.per == "turn"
 
     @property
@@ -142,23 +145,23 @@ class Recipe(Term):
 
     @property
     def imitation(self) -> float:
-        """Coefficient of the demonstrations' cross-entropy; 0: no training on demonstrations."""
+        """Coefficient of the demonstrations' cross-entropy. If it is 0, there is no training on demonstrations."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Demonstrations))
 
     @property
     def balance(self) -> float:
-        """Coefficient of the load balance of a mixture's experts; 0: no training for balance."""
+        """Coefficient of the load balance between a mixture's experts. If it is 0, there is no training for balance."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     def unfit(self, tokens: int) -> list[str]:
-        """The warnings of terms that can't work as meant if an episode has at most `tokens` own tokens."""
+        """Return a warning for each term that can't work as intended if an episode has at most `tokens` own tokens."""
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
 
     @property
     def local(self) -> bool:
-        """True if a token's loss reads no other token, so micro-batches are independent."""
+        """True if a token's loss reads no other token, so that micro-batches are independent."""
         return self.surrogate.local and self.anchor.local
 
     @property
@@ -169,13 +172,14 @@ class Recipe(Term):
 
     @property
     def idle(self) -> bool:
-        """True if no token of the batch has a gradient: no surrogate, and no active regulariser on its tokens."""
+        """True if no token of the batch has a gradient, because there is no surrogate and no active regulariser on its
+        tokens."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
     def stands_still(self, *, own_reference: bool) -> bool:
-        """True if the gradient is always 0, because each loss is a KL to the sampler or, with `own_reference`, to the
-        policy as the phase began."""
+        """Return True if the gradient is always 0, because each loss is a KL to the sampler or, with `own_reference`,
+        to the policy at the start of the phase."""
         terms = [term for term in self.regulariser if term.active]
         near = {"sampler", "reference"} if own_reference else {"sampler"}
         still = all(isinstance(term, KL) and term.to in near for term in terms)
@@ -192,10 +196,10 @@ class Recipe(Term):
         return "\n".join(lines)
 
     def but(self, changes: Mapping[str, object] | None = None, /, **terms: object) -> Recipe:
-        """A copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
+        """Return a copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
-        A mapping changes the named constants of a term; a term of another class starts from its own defaults. Any other
-        value replaces the term. Raises UsageError for an unknown key or a wrong value.
+        A mapping changes the named constants of a term. A term of another class starts from its own defaults. Any other
+        value replaces the term. Raises UsageError for an unknown key or an invalid value.
         """
         whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
@@ -214,9 +218,10 @@ def _is_adaptive(term: Term) -> TypeGuard[RewardKL]:
 
 
 def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:
-    """The recipe of `data`. UsageError names the wrong key and the valid keys nearest to it.
+    """Return the recipe that `data` describes. Raises UsageError, which names an invalid key and the valid keys nearest
+    to it.
 
-    Without `execute`, a term of the user's own is found only in a module that this process has imported."""
+    If `execute` is False, a user's own term is found only in a module that this process has already imported."""
     try:
         return Recipe.model_validate(_plain(data), context={"execute": execute})
     except ValidationError as error:
@@ -224,7 +229,8 @@ def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as dicts, lists and tuples as lists, recursively: pydantic accepts only a dict as a model's fields."""
+    """Convert mappings to dicts and tuples to lists, recursively, because pydantic accepts only a dict as a model's
+    fields."""
     if isinstance(value, Mapping):
         return {k: _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -245,7 +251,8 @@ def _sentence(error: Any) -> str:
 
 
 def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
-    """The valid keys of the term that holds the wrong key at `loc`; empty if the term is ambiguous."""
+    """Return the valid keys of the term that holds the invalid key at `loc`, or an empty list if the term is
+    ambiguous."""
     if len(loc) == 1:
         return list(Recipe.model_fields)
     kinds = kinds_of(str(loc[0]))
@@ -255,18 +262,19 @@ def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _class_of(field: str, kind: object) -> object:
-    """The class of a term's kind: one of the package, or the name `module:name` of a user's class."""
+    """Return the class for a term's kind: one of the package's classes, or the name `module:name` of a user's class."""
     named = ((cls, cls.model_fields["kind"]) for cls in kinds_of(field) if "kind" in cls.model_fields)
     return next((cls for cls, info in named if kind in get_args(info.annotation)), kind)
 
 
 def _is_open(info: FieldInfo) -> bool:
-    """True for a field that takes a user's subclass."""
+    """Return True for a field that accepts a user's subclass."""
     return any(isinstance(note, Kinds) for note in info.metadata)
 
 
 def kinds_of(field: str) -> tuple[type[Term], ...]:
-    """The package's classes of terms for one field of a recipe; empty for a field without a term."""
+    """Return the package's term classes for one field of a recipe. The result is empty for a field that holds no
+    term."""
     info = Recipe.model_fields[field]
     listed = get_args(info.annotation)  # of a tuple: (Annotated[Shape, Kinds(...)], ...)
     notes = get_args(listed[0])[1:] if listed and get_args(listed[0]) else info.metadata

@@ -6,10 +6,10 @@
     aux      coefficient * balance of a mixture's experts over the forwarded rows (`trainer.router`); also over the
              demonstrations, times nll's coefficient, and in the loss of a critic that has a body of its own
 
-The coefficient of a KL is fixed or adaptive (`kl.Adaptive`); an adaptive one changes after each optimiser step.
+The coefficient of a KL is fixed or adaptive (`kl.Adaptive`). An adaptive coefficient changes after each optimiser step.
 
-1. k1 as a loss is invalid: its expected gradient is 0. k2 has the expected gradient of KL(pi || ref), and k3 the
-   expected gradient of KL(ref || pi).
+1. k1 is invalid as a loss, because its expected gradient is 0. k2 has the expected gradient of KL(pi || ref), and k3
+   has that of KL(ref || pi).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Regulariser(Term):
     """Base class of all regularisers; derive from it to write your own regulariser."""
 
     per_token: ClassVar[bool] = True
-    """True: the term adds to the loss of the batch's own tokens. False: the trainer computes the term separately."""
+    """Whether the term adds to the loss of the batch's own tokens. If False, the trainer computes the term
+    separately."""
 
     @property
     def active(self) -> bool:
@@ -53,28 +54,28 @@ class Regulariser(Term):
 
     @property
     def first_coefficient(self) -> float:
-        """The coefficient `beta` of the first update."""
+        """The coefficient `beta` for the first update."""
         return 1.0
 
     def __call__(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, stream: Stream, beta: float, context: Context
     ) -> Tensor:
-        """(n,) additions to the losses of the tokens `index` (n,), whose current log-probs are lp (n,)."""
+        """Return the additions (n,) to the losses of the tokens `index` (n,), whose current log-probs are `lp` (n,)."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define what it adds to each token there")
 
 
 class KL(Regulariser):
-    """Keeps the policy near the reference model or the weights that sampled, or draws it to a teacher."""
+    """Keeps the policy near the reference model or the sampling weights, or moves it towards a teacher."""
 
     kind: Literal["kl"] = "kl"
     to: Literal["reference", "sampler", "teacher"] = "reference"
-    """The policy to be near."""
+    """The policy to which the KL is measured."""
     estimator: Estimator = "k3"
-    """Estimator of the KL: k2 or k3. The expected gradient of k1 as a loss is 0."""
+    """Estimator of the KL: k2 or k3. k1 is refused, because its expected gradient as a loss is 0."""
     beta: float = Field(default=0.0, ge=0)
-    """KL coefficient; with `adaptive`, the coefficient of the first update."""
+    """KL coefficient. With `adaptive`, it is the coefficient for the first update."""
     adaptive: Adaptive | None = None
-    """Controller of the coefficient. None: the coefficient is fixed."""
+    """Controller of the coefficient. If None, the coefficient is fixed."""
 
     @field_validator("estimator")
     @classmethod
@@ -104,7 +105,7 @@ class KL(Regulariser):
 
     @property
     def measure(self) -> str:
-        """Name of the metrics of this KL."""
+        """Prefix in the names of this KL's metrics."""
         return f"kl/{self.to}"
 
     def __call__(
@@ -126,7 +127,7 @@ class KL(Regulariser):
 
 
 class Entropy(Regulariser):
-    """Entropy bonus. The entropy is exact: over the whole vocabulary, not an estimate from the sampled token."""
+    """Entropy bonus. The exact entropy over the whole vocabulary is used, not an estimate from the sampled token."""
 
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
@@ -155,7 +156,7 @@ class Entropy(Regulariser):
 
 
 class _Beside(Regulariser):
-    """A regulariser that the trainer computes from other tokens or logits than the batch's own tokens."""
+    """A regulariser that the trainer computes from tokens or logits other than those of the batch's own tokens."""
 
     per_token: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
@@ -171,13 +172,13 @@ class _Beside(Regulariser):
 
 
 class Demonstrations(_Beside):
-    """Cross-entropy on demonstrations: other rows than the batch's, in the same update."""
+    """Cross-entropy on demonstrations, which are rows outside the batch that are trained on in the same update."""
 
     kind: Literal["nll"] = "nll"
 
 
 class Balance(_Beside):
-    """Load balance: keeps the use of a mixture's experts even, in every batch that the routers learn from."""
+    """Load balance, which keeps the use of a mixture's experts even in every batch that the routers learn from."""
 
     kind: Literal["aux"] = "aux"
 

@@ -3,9 +3,9 @@
     x_e = reward of episode e        (per = episode)
     x_n = reward of turn n           (per = turn)
 
-An episode without a reward has x = NaN: it is unscored, and a recipe with advantages never trains on it.
-`components` replaces the recorded total by a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k.
-An episode that lacks a named part is unscored (its reward isn't 0), and the metric `reward/missing/NAME` counts it.
+An episode without a reward has x = NaN. It is unscored, and a recipe with advantages never trains on it. `components`
+replaces the recorded total with a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k. An episode that
+lacks a named part is unscored rather than given a reward of 0, and the metric `reward/missing/NAME` counts it.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ class Reward(Term):
     """The rewards that the recipe learns from."""
 
     per: Literal["episode", "turn"] = "episode"
-    """The unit that has one reward. The baseline compares units; credit spreads a unit's advantage over its tokens."""
+    """The unit that has one reward. The baseline compares units, and credit spreads a unit's advantage over its
+    tokens."""
     reduce: Literal["sum", "mean", "max"] = "sum"
     """How the rewards of an episode's turns are combined (per = episode). `sum` is the recorded reward."""
     components: dict[str, float] | None = None
-    """Weight by name of the reward component. None: the recorded total."""
+    """Weight of each reward component, by name. If None, the recorded total is used."""
 
     def __call__(self, stream: Stream, context: Context) -> Tensor:
-        """(E,) or (N,) float64 rewards, NaN for an unscored unit."""
+        """Return the rewards (E,) or (N,) float64, NaN for an unscored unit."""
         if self.components is not None:
             return self._weighed(stream, self.components, context)
         if self.per == "turn":
@@ -43,7 +44,7 @@ class Reward(Term):
             missing = [name for name in components if name not in parts]
             for name in components:
                 context.sums.put(f"reward/missing/{name}", name in missing)
-            # A missing part isn't 0: a partial sum would rank this episode against complete ones of its group.
+            # A missing part isn't 0, because a partial sum would rank this episode against complete ones in its group.
             out.append(float("nan") if missing else sum(w * parts[name] for name, w in components.items()))
         x = torch.tensor(out, dtype=torch.float64)
         return torch.where(stream.episodes.reward.isnan(), torch.nan, x)

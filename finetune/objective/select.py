@@ -1,7 +1,8 @@
 """select: which groups and episodes enter an update, and which of their tokens keep their loss.
 
-Groups and episodes are dropped first; T and E count the rest. Tokens are dropped afterwards and still count in T, so
-dropping a token doesn't raise the weight of the others. For each reason a metric is the share that was dropped.
+Groups and episodes are dropped first, and T and E count the rest. Tokens are dropped afterwards and still count in T,
+so dropping a token doesn't raise the weight of the others. For each reason, a metric reports the share that was
+dropped.
 
     flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; if
                  the baseline compares by fork, the continuations of one point have to differ
@@ -12,12 +13,13 @@ dropping a token doesn't raise the weight of the others. For each reason a metri
     kl_mask      tokens: drop if (lp - old)^2 / 2 is above this
     shift_mask   tokens: drop if the advantage has already moved the probability its way by more than this
 
-1. An episode enters only when its status allows training. A recipe with advantages also needs its reward, and trains
-   only on tokens whose log-prob at sampling is known.
-2. `keep` and `mean_bounds` choose before the baseline: `flat`, the baseline and every other statistic are of the chosen
-   episodes. `keep` chooses among those within `bounds`. `bounds` and `flat` alone leave the statistics as they are.
-3. `keep_when = after_baseline` is the order of earlier versions, for their recorded runs: the statistics are of all
-   scored episodes, and `keep` comes last.
+1. An episode enters only if its status allows training. A recipe with advantages also needs the episode's reward, and
+   trains only on tokens whose log-prob at sampling is known.
+2. `keep` and `mean_bounds` choose before the baseline, so `flat`, the baseline and every other statistic cover only the
+   chosen episodes. `keep` chooses among the episodes within `bounds`. On their own, `bounds` and `flat` leave the
+   statistics as they are.
+3. `keep_when = after_baseline` is the order used by earlier versions, kept for the runs that they recorded. With it,
+   the statistics cover all scored episodes, and `keep` comes last.
 4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six
    decimals, because equal contexts give entropies that differ by rounding, which depends on the micro-batches.
 """
@@ -43,25 +45,27 @@ class Select(Term):
     flat: Literal["keep", "drop"] = "keep"
     """Whether to keep or drop a group whose scored episodes all have the same reward."""
     bounds: tuple[float | None, float | None] | None = None
-    """Rewards (low, high) that enter, None for an open end; an unscored episode is outside."""
+    """Range (low, high) of the rewards that enter, with None for an open end. An unscored episode is outside the
+    range."""
     keep: int | None = Field(default=None, ge=1)
-    """Number of episodes kept in each group. None: all."""
+    """Number of episodes kept in each group. If None, all are kept."""
     keep_how: Literal["best", "spread"] = "best"
     """Which episodes of a group `keep` keeps."""
     keep_when: Literal["before_baseline", "after_baseline"] = "before_baseline"
-    """Whether the baseline compares only the episodes that `keep` keeps, or all."""
+    """Whether the baseline compares only the episodes that `keep` keeps, or all of them."""
     mean_bounds: tuple[float | None, float | None] | None = None
-    """Mean rewards (low, high) of the groups that enter, None for an open end; a group without a scored episode is
-    outside."""
+    """Range (low, high) of the mean rewards of groups that enter, with None for an open end. A group without a scored
+    episode is outside the range."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
-    """Share of each episode's tokens that keep their loss. None: all."""
+    """Share of each episode's tokens that keep their loss. If None, all keep it."""
     kl_mask: float | None = Field(default=None, gt=0)
-    """Largest (lp - old)^2 / 2 of a token that keeps its loss. None: any."""
+    """Largest (lp - old)^2 / 2 at which a token keeps its loss. If None, there is no bound."""
     shift_mask: float | None = Field(default=None, gt=0)
-    """Largest change of a token's probability in the direction of its advantage. None: any."""
+    """Largest change of a token's probability, in the direction of its advantage, at which the token keeps its loss. If
+    None, there is no bound."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
-        """(E,) bool: episodes that may enter and that count in their group."""
+        """Return (E,) bool: the episodes that may enter and that count in their group."""
         table = stream.episodes
         context.sums.add("episode/status", ~table.trains)
         scored = table.trains
@@ -73,8 +77,8 @@ class Select(Term):
     def episodes(
         self, scored: Tensor, stream: Stream, context: Context, *, by_fork: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """((E,) bool: episodes that enter the update, (E,) bool: those whose rewards are compared). by_fork: True when
-        the baseline compares by fork."""
+        """Return two masks (E,): the episodes that enter the update, and those whose rewards are compared. `by_fork`
+        says whether the baseline compares by fork."""
         table, compared, entered = stream.episodes, scored, scored
         first = self.keep is not None and self.keep_when == "before_baseline"
         if first:
@@ -97,7 +101,7 @@ class Select(Term):
         return entered, compared
 
     def _within(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(E,) bool: episodes of `entered` whose reward lies within `bounds`."""
+        """Return (E,) bool: the episodes of `entered` whose reward lies within `bounds`."""
         if self.bounds is None:
             return entered
         outside = ~_inside(stream.episodes.reward, self.bounds)
@@ -105,7 +109,7 @@ class Select(Term):
         return entered & ~outside
 
     def _kept(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(E,) bool: episodes of `entered` that `keep` keeps."""
+        """Return (E,) bool: the episodes of `entered` that `keep` keeps."""
         if self.keep is None:
             return entered
         table = stream.episodes
@@ -123,7 +127,7 @@ class Select(Term):
         return kept
 
     def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:
-        """(T,) bool: the entered tokens that `entropy_top` keeps."""
+        """Return (T,) bool: the entered tokens that `entropy_top` keeps."""
         if self.entropy_top is None:
             return entered
         if stream.entropy is None:
@@ -132,21 +136,22 @@ class Select(Term):
                 "Trainer.prepare"
             )
         at = entered.nonzero()[:, 0]
-        # Two stable sorts: first by entropy, then by episode. Within an episode the order by entropy remains, and equal
-        # entropies remain in token order, so the choice doesn't depend on the sort implementation.
+        # There are two stable sorts, first by entropy, then by episode. Within an episode the order by entropy remains,
+        # and equal entropies remain in token order, so the choice doesn't depend on the sort implementation.
         by_entropy = at[torch.argsort(stream.entropy[at].round(decimals=6), descending=True, stable=True)]
         ranked = by_entropy[torch.argsort(stream.episode[by_entropy], stable=True)]
         owner = stream.episode[ranked]
         size = torch.bincount(owner, minlength=len(stream.episodes.tape))
         rank = torch.arange(len(ranked)) - (torch.cumsum(size, 0) - size)[owner]
-        # floor(share * length + 1e-9): 0.29 * 100 is 28.999999999999996, whose floor would drop one token too many.
+        # The 1e-9 is needed because 0.29 * 100 is 28.999999999999996, whose floor would drop one token too many.
         quota = torch.floor(self.entropy_top * size.to(torch.float64) + 1e-9).clamp(min=1)
         out = torch.zeros_like(entered)
         out[ranked[rank < quota[owner]]] = True
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """(n,) bool: the tokens of `index` that keep their loss at the current log-probs lp (n,). None: all."""
+        """Return (n,) bool: the tokens of `index` that keep their loss at the current log-probs `lp` (n,). None means
+        all of them."""
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:
@@ -162,6 +167,6 @@ class Select(Term):
 
 
 def _inside(x: Tensor, bounds: tuple[float | None, float | None]) -> Tensor:
-    """Where x lies within [low, high], in the shape of x; a NaN is outside."""
+    """Return where `x` lies within [low, high], in the shape of `x`. A NaN is outside."""
     low, high = (end if bound is None else bound for bound, end in zip(bounds, (-math.inf, math.inf), strict=True))
     return (x >= low) & (x <= high)

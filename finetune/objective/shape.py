@@ -1,4 +1,4 @@
-"""shape: changes rewards before the baseline sees them; only the KL penalty per token applies after the baseline.
+"""shape: changes rewards before the baseline reads them. Only the KL penalty per token applies after the baseline.
 
     clip        x = min(max(x, low), high); the share outside is counted before clipping
     running     x / s  or  (x - m) / s, over all rewards of the run so far (unbiased s); never touched by evaluation
@@ -8,13 +8,14 @@
 
 m and s are the mean and the standard deviation of the run's rewards.
 
-1. `running` doesn't change rewards until the run has two different ones: before that, their deviation is 0 or unknown.
-   It applies before the baseline, and a baseline that divides by the group's deviation (`std`) removes the scale again.
+1. `running` doesn't change rewards until the run has two different ones, because until then their deviation is 0 or
+   unknown. It applies before the baseline, and a baseline that divides by the group's deviation (`std`) removes the
+   scale again.
 2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
-3. An adaptive coefficient of a KL (`kl.Adaptive`) changes after each update, once, however many optimiser steps the
-   update has: all of them share the rewards that the coefficient made. The k1 between sampler and reference drives it,
-   per token that enters, whichever estimator is the penalty.
-4. Where rewards are per turn, the shapes of a whole episode (overlong, episode_kl) change its last turn's reward.
+3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update, however many optimiser steps the update
+   has, because all of them share the rewards that it was used for. It is driven by the mean k1 between sampler and
+   reference over the tokens that enter, whichever estimator is the penalty.
+4. If rewards are per turn, the shapes for a whole episode (overlong, episode_kl) change the reward of its last turn.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ class Shape(Term):
 
     @property
     def needs_reference(self) -> bool:
-        """True when it reads `stream.ref`, the reference model's log-probs."""
+        """True if the shape reads `stream.ref`, the reference model's log-probs."""
         return False
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        """(U,) float64 shaped rewards of x (U,): one per episode or per turn. x is 0 where `scored` is False."""
+        """Return the shaped rewards (U,) float64 for the rewards `x` (U,), one per episode or per turn. `x` is 0 where
+        `scored` is False."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the shaped rewards there")
 
 
@@ -63,11 +65,11 @@ class Running(Shape):
 
     kind: Literal["running"] = "running"
     centre: bool = False
-    """True: subtract the running mean before the division."""
+    """Whether to subtract the running mean before the division."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
-        # The batch is merged first, over all ranks: every rank must scale by the same moments, or advantages of equal
-        # rewards would differ between ranks.
+        # The batch is merged first, over all ranks, because every rank must scale by the same moments. Otherwise equal
+        # rewards would get different advantages on different ranks.
         context.moments.take(*context.mean_and_square(x[scored]))
         std = context.moments.std
         if std is None:
@@ -80,7 +82,7 @@ class Overlong(Shape):
 
     kind: Literal["overlong"] = "overlong"
     limit: int = Field(gt=0)
-    """Number of the agent's own tokens in an episode from which the full penalty applies."""
+    """Number of the agent's own tokens in an episode at which the full penalty is reached."""
     buffer: int = Field(gt=0)
     """Number of tokens before the limit over which the penalty grows linearly."""
     factor: float = 1.0
@@ -98,17 +100,17 @@ class Overlong(Shape):
 
 
 class RewardKL(Shape):
-    """A penalty on the KL between sampler and reference model, in the reward."""
+    """A penalty in the reward on the KL between sampler and reference model."""
 
     beta: float = Field(ge=0)
-    """KL coefficient: the penalty per nat; with `adaptive`, the coefficient of the first update."""
+    """KL coefficient, which is the penalty per nat. With `adaptive`, it is the coefficient for the first update."""
     estimator: Estimator = "k1"
     """Estimator of the KL."""
     adaptive: Adaptive | None = None
-    """Controller of the coefficient. None: the coefficient is fixed."""
+    """Controller of the coefficient. If None, the coefficient is fixed."""
 
     measure: ClassVar[str] = "kl/reward"
-    """Name of the metrics of this KL."""
+    """Prefix in the names of this KL's metrics."""
 
     @model_validator(mode="after")
     def _moves(self) -> RewardKL:
@@ -122,11 +124,11 @@ class RewardKL(Shape):
 
     @property
     def first_coefficient(self) -> float:
-        """The coefficient `beta` of the first update."""
+        """The coefficient `beta` for the first update."""
         return self.beta
 
     def observe(self, entered: Tensor, stream: Stream, context: Context) -> None:
-        """Adds the mean k1 of the tokens `entered` (T,) bool to the metrics, which drives an adaptive coefficient."""
+        """Add the k1 of the tokens `entered` (T,) bool to the metrics. Its mean drives an adaptive coefficient."""
         if self.needs_reference:
             context.sums.add(f"{self.measure}/k1", _kl_estimates("k1", stream)[entered])
             if self.adaptive is not None:
@@ -154,7 +156,7 @@ class TokenKL(RewardKL):
     kind: Literal["token_kl"] = "token_kl"
 
     def penalty(self, stream: Stream) -> Tensor:
-        """(T,) float64 penalties, added to the tokens' rewards."""
+        """Return the penalties (T,) float64 that are added to the tokens' rewards."""
         return -self.beta * _kl_estimates(self.estimator, stream)
 
 
@@ -162,20 +164,21 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """(T,) float64 KL estimates between sampler and reference model; 0 if the sampler's log-prob is unknown."""
+    """Return the estimates (T,) float64 of the KL between sampler and reference model, 0 where the sampler's log-prob
+    is unknown."""
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"
         )
     lp = stream.old if stream.anchor is None else stream.anchor
     known = lp.isfinite()
-    # float64, because k3 = e^-d - 1 + d cancels near d = 0: in float32 the estimate would be rounding.
+    # In float64, because k3 = e^-d - 1 + d cancels near d = 0, so a float32 estimate would be mostly rounding error.
     d = estimate(kind, lp.to(torch.float64), stream.ref.to(torch.float64))
     return torch.where(known, d, torch.zeros_like(d))
 
 
 def _on_episode(x: Tensor, change: Tensor, stream: Stream) -> Tensor:
-    """x with the episodes' changes added; where x is per turn, on the last turn of each episode."""
+    """Add each episode's `change` to `x`. If `x` is per turn, it is added to the last turn of the episode."""
     if len(x) == len(change):
         return x + change
     owner = stream.turns.episode

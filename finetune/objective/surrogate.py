@@ -1,4 +1,5 @@
-"""surrogate: the loss of one token, whose gradient is the policy gradient. r = exp(lp - anchor), A the advantage.
+"""surrogate: the loss of one token, whose gradient is the policy gradient. r is exp(lp - anchor), and A is the
+advantage.
 
     ppo        l = -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` c, at least c A where A < 0
     reinforce  l = -A lp
@@ -12,7 +13,7 @@
 With per = turn or episode, r is the geometric mean of the unit's ratios (GSPO). sg stops the gradient.
 
 1. For ppo, reinforce, cispo, cpg and sapo, a token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. Above x = 20, e^x continues along its tangent: for A < 0, r A isn't clipped from above and would overflow.
+2. Above x = 20, e^x continues along its tangent, because for A < 0, r A isn't clipped from above and would overflow.
 """
 
 from __future__ import annotations
@@ -35,39 +36,40 @@ class Surrogate(Term):
     """Base class of all surrogates; derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """True: the loss uses advantages, so a token needs a reward and a finite log-prob at sampling."""
+    """Whether the loss uses advantages, so that a token needs a reward and a finite log-prob at sampling."""
     needs_reference: ClassVar[bool] = False
-    """True: the loss reads `stream.ref`, the reference model's log-probs."""
+    """Whether the loss reads `stream.ref`, the reference model's log-probs."""
     zero_at_zero: ClassVar[bool] = False
-    """True: a token with advantage 0 has loss and gradient exactly 0, so the trainer may skip the token."""
+    """Whether a token with advantage 0 has loss and gradient exactly 0, so that the trainer may skip the token."""
 
     @property
     def local(self) -> bool:
-        """True: a token's loss reads no other token, so a batch may be split into micro-batches anywhere.
+        """True if a token's loss reads no other token, so that a batch may be split into micro-batches anywhere.
 
-        False is correct for every loss, and costs a second forward pass.
+        False is correct for every loss, but costs a second forward pass.
         """
         return False
 
     def __call__(
         self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
     ) -> Tensor:
-        """(n,) losses of the tokens `index` (n,).
+        """Return the losses (n,) of the tokens `index` (n,).
 
-        lp: (n,) current log-probs, with gradient. anchor: (n,) log-probs of the denominator. a: (n,) advantages.
+        `lp` (n,) are the current log-probs, with gradient. `anchor` (n,) are the log-probs in the denominator. `a` (n,)
+        are the advantages.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the loss of each token there")
 
 
 def _count_clipped(context: Context, **sides: Tensor) -> None:
-    """Count the tokens (n,) bool at which a bound took effect, by its side and all together."""
+    """Count the tokens at which a bound took effect, per side and in total. Each side is a mask (n,)."""
     context.sums.add("clip", torch.stack(list(sides.values())).any(0))
     for side, clipped in sides.items():
         context.sums.add(f"clip/{side}", clipped)
 
 
 class _Local(Surrogate):
-    """A surrogate whose loss of a token reads no other token."""
+    """A surrogate in which a token's loss reads no other token."""
 
     @property
     def local(self) -> bool:
@@ -84,9 +86,9 @@ class PPO(Surrogate):
     high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Upper bound on r for A < 0 (dual clip). None: no bound."""
+    """Upper bound on r for A < 0 (dual clip). If None, r has no such bound."""
     per: Per = "token"
-    """The unit of the ratio: for a turn or an episode, the geometric mean of its tokens' ratios."""
+    """The unit of the ratio. For a turn or an episode, the ratio is the geometric mean of its tokens' ratios."""
 
     @property
     def local(self) -> bool:
@@ -120,12 +122,12 @@ class Reinforce(_Local):
 
 
 class CISPO(_Local):
-    """The score function with a clipped ratio as its weight: every token keeps its gradient."""
+    """The score function with a clipped ratio as its weight, so that every token keeps its gradient."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cispo"] = "cispo"
     low: float | None = Field(default=None, ge=0, le=1)
-    """The weight is at least 1 - low. None: no bound."""
+    """The weight is at least 1 - low. If None, it has no lower bound."""
     cap: float = Field(default=5.0, gt=0)
     """The weight is at most `cap`."""
 
@@ -144,9 +146,9 @@ class CPG(_Local):
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cpg"] = "cpg"
     low: float = Field(default=0.2, ge=0, lt=1)
-    """The log-prob is bounded at log(1 - low) from its anchor where A < 0."""
+    """Where A < 0, the log-prob is bounded below by anchor + log(1 - low)."""
     high: float = Field(default=0.2, ge=0)
-    """The log-prob is bounded at log(1 + high) from its anchor where A > 0."""
+    """Where A > 0, the log-prob is bounded above by anchor + log(1 + high)."""
 
     def __call__(
         self, lp: Tensor, anchor: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context
@@ -215,7 +217,7 @@ class MinorNLL(Surrogate):
 
 
 class NoSurrogate(_Local):
-    """Loss 0: the regularisers are the whole loss."""
+    """A loss of 0, so that the regularisers are the whole loss."""
 
     advantages: ClassVar[bool] = False
     kind: Literal["none"] = "none"

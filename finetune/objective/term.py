@@ -28,8 +28,8 @@ class Term(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Why the term can't work as meant if an episode has at most `tokens` own tokens. None: it can. A training run
-        warns of it at its start."""
+        """Return why the term can't work as intended if an episode has at most `tokens` own tokens, or None if it can.
+        A training run warns of this when it starts."""
         return None
 
     def __str__(self) -> str:
@@ -42,17 +42,18 @@ class Term(BaseModel):
 
 
 def kind_of(term: Term) -> str | None:
-    """The term's kind: `module:name` for a user's class, None for a term of a single kind."""
+    """Return the term's kind: `module:name` for a user's class, None for a term that has only one kind."""
     return class_name(type(term)) if _outside(type(term)) else getattr(term, "kind", None)
 
 
 def _outside(cls: type[Term]) -> bool:
-    """True for a class that a user defined: its module is outside of `finetune`."""
+    """Return True for a class that a user defined, whose module is outside `finetune`."""
     return not cls.__module__.startswith(__name__.removesuffix("objective.term"))
 
 
 def class_name(cls: type[Term]) -> str:
-    """`module:name` of a user's class, so that another process can import it. ValueError for a local class."""
+    """Return `module:name` of a user's class, so that another process can import it. Raises ValueError for a local
+    class."""
     if "<" in cls.__qualname__:
         raise ValueError(
             f"{cls.__qualname__} can't be imported by its name, so a run can't record it: define the class at the "
@@ -63,15 +64,17 @@ def class_name(cls: type[Term]) -> str:
 
 
 def _main_file() -> Path | None:
-    """The script that this process runs. Its module is `__main__` here, and the file's stem in other processes."""
+    """Return the script that this process runs. Its module is called `__main__` here, and by the file's stem in other
+    processes."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file) if file is not None else None
 
 
 class Kinds:
-    """Annotation of a recipe's field: a term of the package, by `kind`, or a user's subclass of the field's type.
+    """Annotates a recipe's field, which holds a term of the package, selected by `kind`, or a user's subclass.
 
-    A user's term is written as `kind: module:name` together with its constants, and read by importing that class.
+    A user's class must derive from the field's type. It is written as `kind: module:name` together with its constants,
+    and is read by importing that class.
     """
 
     def __init__(self, *kinds: type[Term]) -> None:
@@ -94,7 +97,8 @@ class Kinds:
         def serialise(
             value: Any, serialise_kinds: core_schema.SerializerFunctionWrapHandler, info: core_schema.SerializationInfo
         ) -> Any:
-            # The union's own serialiser would write a subclass of PPO as `kind: ppo`: the record would lose the class.
+            # The union's own serialiser would write a subclass of PPO as `kind: ppo`, so the record would lose the
+            # class.
             if type(value) in self.kinds or not isinstance(value, base):
                 return serialise_kinds(value)
             return {**value.model_dump(mode=info.mode), "kind": class_name(type(value))}
@@ -107,8 +111,8 @@ class Kinds:
 
 
 def _check_own(cls: type[Term], base: type[Term]) -> None:
-    """ValueError for a class that can't be imported by its name, and for one whose `kind` is a constant of its own: a
-    record's `kind` is the name of the class, so the constant would be lost."""
+    """Raise ValueError for a class that can't be imported by its name, or that has a constant called `kind`. A record's
+    `kind` is the name of the class, so that constant would be lost."""
     name = class_name(cls)
     kind = cls.model_fields.get("kind")
     if kind is not None and len(get_args(kind.annotation)) != 1:
@@ -119,9 +123,9 @@ def _check_own(cls: type[Term], base: type[Term]) -> None:
 
 
 def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = True) -> Term:
-    """The user's term of a mapping with `kind: module:name`. ValueError if the class can't be imported.
+    """Return the user's term for a mapping with `kind: module:name`. Raises ValueError if the class can't be imported.
 
-    execute: as `load_named`."""
+    `execute` is passed to `load_named`."""
     name = str(value["kind"])
     module, _, path = name.rpartition(":")
     main = _main_file()
@@ -152,7 +156,7 @@ def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = Tru
 class Sums:
     """Metrics as sums and counts, so that the metrics of parts (micro-batches, ranks, updates) add up exactly.
 
-    A mean is computed only when it is read: a mean of means would give a small part the weight of a large one.
+    A mean is computed only when it is read, because a mean of means would give a small part the weight of a large one.
     """
 
     def __init__(self) -> None:
@@ -162,9 +166,9 @@ class Sums:
         self.highs: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor, *, extremes: bool = False) -> None:
-        """Add every element of `values`; booleans count as 0 and 1.
+        """Add every element of `values`. Booleans count as 0 and 1.
 
-        Sums are float64: the error of a float32 sum over a million tokens is as large as a KL near 0.
+        Sums are in float64, because the error of a float32 sum over a million tokens is as large as a KL near 0.
         """
         n = values.numel()
         self.put(name, float(values.sum(dtype=torch.float64)) if n else 0.0, n)
@@ -199,26 +203,27 @@ class Sums:
         return copy
 
     def mean(self, name: str) -> float | None:
-        """Sum / count; None, not 0, if nothing was counted."""
+        """Return sum / count, or None (not 0) if nothing was counted."""
         n = self.counts.get(name, 0.0)
         return self.sums[name] / n if n else None
 
     def std(self, name: str) -> float | None:
-        """Standard deviation (divisor n); needs the metric `name/square` too. None if nothing was counted.
+        """Return the standard deviation (divisor n), or None if nothing was counted. It needs the metric `name/square`
+        too.
 
-        Rounding may make the difference below 0, whose root would be NaN, so the difference is clamped at 0.
+        The variance is clamped at 0, because rounding can make it negative and its root NaN.
         """
         mean, square = self.mean(name), self.mean(f"{name}/square")
         return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
 
     def items(self) -> Iterator[tuple[str, float, float]]:
-        """(name, sum, count) of each metric, in the order of first appearance."""
+        """Yield (name, sum, count) for each metric, in the order of first appearance."""
         for name, value in self.sums.items():
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Means by name, and `name/std`, `name/min` and `name/max` if they are known. For display only: means don't
-        add up over parts."""
+        """Return the means by name, with `name/std`, `name/min` and `name/max` if they are known. They are for display
+        only, because means don't add up over parts."""
         means = {name: value / n for name, value, n in self.items() if n}
         means |= {f"{name}/std": std for name in means if (std := self.std(name)) is not None}
         means |= {f"{name}/min": value for name, value in self.lows.items()}
@@ -233,7 +238,7 @@ class Sums:
 
 @dataclass
 class Moments:
-    """Running count, mean and sum of squared deviations of all rewards of the run so far."""
+    """Running count, mean and sum of squared deviations, over all rewards in the run so far."""
 
     n: float = 0.0
     mean: float = 0.0
@@ -242,7 +247,7 @@ class Moments:
     def take(self, n: float, mean: float, m2: float) -> None:
         """Merge the moments of a batch (Chan et al.).
 
-        The result equals one pass over all values. Sums of squares would cancel when the mean is large.
+        The result equals that of one pass over all values. Sums of squares would cancel if the mean is large.
         """
         if n == 0:
             return
@@ -253,7 +258,7 @@ class Moments:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation (divisor n - 1); None for fewer than two values, or if all values are equal."""
+        """Standard deviation (divisor n - 1), or None if there are fewer than two values or all are equal."""
         return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None
 
 
@@ -264,21 +269,21 @@ class Context:
     sums: Sums = field(default_factory=Sums)
     """The metrics of the update."""
     moments: Moments = field(default_factory=Moments)
-    """Moments of the rewards; the trainer keeps them from update to update."""
+    """Moments of the rewards, which the trainer keeps from update to update."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The loss so far by its terms, which add up to it."""
+    """The loss so far, split by term. The parts add up to the loss."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums a tensor over all ranks; the identity for one process. Every rank must call it, or the others wait."""
+    """Sums a tensor over all ranks. It is the identity for one process. Every rank must call it, or the others wait."""
 
     def add_part(self, name: str, loss: float) -> None:
-        """Add `loss`, which one term contributed to the loss of these tokens, to `parts`."""
+        """Add to `parts` what one term contributes to the loss of these tokens."""
         self.parts[name] = self.parts.get(name, 0.0) + loss
 
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
-        """(n, mean, sum of squared deviations) of x over all ranks.
+        """Return (n, mean, sum of squared deviations) of x over all ranks.
 
-        Two passes: E[x^2] - E[x]^2 cancels if the mean is large against the deviation, and whitening would then
-        divide by rounding errors.
+        This takes two passes, because E[x^2] - E[x]^2 cancels if the mean is large compared to the deviation. Whitening
+        would then divide by rounding errors.
         """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)

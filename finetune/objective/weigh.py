@@ -1,4 +1,5 @@
-"""weigh: the weight of each token's loss, fixed once per optimiser batch. loss = sum_t w_t l_t, without other divisors.
+"""weigh: the weight of each token's loss, fixed once per optimiser batch. The loss is sum_t w_t l_t, without other
+divisors.
 
     token     w = 1 / T                    every token alike
     episode   w = 1 / (E T_e)              every episode alike, whatever its length
@@ -30,15 +31,16 @@ class Weigh(Term):
     kind: Literal["token", "episode", "turn", "group", "constant", "sum"] = "token"
     """The weighting, as listed above."""
     limit: float = 1.0
-    """Divisor for `constant` and `sum`; usually the token limit of a completion."""
+    """Divisor for `constant` and `sum`, usually the token limit of a completion."""
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Far from the longest episode, the divisor scales the gradient; 1 is the sum."""
+        """Return a warning if `limit` is far from the longest episode, since it then scales the gradient. A `limit` of
+        1 gives the sum."""
         far = self.kind == "constant" and self.limit != 1 and not tokens / 8 <= self.limit <= tokens
         return f"the divisor of the loss doesn't fit: limit {self.limit:g}" if far else None
 
     def totals(self, stream: Stream, entered: Tensor) -> float:
-        """The denominator of the weights: T, E, N or G of the part that this process holds.
+        """Return the denominator of the weights: T, E, N or G for the part of the batch that this process holds.
 
         The caller sums it over ranks. The sum is exact because ranks hold whole groups.
         """
@@ -57,7 +59,8 @@ class Weigh(Term):
                 assert_never(self.kind)
 
     def __call__(self, stream: Stream, entered: Tensor, n: float) -> Tensor:
-        """(T,) float64 weights; 0 where `entered` is False. n: `totals`, summed over all ranks."""
+        """Return the weights (T,) float64, 0 where `entered` is False. `n` is the result of `totals`, summed over all
+        ranks."""
         one = entered.to(torch.float64)
         match self.kind:
             case "token":
