@@ -1,6 +1,6 @@
-"""Recipes by name: frozen values of the eleven terms of the objective, by family; and the recipes that a run recorded.
+"""Recipes by name, each a frozen value of the objective's eleven terms, and the recipes that a run recorded.
 
-Each has its equation, source and deviations below it."""
+The recipes are grouped in modules by family. Each has its equation, source and deviations below it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ RECIPES: dict[str, Recipe] = {
 
 @check_arguments
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
-    """The recipe of that name, with `changes` to the constants of its terms.
+    """Return the recipe of that name, with `changes` to the constants of its terms.
 
-    run: a run directory. A run that began there with a recipe of the package continues with its recorded
+    `run` is a run directory. A run that began there with one of the package's recipes continues with its recorded
     constants, even if this version of the package has others.
 
-    `package.module:name` and `file.py:name` name a recipe of the user's own, which is imported. UsageError for an
-    unknown name and for an object that isn't a recipe.
+    `package.module:name` and `file.py:name` name a user's own recipe, which is imported. Raises UsageError if the name
+    is unknown or the object isn't a recipe.
     """
     recipe = _own_recipe(name) if ":" in name else RECIPES.get(name)
     if recipe is None:
@@ -63,24 +63,24 @@ def _own_recipe(name: str) -> Recipe:
 
 
 BEFORE = (("credit", "bootstrap", False), ("select", "keep_when", "after_baseline"))
-"""(term, constant, value): recipes recorded before the constant existed behave as with this value."""
+"""(term, constant, value). Recipes that were recorded before the constant existed behave as if it had this value."""
 
 
 class BrokenRecipes(TapereelError, ValueError):
-    """A run's file of recipes can't be read."""
+    """Raised if a run's file of recipes can't be read."""
 
 
 def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
-    """Write `recipes.json`, whole or not at all: the recipe of each phase, with every constant."""
+    """Write `recipes.json`, which holds the recipe of each phase with every constant. The write is atomic."""
     plain = {phase: recipe.model_dump(mode="json") for phase, recipe in recipes.items()}
     put_file(REAL, directory / run_directory.RECIPES, json.dumps(plain, indent=1).encode() + b"\n")
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
-    """The recipe of each phase, or why it can't be used here; empty if the run has no such file.
+    """Return the recipe of each phase, or the reason why it can't be used here. Empty if the run has no such file.
 
-    The file executes nothing: a term of the user's own is found only if its module was imported. BrokenRecipes where
-    the file holds no recipes.
+    Reading the file executes nothing, so a user's own term is found only if its module was imported. Raises
+    BrokenRecipes if the file holds no recipes.
     """
     path = directory / run_directory.RECIPES
     if not path.exists():

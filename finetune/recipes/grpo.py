@@ -16,10 +16,10 @@ grpo = Recipe(
 
 Source: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), eq. 3 and 4.
 
-1. Token mean over the whole batch; the paper takes the mean over tokens of an answer, then over answers
-   (`weigh.kind = episode`), which lets a token of a short answer weigh more.
-2. A group whose rewards are all equal gives exactly 0 and stays counted in T.
-3. beta is 0: no reference model is needed.
+1. The loss is a token mean over the whole batch. The paper takes the mean over the tokens of each answer, then over
+   answers (`weigh.kind = episode`), which gives more weight to a token in a short answer.
+2. A group whose rewards are all equal gives exactly 0 and still counts in T.
+3. beta is 0, so no reference model is needed.
 """
 
 dr_grpo = Recipe(
@@ -28,14 +28,15 @@ dr_grpo = Recipe(
     surrogate=PPO(low=0.2, high=0.2),
     weigh=Weigh(kind="constant", limit=512.0),
 )
-"""dr_grpo: GRPO done right, without the two normalisations that bias it: no deviation, no length.
+"""dr_grpo: GRPO done right, without the two normalisations that bias it: by standard deviation and by length.
 
     A_i = r_i - mean_group
     loss = -1/(E limit) sum_t min(r_t A_i, clip(r_t, 0.8, 1.2) A_i)        limit 512
 
 Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
 
-1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`): set it to yours. It is a scale.
+1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`), so set it to yours. It only scales
+   the loss.
 """
 
 dapo = Recipe(
@@ -52,9 +53,9 @@ dapo = Recipe(
 
 Source: Yu et al. 2025, "DAPO" (arXiv 2503.14476).
 
-1. A group is flat when all its rewards are equal, whatever they are; the paper names all right and all wrong. The test
-   is on the rewards before the overlong price.
-2. The price's limit (20,480 tokens, the last 4,096 cost up to 1) is the paper's: set it to yours.
+1. A group is flat if all its rewards are equal, whatever they are. The paper names the cases all right and all wrong.
+   The test reads the rewards before the overlong price.
+2. The price's limit (20,480 tokens, of which the last 4,096 cost up to 1) is the paper's. Set it to yours.
 """
 
 gspo = Recipe(
@@ -63,7 +64,7 @@ gspo = Recipe(
     surrogate=PPO(low=3e-4, high=4e-4, per="episode"),
     weigh=Weigh(kind="episode"),
 )
-"""gspo: group sequence policy optimization: one ratio per answer, the geometric mean of its tokens'.
+"""gspo: group sequence policy optimization, with one ratio per answer (the geometric mean over its tokens).
 
     s_i = exp(mean_t (lp_t - old_t))
     A_i = (r_i - mean_group) / (std_group + 1e-9)
@@ -71,5 +72,5 @@ gspo = Recipe(
 
 Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv 2507.18071).
 
-1. An episode of several turns is one answer; `surrogate.per = turn` takes one ratio per turn.
+1. An episode of several turns is one answer. With `surrogate.per = turn`, there is one ratio per turn.
 """

@@ -8,8 +8,8 @@ sft = Recipe(name="sft", score=Score(temperature="one"), baseline=GroupBaseline(
 
     loss = -1/T sum_t lp_t
 
-Source: maximum likelihood. No score is needed, and a token counts whether a model or a person wrote it. The sampling
-temperature plays no part.
+Source: maximum likelihood. No reward is needed, and a token counts whether a model or a person wrote it. The sampling
+temperature has no influence.
 """
 
 rft = Recipe(
@@ -19,13 +19,13 @@ rft = Recipe(
     surrogate=NLL(),
     select=Select(bounds=(1.0, None)),
 )
-"""rft: rejection fine-tuning: cross-entropy on the episodes that earned enough.
+"""rft: rejection fine-tuning, which is cross-entropy on the episodes whose reward is high enough.
 
     loss = -1/T sum_t lp_t        over the own tokens of episodes with reward >= 1
 
 Source: Yuan et al. 2023 (arXiv 2308.01825).
 
-1. `select.bounds` is what counts as enough; an unscored episode never does.
+1. `select.bounds` says which rewards are high enough. An unscored episode never qualifies.
 """
 
 minor_sft = Recipe(
@@ -34,7 +34,7 @@ minor_sft = Recipe(
     baseline=GroupBaseline(kind="none"),
     surrogate=MinorNLL(beta=0.1, per="episode"),
 )
-"""minor_sft: cross-entropy that fades as the model outgrows the reference.
+"""minor_sft: cross-entropy whose gradient fades as the model's log-probs rise above the reference's.
 
     loss = -1/T sum_t (2 / beta) log sigmoid(beta mean_episode(lp - ref))        beta 0.1
 
@@ -42,11 +42,11 @@ The gradient is cross-entropy's times 2 sigmoid(-beta mean(lp - ref)), which is 
 
 Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
 
-1. The log-ratio is averaged over the episode's own tokens, so that beta doesn't depend on its length; the paper's is
+1. The log-ratio is averaged over the episode's own tokens, so that beta doesn't depend on its length. The paper takes
    the sum over the answer.
-2. Token mean over the batch; the paper takes the mean over an answer's tokens, then over answers
+2. The loss is a token mean over the batch. The paper takes the mean over an answer's tokens, then over answers
    (`weigh.kind = episode`).
-3. The factor 2 / beta is the paper's; TorchRL leaves it out, which scales the gradient by beta / 2.
+3. The factor 2 / beta is the paper's. TorchRL leaves it out, which scales the gradient by beta / 2.
 """
 
 distill = Recipe(
@@ -62,5 +62,5 @@ distill = Recipe(
 
 Source: k3 distillation as in TorchRL. On the student's own samples it descends KL(teacher || student).
 
-1. The teacher is another model (`loop.teacher`, the trainer's `teacher`); both are scored at temperature 1.
+1. The teacher is another model (`loop.teacher`, or `teacher` of the trainer). Both models are scored at temperature 1.
 """

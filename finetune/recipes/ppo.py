@@ -1,4 +1,4 @@
-"""PPO recipes: clipped ratios with a critic, and against recomputed log-probs."""
+"""PPO recipes with clipped ratios: with a critic, and against recomputed log-probs."""
 
 from ..objective import PPO, Adaptive, Anchor, GroupBaseline, Reward, TimeCredit, TokenKL, Whiten
 from ..objective.recipe import Recipe
@@ -22,17 +22,17 @@ The critic learns A_t + V_t with its own loss, optimiser and schedule (`finetune
 
 Source: Schulman et al. 2017 (arXiv 1707.06347) and 2016 (arXiv 1506.02438).
 
-1. Time runs over own tokens only: the environment's tokens between two turns aren't steps, so the value before them
+1. Time runs over own tokens only. The environment's tokens between two turns aren't steps, so the value before them
    bootstraps from the value after them.
 2. An episode that was cut off (truncated, or at a limit) bootstraps from the critic's value of the state after its last
-   own token. The environment's last observation isn't read, because no prompt was made of it.
+   own token. The environment's last observation isn't read, because no prompt was made from it.
 """
 
 ppo_kl = ppo.but(
     name="ppo_kl",
     shape=(TokenKL(beta=0.15, estimator="k1", adaptive=Adaptive(target=0.25, horizon=10_000)),),
 )
-"""ppo_kl: PPO with a KL to the reference model in the reward, whose coefficient follows a target (RLHF).
+"""ppo_kl: PPO with a KL to the reference model in the reward. Its coefficient adapts to a KL target (RLHF).
 
     r_t = -beta k1_t, plus each turn's reward at its last own token        k1_t = old_t - ref_t
     delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}        gamma 1, lambda 0.95
@@ -40,15 +40,17 @@ ppo_kl = ppo.but(
     loss = -1/T sum_t min(r A_t, clip(r, 0.8, 1.2) A_t)
     after the update: beta *= 1 + clip(mean k1 / 0.25 - 1, -0.2, 0.2) n / 10000        beta 0.15 at first, n episodes
 
-The critic learns A_t + V_t with its own loss, optimiser and schedule, and a bound on a value's move (`loop.critic`).
+The critic learns A_t + V_t with its own loss, optimiser and schedule, and with a bound on how far a value may move
+(`loop.critic`).
 
 Source: Ziegler et al. 2019 (arXiv 1909.08593), with the constants of their code; Ouyang et al. 2022 (arXiv 2203.02155),
 where beta is fixed (`adaptive` null, beta 0.02).
 
-1. The target is per token: their 6 nats for an answer of 24 tokens. So it doesn't depend on the answers' length.
+1. The target is per token, so it doesn't depend on the answers' length. It equals their 6 nats for an answer of 24
+   tokens.
 2. The KL is measured on every update's batch, against the log-probs at sampling, over the tokens that enter.
-3. The reference is the model that the run's settings name; the recipe has no reward model.
-4. The mean of rewards isn't whitened, and the loss of the critic has no coefficient, since its optimiser is its own.
+3. The reference is the model that the run's settings name. The recipe has no reward model.
+4. The mean of rewards isn't whitened. The critic's loss has no coefficient, since the critic has its own optimiser.
 """
 
 decoupled_ppo = Recipe(
@@ -57,12 +59,13 @@ decoupled_ppo = Recipe(
     anchor=Anchor(to="recomputed", weight="truncate", high=2.0),
     surrogate=PPO(low=0.2, high=0.2),
 )
-"""decoupled_ppo: the ratio against the weights that met the batch, and a capped weight that corrects for the sampler.
+"""decoupled_ppo: the ratio is taken against the weights at the start of the update, and a capped weight corrects for
+the sampler.
 
     A_i = (r_i - mean_group) / (std_group + 1e-9)
     loss = -1/T sum_t min(exp(prox_t - old_t), 2) min(r_t A_i, clip(r_t, 0.8, 1.2) A_i),  r_t = exp(lp_t - prox_t)
 
 Source: Hilton et al. 2022 (arXiv 2110.00641); Fu et al. 2025, "AReaL" (arXiv 2505.24298).
 
-1. With one update per rollout batch prox is lp itself without gradient, and costs no forward pass.
+1. With one update per rollout batch, prox is lp itself without gradient and costs no forward pass.
 """

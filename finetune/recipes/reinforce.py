@@ -1,4 +1,4 @@
-"""REINFORCE recipes: the plain score-function gradient with the usual baselines."""
+"""REINFORCE recipes, which use the plain score-function gradient with the usual baselines."""
 
 from ..objective import KL, PPO, GroupBaseline, Reinforce, Reward, TimeCredit, TokenKL, Whiten
 from ..objective.recipe import Recipe
@@ -16,10 +16,10 @@ reinforce = Recipe(
 
 Source: TapeAgents 0.1.16, finetune.rl with `algo: reinforce`.
 
-1. Group statistics are over episodes. There they are over model calls, so a tape with more calls weighs more in its
-   group's mean.
-2. A group whose rewards are all equal gives exactly 0. There it gives up to 1e-3 by rounding.
-3. beta is 0: no reference model is needed. Its KL, if set, is k3.
+1. Group statistics are taken over episodes. TapeAgents takes them over model calls, so a tape with more calls has more
+   weight in its group's mean.
+2. A group whose rewards are all equal gives exactly 0. In TapeAgents, rounding makes it up to 1e-3.
+3. beta is 0, so no reference model is needed. If beta is set, the KL estimator is k3.
 """
 
 reinforce_plain = Recipe(
@@ -34,9 +34,9 @@ reinforce_plain = Recipe(
     A_t = R_t = r_t + gamma R_{t+1}                          gamma 1
     loss = -1/T sum_t lp_t A_t
 
-Source: Williams 1992; LightRFT's estimator `reinforce`.
+Source: Williams 1992; the estimator `reinforce` in LightRFT.
 
-1. Time runs over own tokens only; a turn's reward comes with its last own token.
+1. Time runs over own tokens only. A turn's reward is given at its last own token.
 """
 
 rloo = Recipe(name="rloo", baseline=GroupBaseline(kind="loo"), surrogate=Reinforce())
@@ -47,7 +47,8 @@ rloo = Recipe(name="rloo", baseline=GroupBaseline(kind="loo"), surrogate=Reinfor
 
 Source: Kool et al. 2019; Ahmadian et al. 2024, "Back to Basics" (arXiv 2402.14740).
 
-1. Token mean over the batch; the paper takes the sum over an answer's tokens (`weigh = constant`, limit 1).
+1. The loss is a token mean over the batch. The paper takes the sum over an answer's tokens (`weigh = constant`, limit
+   1).
 2. A group of one gives 0.
 """
 
@@ -59,7 +60,7 @@ reinforce_pp = Recipe(
     adjust=(Whiten(ddof=0, eps=1e-8, how="floor"),),
     surrogate=PPO(low=0.2, high=0.2),
 )
-"""reinforce_pp: REINFORCE++, a clipped ratio over returns whitened across the whole batch.
+"""reinforce_pp: REINFORCE++, which has a clipped ratio and returns that are whitened across the whole batch.
 
     r_t = -beta k1_t, plus the episode's reward at its last own token
     A_t = (R_t - m) / sqrt(max(var, 1e-8)),  R_t = r_t + gamma R_{t+1},  m and var over all tokens of the batch
@@ -67,8 +68,8 @@ reinforce_pp = Recipe(
 
 Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262).
 
-1. beta is 0: no reference model is needed. The paper's penalty is shape `[{"kind": "token_kl", "beta": ...}]`.
-2. Whitening is over all ranks, so that how a batch is split changes nothing.
+1. beta is 0, so no reference model is needed. The paper's penalty is shape `[{"kind": "token_kl", "beta": ...}]`.
+2. Whitening is over all ranks, so the result doesn't depend on how the batch is split.
 """
 
 reinforce_pp_baseline = Recipe(
@@ -85,6 +86,7 @@ reinforce_pp_baseline = Recipe(
 
 Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262), the variant for several answers per prompt.
 
-1. gamma is 1, as there: each token gets its answer's advantage.
-2. beta is 0: no reference model is needed. Its KL, if set, is k2, which has the gradient of KL(pi || ref).
+1. gamma is 1, as in the paper, so each token gets its answer's advantage.
+2. beta is 0, so no reference model is needed. If beta is set, the KL estimator is k2, which has the gradient of KL(pi
+   || ref).
 """
