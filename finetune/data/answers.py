@@ -1,4 +1,4 @@
-"""Counts over one answer: repetitions of its tokens, and words of reflection in its text."""
+"""Counts over one answer: repetitions among its tokens, and words of reflection in its text."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ REFLECTION = re.compile(
     r"\b(?:wait|hmm|alternatively|however|actually|re-?check|re-?think|re-?try|re-?examine|double-check"
     r"|(?:check|try) again)\b"
 )
-"""The words that count as reflection, of English text."""
+"""The English words that count as reflection."""
 
 
 def repeated(ids: NDArray[np.integer]) -> int:
-    """Number of 4-grams of the token ids (n,) that occurred before in them; 0 if all differ, at most n - 4."""
+    """Return how many 4-grams of the token ids (n,) occurred earlier among them: 0 if all differ, at most n - 4."""
     if len(ids) < 5:
         return 0
     wide = ids.astype(np.int64)
-    # Two ids of 32 bits fit into 64 bits, and so do two numbers of such pairs: equal keys are equal 4-grams.
+    # Two ids of 32 bits fit into 64 bits, and so do two numbers of such pairs, so equal keys mean equal 4-grams.
     _, pair = np.unique(wide[:-1] << 32 | wide[1:], return_inverse=True)
     return len(pair) - 2 - len(np.unique(pair[:-2] << 32 | pair[2:]))
 
 
 def reflections(text: str) -> int:
-    """Number of words of reflection in the text, such as "wait", "however" and "check again"."""
+    """Return the number of words of reflection in the text, such as "wait", "however" and "check again"."""
     return len(REFLECTION.findall(text.lower()))  # faster than a pattern that ignores case

@@ -1,8 +1,8 @@
-"""Per-agent training: each agent of an episode is compared with itself in the other attempts, by its own reward.
+"""Per-agent training, where each agent in an episode is compared with itself in the other attempts, by its own reward.
 
 A reward component named `name@path` belongs to the agent at `path` alone; every other component is shared by all
-agents. An episode with two agents becomes two `Episode`s, whose rows hold the tokens of one agent each. So group means,
-deviations, weights and counts are per agent, and no term of an objective needs to know of agents.
+agents. An episode with two agents becomes two `Episode`s, each with rows that hold the tokens of one agent. So group
+means, deviations, weights and counts are per agent, and no term of an objective needs to know about agents.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AT = "@"
 
 
 def addressed(name: str) -> str | None:
-    """The path of the agent that a reward component belongs to; None if all agents share it."""
+    """Return the path of the agent that a reward component belongs to, or None if all agents share it."""
     _, at, path = name.rpartition(AT)
     return path if at and path else None
 
@@ -33,17 +33,17 @@ class TurnRewards:
     """The weighted rewards of one tape, laid out over its turns. A reward of the whole episode is on the last turn."""
 
     whole: NDArray[np.float64]
-    """All rewards of each turn."""
+    """(turns,) the sum of all rewards in each turn."""
     alone: dict[str, NDArray[np.float64]]
-    """path -> rewards of each turn that only this agent gets."""
+    """path -> for each turn, the rewards that only this agent gets."""
     shared: NDArray[np.float64] | None
-    """Rewards of each turn that all agents get; None if there are none, which is not zero."""
+    """For each turn, the rewards that all agents get. None if there are none, which is not the same as zero."""
     components: dict[str, float]
-    """Unweighted sum of each component, by name."""
+    """The unweighted sum of each reward component, by name."""
 
 
 def turn_rewards(tape: Tape) -> TurnRewards:
-    """The tape's rewards, laid out over its turns in one pass."""
+    """Lay out the tape's rewards over its turns, in one pass."""
     turns = max(tape.turns, 1)
     whole = np.zeros(turns)
     alone: dict[str, NDArray[np.float64]] = {}
@@ -66,13 +66,13 @@ def turn_rewards(tape: Tape) -> TurnRewards:
 
 
 def rewards_of(tape: Tape, paths: Iterable[str]) -> dict[str, float | None]:
-    """The reward of each of these agents; None for an agent without any reward."""
+    """Return the reward of each of these agents, or None for an agent without any reward."""
     earned = turn_rewards(tape)
     return {path: _total(_sum(earned.alone.get(path), earned.shared)) for path in paths}
 
 
 def apart(rows: Sequence[Row], episode: Episode) -> tuple[list[Row], list[Episode]]:
-    """The rows of one tape cut by agent, and an `Episode` for each; an agent without own tokens has none."""
+    """Split the rows of one tape by agent, with an `Episode` for each. An agent without own tokens has none."""
     parts: list[Row] = []
     paths: dict[str, None] = {}
     for row in rows:
@@ -97,7 +97,7 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """BadBatch if a reward is for a path that no agent has: no token would be trained by it."""
+    """Raise BadBatch if a reward is for a path that no agent has, because it would train no token."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:
@@ -108,7 +108,7 @@ def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
 
 
 def reward_by_agent(stream: Stream) -> dict[str, float]:
-    """`reward/agent/PATH` -> mean reward of the agent's scored episodes in a batch that was taken apart."""
+    """Return `reward/agent/PATH` -> mean reward of the agent's scored episodes, in a batch that `apart` has split."""
     found: dict[str, list[float]] = {}
     for name, reward in zip(stream.episodes.tape, stream.episodes.reward.tolist(), strict=True):
         _, apart_, path = name.partition("#")

@@ -1,7 +1,8 @@
-"""Provenance of an update: which content of which tapes it read, and what each token of them counted.
+"""Provenance of an update: which content of which tapes it read, and the weight of each of their tokens.
 
-A pin names the content of a tape that an update read: the tape's own digest, and the digest of each layer that it had
-then. A layer that is added later changes no pin, so an update can be applied again from the content that it read.
+A pin identifies the content of a tape that an update read. It consists of the tape's own digest and the digest of each
+layer that it had then. A layer that is added later changes no pin, so an update can be applied again from the content
+that it read.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ from .stream import Episode, Stream
 Item = tuple[str, str, int, int, float]
 """(tape, call, start, end, weight) over a call's completion tokens."""
 Pin = tuple[str, ...]
-"""(digest of the tape, digest of each layer that it was read with)."""
+"""(digest of the tape, and of each layer that it was read with)."""
 
 
 class ChangedTape(TapereelError, ValueError):
-    """A tape has changed since an update read it: one of its records or layers was edited or removed."""
+    """Raised if a tape has changed since an update read it, because one of its records or layers was edited or
+    removed."""
 
 
 def pin_of(tape: Tape) -> Pin:
-    """The pin of the tape as it is now."""
+    """Return the pin of the tape in its current state."""
     return (tape.digest, *map(_layer_digest, tape.layers))
 
 
 def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
-    """The tape with the layers that `pin` names and none that were added later.
+    """Return the tape with the layers that `pin` names, without those that were added later.
 
-    ChangedTape if the digest differs or a layer of the pin is missing.
+    Raises ChangedTape if the digest differs or a layer in the pin is missing.
     """
     if tape.digest != pin[0]:
         raise ChangedTape(
@@ -65,12 +67,12 @@ def _layer_digest(layer: Record) -> str:
 
 
 def known(number: float) -> float | None:
-    """The number, or None if it isn't finite: JSON has no NaN."""
+    """Return the number, or None if it isn't finite, because JSON has no NaN."""
     return number if math.isfinite(number) else None
 
 
 def episode_of(tape: Tape) -> Episode:
-    """The `Episode` of a closed tape: its reward, group and end."""
+    """Return the `Episode` for a closed tape, with its reward, group and end."""
     earned = turn_rewards(tape)
     total = training_reward(tape)
     assert tape.status is not None
@@ -99,9 +101,9 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
 
 
 def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
-    """The rows, in which the own tokens that `kept` (row -> (n,) bool) excludes are context now, and their ranges.
+    """Make the own tokens that `kept` (row -> (n,) bool) excludes context. Return the rows and these tokens' ranges.
 
-    A row that keeps no own token is left out.
+    A row that keeps no own tokens is left out.
     """
     found: list[Row] = []
     excluded: list[Range] = []
@@ -117,20 +119,20 @@ def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -
 
 
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
-    """The rows with the tokens of all agents but `agents` (paths) made context, and the ranges of those tokens."""
+    """Make the tokens of all agents except `agents` (paths) context. Return the rows and these tokens' ranges."""
     return keep_tokens(rows, lambda row: np.array([agent in agents for agent in row.agents], dtype=bool)[row.call])
 
 
 def own_ranges(rows: Sequence[Row]) -> list[Range]:
-    """All own tokens of the rows."""
+    """Return the ranges of all own tokens in the rows."""
     return [entry for row in rows for entry in ranges_of(row, np.ones(len(row.own), dtype=bool))]
 
 
 def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
-    """Runs of consecutive tokens of equal weight within a call, from the weights (T,) of the stream of `rows`.
+    """Return runs of consecutive tokens with equal weight within a call. `weights` (T,) belong to the stream of `rows`.
 
-    Tokens of weight 0 took no part and are left out. The ledger stores runs, not tokens: most recipes give all tokens
-    of a call the same weight.
+    Tokens with weight 0 were not trained on and are left out. The ledger stores runs, not tokens, because most recipes
+    give all tokens in a call the same weight.
     """
     weight = weights.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)
@@ -140,14 +142,14 @@ def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[
 
 
 def ranges_of(row: Row, chosen: NDArray[np.bool_]) -> list[Range]:
-    """The row's own tokens that `chosen` (n,) names, as runs of consecutive tokens within a call."""
+    """Return the row's own tokens that are True in `chosen` (n,), as runs of consecutive tokens within a call."""
     at = np.flatnonzero(chosen)
     c, o = row.call[at], row.offset[at]
     return [(row.tape, row.calls[c[a]], int(o[a]), int(o[b]) + 1) for a, b in _runs(c, o, c)]
 
 
 def _runs(call: NDArray, offset: NDArray, value: NDArray) -> list[tuple[int, int]]:
-    """(first, last) index of each run of consecutive tokens of one call with one value."""
+    """Return the (first, last) index of each run of consecutive tokens with the same call and the same value."""
     if not len(call):
         return []
     breaks = np.flatnonzero((np.diff(call) != 0) | (np.diff(offset) != 1) | (np.diff(value) != 0)) + 1

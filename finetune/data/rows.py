@@ -1,8 +1,8 @@
-"""From tape to rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
+"""Turns a tape into rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
 
 A call that extends an earlier call continues its row, so an episode of n turns costs O(tokens), not O(n tokens). Any
-other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row: twice would
-double its weight in the loss.
+other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row, because a
+second one would double its weight in the loss.
 """
 
 from __future__ import annotations
@@ -34,47 +34,51 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One token sequence, and columns over its *own* tokens only (n of them, in order of position)."""
+    """One token sequence, with columns over its *own* tokens only. There are n of them, in order of position."""
 
     tape: str
     group: str
     input_ids: NDArray[np.int32]
-    """(L,) all tokens, prompt, observations and completions."""
+    """(L,) all tokens: prompt, observations and completions."""
     own: NDArray[np.int32]
-    """(n,) positions in `input_ids` of the tokens that an agent of this run produced; never 0."""
+    """(n,) positions in `input_ids` of the tokens that an agent in this run produced. A position is never 0."""
     old: NDArray[np.float32]
-    """(n,) log-prob at sampling, log softmax(logits / temperature). NaN if it is unknown (authored text), or if
-    the token was drawn from another distribution (temperature 0, top-p, top-k): such tokens serve imitation, not RL."""
+    """(n,) log-prob at sampling, log softmax(logits / temperature). It is NaN if it is unknown (authored text), or if
+    the token was drawn from another distribution (temperature 0, top-p, top-k). Such tokens can be used for imitation,
+    not for RL."""
     temperature: NDArray[np.float32]
-    """(n,) at which it was sampled; 1 where `old` is NaN."""
+    """(n,) temperature at which each token was sampled, 1 where `old` is NaN."""
     version: NDArray[np.int32]
-    """(n,) index into `versions`; -1 for authored text."""
+    """(n,) index into `versions`, -1 for authored text."""
     call: NDArray[np.int32]
     """(n,) index into `calls`."""
     turn: NDArray[np.int32]
-    """(n,) turn of the tape, counted from 0."""
+    """(n,) turn in the tape, counted from 0."""
     offset: NDArray[np.int32]
-    """(n,) index in the call's completion."""
+    """(n,) index within the call's completion."""
     calls: tuple[str, ...]
     """Call ids."""
     agents: tuple[str, ...]
-    """Path of each call, aligned to `calls`."""
+    """Path of the agent that made each call, aligned to `calls`."""
     answered: tuple[str | None, ...] = ()
-    """Digest of the observation that each call answered, aligned to `calls`: the newest one when its turn began, so
-    equal digests are equal observations. None for a call before any observation; empty for a row of no tape."""
+    """Digest of the observation that each call answered, aligned to `calls`. It is the newest observation when the
+    call's turn began, so equal digests mean equal observations. It is None for a call before any observation. Empty for
+    a row that comes from no tape."""
     replies: tuple[str | None, ...] = ()
-    """Text of each call's answer, aligned to `calls`; None for a call without text, empty for a row of no tape."""
+    """Text of each call's answer, aligned to `calls`. It is None for a call without text. Empty for a row that comes
+    from no tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(tokens, ids) of each call: the distribution of its first `tokens` tokens lacks these ids. Empty without bars."""
+    """(tokens, ids) for each call: the distribution of its first `tokens` tokens excludes these ids. Empty if no call
+    excludes any ids."""
     teacher: NDArray[np.float32] | None = None
-    """(n,) log-prob under a teacher behind an engine. None: not asked."""
+    """(n,) log-prob under a teacher behind an engine, or None if the teacher wasn't asked."""
     episode: str = ""
-    """Name of the `Episode` whose reward trains the tokens. Empty: the tape's own episode."""
+    """Name of the `Episode` whose reward trains the tokens. If empty, it is the tape's own episode."""
     places: tuple[Place, ...] = ()
-    """Which of `input_ids` stand for pictures, in order."""
+    """The parts of `input_ids` that stand for pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
-    """The PNG of a picture of `places`, by the name of its file. None: the row has none. Blocks."""
+    """Reads the PNG of a picture in `places` by its file name. The call blocks. None if the row has no pictures."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -85,7 +89,8 @@ class Row:
         return self.episode or self.tape
 
     def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> Row:
-        """The row with only the own tokens `keep`, a mask (n,) or indices; the others become context."""
+        """Return the row with only the own tokens `keep`, which is a mask (n,) or indices. The others become
+        context."""
         own = {
             name: getattr(self, name)[keep]
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
@@ -93,35 +98,37 @@ class Row:
         return replace(self, **own)
 
     def barred(self, wanted: NDArray[np.integer], first: int = 0) -> NDArray[np.int64]:
-        """(m, 2) pairs (first + k, id): the distribution of own token `wanted[k]` lacks this id."""
+        """Return pairs (m, 2) of (first + k, id), where the distribution of the own token `wanted[k]` excludes the
+        id."""
         bars = [(k, self.offset[i], *self.bars[self.call[i]]) for k, i in enumerate(wanted if self.bars else (), first)]
         pairs = [(k, id) for k, offset, tokens, ids in bars if offset < tokens for id in ids]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def plain(self) -> NDArray[np.float32]:
-        """(n,) `old`, with NaN for tokens whose distribution lacked ids: for a trainer that scores whole ones."""
+        """Return `old` (n,) with NaN for tokens whose distribution excluded ids, for a trainer that scores only whole
+        distributions."""
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
 
     def repeated(self) -> NDArray[np.int64]:
-        """(calls,) number of the repeated 4-grams of each call's own tokens (`answers.repeated`)."""
+        """Return the number (calls,) of repeated 4-grams in each call's own tokens (`answers.repeated`)."""
         tokens = self.input_ids[self.own]
         return np.array([repeated(tokens[self.call == c]) for c in range(len(self.calls))], dtype=np.int64)
 
     def reflections(self) -> NDArray[np.float64]:
-        """(calls,) number of the words of reflection in each call's text; NaN if the text is unknown."""
+        """Return the number (calls,) of words of reflection in each call's text, NaN if the text is unknown."""
         replies = self.replies or (None,) * len(self.calls)
         return np.array([np.nan if text is None else reflections(text) for text in replies], dtype=np.float64)
 
     def labels(self) -> NDArray[np.int64]:
-        """(L,) the token id of the agent's own tokens, -100 elsewhere."""
+        """Return the labels (L,): the token id for the agent's own tokens, -100 elsewhere."""
         labels = np.full(len(self.input_ids), IGNORED, dtype=np.int64)
         labels[self.own] = self.input_ids[self.own]
         return labels
 
     def aligned(self, column: NDArray[np.floating], fill: float = float("nan")) -> NDArray[np.floating]:
-        """(L,) a column over own tokens, laid out along `input_ids`; `fill` (NaN: unknown) elsewhere."""
+        """Return a column over own tokens laid out along `input_ids` (L,), with `fill` elsewhere. NaN means unknown."""
         values = np.full(len(self.input_ids), fill, dtype=np.result_type(column.dtype, np.float32))
         values[self.own] = column
         return values
@@ -129,11 +136,11 @@ class Row:
 
 @check_arguments
 def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Renderer | None = None) -> list[Row]:
-    """The rows of a closed tape.
+    """Return the rows of a closed tape.
 
-    `agents`: only tokens of calls by these paths are own; the others' are context (None: all are own). `renderer`
+    If `agents` is given, only tokens in calls by these paths are own, and those in other calls are context. `renderer`
     tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Without a renderer, such a call
-    raises NotATape. Tokens inherited by a fork are context here: they belong to the parent.
+    raises NotATape. Tokens that a fork inherited are context here, because they belong to the parent.
     """
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
@@ -171,15 +178,15 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """The turn of each of the tape's own calls, by its position in the log. A call from which no step was parsed has no
-    other sign of its turn."""
+    """Return the turn of each of the tape's own calls, from the call's position in the log. If no step was parsed from
+    a call, nothing else shows its turn."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
 
 
 def _answered(tape: Tape) -> list[str | None]:
-    """Digest of the newest observation before each turn; None before the first observation."""
+    """Return the digest of the newest observation before each turn, or None before the first observation."""
     found: list[str | None] = []
     newest, at, entries = None, 0, tape.entries
     for cut in tape.log.cuts:
@@ -194,9 +201,10 @@ def _content_digest(step: Step) -> str:
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Each call with the call that it continues, in recorded order, except that parents named by a label come first.
+    """Return each call with the call that it continues, in recorded order, except that parents named by a label come
+    first.
 
-    A call that a label excludes, and that no call continues, is left out: it would take the row of its parent."""
+    A call that a label excludes and that no call continues is left out, because it would take over its parent's row."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
     idle = {name for name, label in labels.items() if label.use != "agent"}
@@ -218,7 +226,8 @@ def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Ca
 
 
 def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
-    """All prompt ids of a call, with their pictures. A call that keeps nothing of its base recorded them whole."""
+    """Return all prompt ids of a call, with their pictures. A call that keeps nothing from its base recorded them in
+    full."""
     if call.prompt is not None and not call.keep:
         return call.prompt, call.places
     return tape.call_prompt(call), tape.call_places(call)
@@ -227,8 +236,8 @@ def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
 def _continuation(
     call: Call, prompt: array[int] | None, places: Sequence[Place], row: _Building | None
 ) -> array[int] | None:
-    """The prompt ids that `call` adds to its base's row; None when it doesn't extend that row token by token, with the
-    same pictures at the same places."""
+    """Return the prompt ids that `call` adds to its base's row, or None if it doesn't extend that row token by token,
+    with the same pictures at the same places."""
     if row is None:
         return None
     if prompt is None:
@@ -240,7 +249,7 @@ def _continuation(
 def _tokens_of(
     tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
 ) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
-    """(all prompt ids, or None if the call recorded them as a delta; completion ids; pictures of these ids)"""
+    """Return (all prompt ids, or None if the call recorded only a delta; completion ids; the pictures in these ids)."""
     if call.completion is not None and call.prompt is not None:
         return None, call.completion, call.places
     layer = layers.get(call.call)
@@ -261,7 +270,7 @@ def _tokens_of(
 
 
 def _temperatures(sampling: Sampling, offsets: NDArray[np.int32]) -> tuple[tuple[int, float], ...]:
-    """(tokens, temperature) of a completion's own tokens."""
+    """Return pairs (tokens, temperature) for a completion's own tokens."""
     n = len(offsets)
     if sampling.first_temperature is None:
         return ((n, sampling.temperature),)
@@ -276,9 +285,10 @@ class _Building:
     offset: list[NDArray[np.int32]] = field(default_factory=list)
     old: list[NDArray[np.float32]] = field(default_factory=list)
     columns: list[tuple[int, float, int, int]] = field(default_factory=list)
-    """(tokens, temperature, index of call, turn) of each completion, or of its first token and of the rest."""
+    """(tokens, temperature, index of call, turn) for each completion, or separately for its first token and the
+    rest."""
     version: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens, index of version) of each span."""
+    """(tokens, index of version) for each span."""
     calls: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

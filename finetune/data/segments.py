@@ -1,6 +1,6 @@
-"""Sums, means and extremes over segments of a packed column, and the one recurrence of credit assignment.
+"""Sums, means and extremes over segments of a packed column, and the recurrence for credit assignment.
 
-Pure functions of tensors. A segment is named by an index per element, so nothing depends on the order of elements.
+All are pure functions on tensors. Each element has the index of its segment, so the order of elements doesn't matter.
 """
 
 from __future__ import annotations
@@ -10,32 +10,33 @@ from torch import Tensor
 
 
 def total(x: Tensor, segment: Tensor, n: int) -> Tensor:
-    """(n,) sum of x over each segment."""
+    """Return the sum (n,) of x over each segment."""
     return torch.zeros(n, dtype=x.dtype, device=x.device).index_add(0, segment, x)
 
 
 def count(segment: Tensor, n: int) -> Tensor:
-    """(n,) int64 number of elements of each segment."""
+    """Return the number of elements (n,) int64 in each segment."""
     return torch.bincount(segment, minlength=n)
 
 
 def mean(x: Tensor, segment: Tensor, n: int) -> Tensor:
-    """(n,) mean of x over each segment; 0 for an empty segment."""
+    """Return the mean (n,) of x over each segment, 0 for an empty segment."""
     return total(x, segment, n) / count(segment, n).clamp(min=1).to(x.dtype)
 
 
 def extremes(x: Tensor, segment: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """(n,) smallest and largest x of each segment; +inf and -inf where it is empty."""
+    """Return the smallest and the largest x (n,) in each segment, +inf and -inf where it is empty."""
     low = torch.full((n,), torch.inf, dtype=x.dtype, device=x.device).scatter_reduce(0, segment, x, "amin")
     high = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device).scatter_reduce(0, segment, x, "amax")
     return low, high
 
 
 def recur(x: Tensor, decay: Tensor) -> Tensor:
-    """y with y[t] = x[t] + decay[t] * y[t + 1], from the end to the start; decay 0 ends a segment.
+    """Return y with y[t] = x[t] + decay[t] * y[t + 1], computed from the end to the start. A decay of 0 ends a segment.
 
-    By doubling: after k passes y[t] covers 2**k elements, so a pass per power of two of the longest segment. With
-    |decay| <= 1 nothing grows, and no element outside the segment is ever multiplied by anything but an exact 0.
+    It works by doubling: after k passes, y[t] covers 2**k elements, so the number of passes is logarithmic in the
+    length of the longest segment. With |decay| <= 1 nothing grows, and no element outside the segment is ever
+    multiplied by anything but an exact 0.
     """
     y, carry, step = x.clone(), decay.clone(), 1
     while step < len(x) and bool(carry.any()):

@@ -1,7 +1,7 @@
-"""The stream: the packed 1-D own tokens of a batch, with id columns and small tables.
+"""The stream, which holds the own tokens of a batch in packed 1-D columns, together with id columns and small tables.
 
-Only the agents' own tokens are in a stream: there are no masks, no padding and no sentinel values. So misaligned
-columns, means over padding and 0/0 can't occur. Unknown is NaN, so a missing number shows instead of counting as 0.
+Only the agents' own tokens are in a stream. There are no masks, no padding and no sentinel values, so misaligned
+columns, means over padding and 0/0 can't occur. An unknown number is NaN, so it is noticed instead of counting as 0.
 Tokens are in the order of the rows; `time` orders each episode's tokens by turn, whichever rows hold them.
 """
 
@@ -22,11 +22,11 @@ from ...tapes.status import CauseType, Status, trains
 from .rows import Row
 
 LOGPROB_SLACK = 1e-3
-"""A log-prob in (0, LOGPROB_SLACK] is rounding and is read as 0; a larger one is an error of the engine."""
+"""A log-prob in (0, LOGPROB_SLACK] is rounding and is read as 0. A larger one is an error in the engine."""
 
 
 class BadBatch(TapereelError, ValueError):
-    """Rows and episodes that can't form a batch; the message names them and the reason."""
+    """Raised if rows and episodes can't form a batch. The message names them and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,34 +34,36 @@ class Episode:
     """The objective's view of one tape, which may have any number of rows."""
 
     tape: str
-    """Its id; `id#path` for one agent's part of the tape."""
+    """The tape's id, or `id#path` for one agent's part of the tape."""
     group: str
     reward: float | None
-    """Total of the episode; None when it is unscored, which is not zero."""
+    """Total reward of the episode. None if it is unscored, which is not the same as zero."""
     turn_rewards: Sequence[float] | NDArray[np.floating] | None = None
-    """Reward of each turn; they add up to `reward`. None: the whole reward came with the last turn."""
+    """Reward of each turn. They add up to `reward`. If None, the whole reward came with the last turn."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward components by name, for recipes that weigh them differently."""
     status: Status = Status.FINISHED
     cause: CauseType | None = None
     bootstrap: float | None = None
-    """Value of the state at which the episode was cut off. None: the critic's value, or 0 without a critic."""
+    """Value of the state at which the episode was cut off. If None, the critic's value is used, or 0 without a
+    critic."""
     length: int | None = None
-    """Tokens that count against the length limit. None: the number of own tokens in the batch."""
+    """Tokens that count towards the length limit. If None, it is the number of own tokens in the batch."""
     fork: str | None = None
-    """Names the turn at which this episode was forked from its parent: continuations of one turn share it."""
+    """Name of the turn at which this episode was forked from its parent. Continuations of the same turn share it."""
     alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
-    """path -> rewards of each turn that are that agent's alone (components named `name@path`), part of `reward`."""
+    """path -> for each turn, the rewards of that agent alone (components named `name@path`). They are part of
+    `reward`."""
     shared: Sequence[float] | NDArray[np.floating] | None = None
-    """Rewards of each turn that all agents share; None if there are none."""
+    """For each turn, the rewards that all agents share. None if there are none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
-    """(tape, call, start, end) of completions that a label says are not the agent's: context, wherever they stand."""
+    """(tape, call, start, end) of completions that a label says are not the agent's. They are context in every row."""
     pin: tuple[str, ...] = ()
-    """Digest of the tape, then of each layer it was read with; empty if the episode is from no tape."""
+    """Digest of the tape, followed by that of each layer it was read with. Empty if the episode comes from no tape."""
 
     @property
     def trains(self) -> bool:
-        """True when its status lets it be trained on."""
+        """True if the episode's status allows training on it."""
         return trains(self.status, self.cause)
 
 
@@ -71,19 +73,21 @@ class Episodes:
 
     tape: tuple[str, ...]
     reward: Tensor
-    """(E,) float64; NaN when unscored."""
+    """(E,) float64, NaN if the episode is unscored."""
     trains: Tensor
-    """(E,) bool: the status allows it."""
+    """(E,) bool: whether the status allows training."""
     cut: Tensor
-    """(E,) bool: ended by truncation or a limit, so that it bootstraps. An error of the agent's code is terminal."""
+    """(E,) bool: whether truncation or a limit ended the episode, so that it bootstraps. An error in the agent's code
+    is terminal."""
     bootstrap: Tensor
-    """(E,) float64: the value beyond the end that was given; 0 if the end is terminal, NaN if it is unknown."""
+    """(E,) float64: the given value of the state after the end, 0 if the end is terminal, NaN if the value is
+    unknown."""
     length: Tensor
     """(E,) int64."""
     group: Tensor
     """(E,) int64 into `groups`."""
     fork: Tensor
-    """(E,) int64: one number for each fork point; episodes that aren't forks begin with their group, at one point."""
+    """(E,) int64: a number for each fork point. Episodes that aren't forks have one starting point per group."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
 
@@ -93,26 +97,26 @@ class Turns:
     """One entry per turn (N of them), episode after episode."""
 
     reward: Tensor
-    """(N,) float64; NaN in an unscored episode."""
+    """(N,) float64, NaN in an unscored episode."""
     episode: Tensor
     """(N,) int64."""
     answered: Tensor
-    """(N,) int64: turns with equal numbers answered equal observations; -1 for a turn whose observation is unknown, and
-    for one without own tokens."""
+    """(N,) int64: turns with equal numbers answered equal observations. It is -1 for a turn whose observation is
+    unknown or that has no own tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """Own tokens of a batch, T of them, in row order."""
+    """The T own tokens of a batch, in row order."""
 
     token: Tensor
     """(T,) int64 id."""
     old: Tensor
-    """(T,) log-prob at sampling; NaN if unknown (authored text)."""
+    """(T,) log-prob at sampling, NaN if it is unknown (authored text)."""
     temperature: Tensor
-    """(T,) at which it was sampled."""
+    """(T,) temperature at which the token was sampled."""
     version: Tensor
-    """(T,) int64 into `versions`; -1 for authored text."""
+    """(T,) int64 into `versions`, -1 for authored text."""
     call: Tensor
     """(T,) int64 into `calls`."""
     turn: Tensor
@@ -128,21 +132,22 @@ class Stream:
     agents: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     rows: Tensor
-    """(R + 1,) int64: row i holds tokens rows[i] up to rows[i + 1]."""
+    """(R + 1,) int64: row i holds the tokens from rows[i] up to rows[i + 1]."""
     ref: Tensor | None = None
-    """(T,) log-prob under the reference model; None when the recipe has none."""
+    """(T,) log-prob under the reference model, or None if the recipe needs none."""
     teacher: Tensor | None = None
-    """(T,) log-prob under the teacher; None when the recipe has none."""
+    """(T,) log-prob under the teacher, or None if the recipe needs none."""
     anchor: Tensor | None = None
-    """(T,) log-prob under the weights that the rollout batch met. None: not computed."""
+    """(T,) log-prob under the weights at the start of the rollout batch's updates, or None if it wasn't computed."""
     entropy: Tensor | None = None
-    """(T,) entropy of the policy that the rollout batch met. None: not computed."""
+    """(T,) entropy of the policy at the start of the rollout batch's updates, or None if it wasn't computed."""
     value: Tensor | None = None
-    """(T,) critic's value of the state before the token; None without a critic."""
+    """(T,) the critic's value of the state before the token, or None without a critic."""
     after: Tensor | None = None
-    """(T,) critic's value of the state after the token, at `ends`; NaN elsewhere. None: nothing bootstraps."""
+    """(T,) the critic's value of the state after the token, at `ends`, and NaN elsewhere. None if nothing
+    bootstraps."""
     fresh: Tensor | None = None
-    """(T,) bool: tokens that the weights before the update sampled. None: taken to be all of them."""
+    """(T,) bool: tokens that were sampled by the weights before the update. If None, all are assumed to be."""
 
     def __len__(self) -> int:
         return len(self.token)
@@ -154,12 +159,13 @@ class Stream:
 
     @cached_property
     def time(self) -> Tensor:
-        """(T,) permutation: episode after episode, and in each the tokens by turn, then by row and position."""
+        """(T,) permutation that orders the tokens by episode, and within an episode by turn, then by row and
+        position."""
         return torch.argsort(self.turn, stable=True)
 
     @cached_property
     def following(self) -> Tensor:
-        """(T,) int64 the next token of the episode in time; -1 for its last."""
+        """(T,) int64 the next token of the episode in time, -1 for its last token."""
         now, then = self.time[:-1], self.time[1:]
         found = torch.full_like(self.time, -1)
         found[now] = torch.where(self.episode[now] == self.episode[then], then, -1)
@@ -167,20 +173,22 @@ class Stream:
 
     @property
     def ends(self) -> Tensor:
-        """(T,) bool: the last token of each answer, but of the last answer only if the episode was cut off."""
+        """(T,) bool: the last token of each answer. The last answer in an episode counts only if the episode was cut
+        off."""
         follows = self.following
         return torch.where(follows < 0, self.episodes.cut[self.episode], self.call[follows] != self.call)
 
     @property
     def beyond(self) -> Tensor:
-        """(E,) float64 value of the state at each episode's end: 0 if it is terminal, NaN if it is unknown."""
+        """(E,) float64 value of the state at each episode's end, 0 if it is terminal, NaN if it is unknown."""
         given, last = self.episodes.bootstrap, (self.following < 0).nonzero()[:, 0]
         if self.after is None:
             return given
         return torch.where(given.isnan(), given.index_copy(0, self.episode[last], self.after[last].to(given)), given)
 
     def having(self, **columns: Tensor | None) -> Stream:
-        """A copy with these optional columns (`ref`, `teacher`, `anchor`, `entropy`, `value`, `after`, `fresh`) set."""
+        """Return a copy with some of the optional columns (`ref`, `teacher`, `anchor`, `entropy`, `value`, `after`,
+        `fresh`) set."""
         for name, column in columns.items():
             if column is not None and column.shape != self.token.shape:
                 raise BadBatch(f"column {name!r} has shape {tuple(column.shape)}, the stream {len(self)} tokens")
@@ -188,7 +196,7 @@ class Stream:
 
     @classmethod
     def of(cls, rows: Sequence[Row], episodes: Sequence[Episode], *, dtype: torch.dtype = torch.float32) -> Stream:
-        """The own tokens of `rows`, each of which belongs to one of `episodes` by its tape id."""
+        """Return the stream of the own tokens of `rows`. Each row belongs to one of `episodes` by its tape id."""
         index = {episode.tape: i for i, episode in enumerate(episodes)}
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
@@ -262,12 +270,12 @@ def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
 
 
 def impossible(old: Tensor) -> Tensor:
-    """True for numbers that can't be log-probs of sampled tokens. NaN is an unknown log-prob, so it is False."""
+    """Return True for numbers that can't be log-probs of sampled tokens. For NaN, an unknown log-prob, it is False."""
     return (old > LOGPROB_SLACK) | old.isinf()
 
 
 def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) -> tuple[Turns, NDArray]:
-    """The turn table, and for each episode the number of its first turn."""
+    """Return the turn table, and for each episode the number of its first turn."""
     counts = np.array([1 if e.turn_rewards is None else max(1, len(e.turn_rewards)) for e in episodes], dtype=np.int64)
     for row, i in zip(rows, of_row, strict=True):
         if len(row.turn):
@@ -293,7 +301,8 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
 
 
 def _answered(rows: Sequence[Row], first: NDArray, turns: int) -> NDArray[np.int64]:
-    """(turns,) number of the observation that each turn answered. first: (rows,) number of each row's first turn."""
+    """Return the number (turns,) of the observation that each turn answered. `first` (rows,) is the number of each
+    row's first turn."""
     found, numbers = np.full(turns, -1, dtype=np.int64), _Interned[str]()
     for row, start in zip(rows, first, strict=True):
         if not row.answered:
