@@ -1,4 +1,4 @@
-"""The trainer: log-probs, micro-batches, gradient, optimiser, critic, checkpoints, and several processes.
+"""The trainer: log-probs, micro-batches, gradient, optimiser, critic, checkpoints, and training in several processes.
 
-Imports `finetune.data` and `finetune.objective`. It knows no loop and no environment.
+It imports `finetune.data` and `finetune.objective`. It doesn't depend on the training loop or on environments.
 """

@@ -1,12 +1,13 @@
-"""Data-parallel training: rank 0 rolls out, records and decides; every rank computes its share of each update.
+"""Data-parallel training. Rank 0 rolls out, records and decides, and every rank computes its share of each update.
 
 Rank 0 runs the training loop. Its trainers are `DistributedTrainer`s: each call is broadcast to all ranks, every rank
 runs it on its share of the episodes, and the trainer joins the results. The other ranks wait in `Processes.follow`,
 which returns when rank 0 finishes and raises when rank 0 is lost. Only rank 0 touches the run directory.
 
-A share is whole groups, and whole families of forks: advantages are computed within a group, so a group that is cut
-would be compared with only half of its attempts. Shares are of similar size in tokens, and may be empty. Where weights
-are sharded over the ranks, rank 0 keeps a whole copy: that copy samples, is published and is checkpointed.
+A share consists of whole groups and whole families of forks. Advantages are computed within a group, so the attempts of
+a group that was split would be compared with only half of the group. Shares have similar numbers of tokens, and may be
+empty. If weights are sharded over the ranks, rank 0 keeps a whole copy, which samples, is published and is
+checkpointed.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from .trainer import Trainer
 from .updates import PolicyTrainer, Prepared, Skip, TrainerState, UpdateStats, imitation_part
 
 _Share = tuple[Tensor, Tensor, Sums, float, dict[str, float], Skip | None]
-"""One rank's result of a step: positions of its tokens in the whole stream, their weights, metrics, loss, the parts of
-the loss, skip."""
+"""One rank's result of a step: the positions of its tokens in the whole stream, their weights, the metrics, the loss,
+the parts of the loss, and the reason for a skip."""
 MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
-"""(phase, model to train, ranks) -> a fresh trainer: the same on every rank."""
+"""(phase, model to train, ranks) -> a new trainer, which must be the same on every rank."""
 
 
 @contextmanager
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
-    """The ranks that `accelerate launch` or `torchrun` started; a single rank without a launcher.
+    """Yield the ranks that `accelerate launch` or `torchrun` started, or a single rank without a launcher.
 
-    shard: each process holds a part of each weight instead of a copy. timeout: seconds without an answer after which a
-    process raises RankLost.
+    With `shard`, each process holds a part of each weight instead of a copy. `timeout` is in seconds, and a process
+    raises RankLost after that time without an answer.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -64,17 +65,17 @@ class Processes:
     """This process as a member of the group that computes updates together."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
-        """`model` may hold any weights: rank 0's are copied to every rank whenever a trainer is made."""
+        """`model` may hold any weights, because those of rank 0 are copied to every rank whenever a trainer is made."""
         self.ranks = ranks
         self.model = model
         self.make_trainer = make_trainer
         self.work = copy.deepcopy(model) if ranks.sharded else model
-        """The model that is trained; a copy if it is sharded, since `model` must stay whole to sample."""
+        """The model that is trained. If it is sharded, it is a copy, since `model` must stay whole to sample."""
         ranks.shard(self.work)
         self.member: Trainer
         """This rank's own trainer."""
         self.held: Prepared
-        """This rank's share of the batch that was prepared last."""
+        """This rank's share of the most recently prepared batch."""
         self.mine = torch.zeros(0, dtype=torch.int64)
         """Numbers of this rank's episodes in that batch."""
         self.places = torch.zeros(0, dtype=torch.int64)
@@ -84,12 +85,12 @@ class Processes:
     # On rank 0
 
     def trainer(self, phase: str) -> PolicyTrainer:
-        """A fresh trainer of `phase`, whose work all ranks share. Rank 0 only."""
+        """Return a new trainer for `phase`, whose work all ranks share. Rank 0 only."""
         self.on_all("enter", phase=phase)
         return DistributedTrainer(self) if self.ranks.size > 1 else self.member
 
     def on_all(self, command: str, **arguments: object) -> object:
-        """Has every rank run one command; returns this rank's result. Rank 0 only."""
+        """Run one command on every rank and return this rank's result. Rank 0 only."""
         self._busy = True
         self.ranks.broadcast((command, arguments))
         found = self._run(command, arguments)
@@ -97,15 +98,15 @@ class Processes:
         return found
 
     def finish(self, result: object) -> None:
-        """Ends `follow` on the other ranks, which returns `result` there. Rank 0 only."""
+        """End `follow` on the other ranks, where it returns `result`. Rank 0 only."""
         self.ranks.broadcast(("end", result))
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Rank 0: an error inside of this block stops the other ranks too.
+        """A context in which an error on rank 0 stops the other ranks too. Rank 0 only.
 
-        Nothing is broadcast while a command runs. The others then wait in a collective operation of that command, and
-        would read the message as its data; they raise RankLost when this process ends.
+        Nothing is broadcast while a command runs, because the others then wait in a collective operation of that
+        command and would read the message as its data. They raise RankLost when this process ends.
         """
         try:
             yield
@@ -117,7 +118,8 @@ class Processes:
     # On the other ranks
 
     def follow(self) -> object:
-        """Runs rank 0's commands until it finishes; returns its result. RankLost when rank 0 fails or is gone."""
+        """Run rank 0's commands until it finishes, and return its result. Raises RankLost if rank 0 fails or is
+        gone."""
         while True:
             command, arguments = cast("tuple[str, Any]", self.ranks.broadcast())
             if command == "end":
@@ -137,7 +139,7 @@ class Processes:
         self.member = self.make_trainer(phase, self.work, self.ranks)
 
     def _fetch(self) -> None:
-        """Copies rank 0's weights into `model` and `work` of every rank."""
+        """Copy rank 0's weights into `model` and `work` on every rank."""
         self.ranks.copy(self.model)
         if self.work is not self.model:
             there = self.work.state_dict()
@@ -154,7 +156,8 @@ class Processes:
         demonstrations: Sequence[Row],
         version: str | None,
     ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Advantages of this rank's share; returns every rank's columns, with the positions of their tokens."""
+        """Compute the advantages of this rank's share. Return every rank's columns, with the positions of their
+        tokens."""
         own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
@@ -171,12 +174,12 @@ class Processes:
         return self.ranks.all_gather((self.places, {name: getattr(self.held.batch, name) for name in columns}))
 
     def _own_demonstrations(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """This rank's share of the demonstrations, whole tapes."""
+        """Return this rank's share of the demonstrations, which consists of whole tapes."""
         tapes = set(list(dict.fromkeys(row.tape for row in rows))[self.ranks.rank :: self.ranks.size])
         return [row for row in rows if row.tape in tapes]
 
     def _step(self, episodes: Tensor | None, demonstrations: Sequence[Row]) -> tuple[UpdateStats, list[_Share]]:
-        """One optimiser step; returns this rank's statistics and every rank's share of the result."""
+        """Take one optimiser step. Return this rank's statistics and every rank's share of the result."""
         own = self.member.demonstrations_of(self._own_demonstrations(demonstrations))
         held = replace(self.held, demonstrations=own)
         stats = self.member.step(held, episodes=None if episodes is None else episodes[self.mine])
@@ -198,16 +201,17 @@ class Processes:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeBatch(Prepared):
-    """A batch of which every rank holds its share."""
+    """A batch whose shares are held by the ranks."""
 
     number: int
-    """Counts the batches of one trainer: the ranks hold only the latest."""
+    """Number of this batch among the batches of one trainer. The ranks hold only the latest."""
 
 
 class DistributedTrainer(PolicyTrainer):
-    """Rank 0's trainer: it takes whole batches and returns whole statistics, as one process would.
+    """Rank 0's trainer, which takes whole batches and returns whole statistics, as one process would.
 
-    What all ranks have in common (model, recipe, schedule, count of steps) is read from this rank's own trainer.
+    Everything that is the same on all ranks (model, recipe, schedule, number of steps) is read from this rank's own
+    trainer.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -226,7 +230,7 @@ class DistributedTrainer(PolicyTrainer):
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Prepared:
-        """As `Trainer.prepare`; the ranks keep their shares until the next call."""
+        """Prepare a batch (see `Trainer.prepare`). The ranks keep their shares until the next call."""
         stream = Stream.of(rows, episodes)
         rows, demonstrations = with_files(rows), with_files(demonstrations)
         given = {"several": several, "batches": batches, "demonstrations": demonstrations, "version": self.version}
@@ -246,12 +250,12 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """All demonstrations with the weights that the ranks use: both divide by the tokens of all ranks. So no other
-        rank has to be asked."""
+        """Return all demonstrations with the weights that the ranks use. Both divide by the tokens of all ranks, so no
+        other rank has to be asked."""
         return (rows, imitation_part(rows)) if rows else None
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """As `Trainer.step`, on all ranks."""
+        """Take one optimiser step on all ranks (see `Trainer.step`)."""
         if not isinstance(prepared, _WholeBatch) or prepared.number != self._number:
             raise BadBatch(
                 "the ranks hold only the batch that was prepared last, and this is another one: prepare it again"
@@ -292,17 +296,19 @@ class DistributedTrainer(PolicyTrainer):
 
 
 def with_files(rows: Sequence[Row]) -> Sequence[Row]:
-    """The rows with the bytes of their pictures, each once, for processes that don't read the run directory."""
+    """Return the rows together with the bytes of their pictures, each picture once, for processes that don't read the
+    run directory."""
     ways = {name: row.file for row in rows for place in row.places for name in place.media}
     files = {name: file(name) for name, file in ways.items() if file is not None}
     return [replace(row, file=files.__getitem__) if row.file is not None else row for row in rows]
 
 
 def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:
-    """The numbers of each part's episodes, in order.
+    """Return the indices of each part's episodes, in order.
 
-    Groups and forks of one turn stay together. The largest family goes first, each to the part with the fewest tokens
-    so far. Every rank computes this alone, so ties are broken by number: ranks that disagree would train a group twice.
+    Groups and forks of one turn stay together. The families are assigned from the largest to the smallest, each to the
+    part with the fewest tokens so far. Every rank computes this by itself, so ties are broken by number. If ranks
+    disagreed, a group could be trained on twice.
     """
     family = _families(episodes)
     index = {episode.tape: k for k, episode in enumerate(episodes)}
@@ -317,7 +323,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
 
 
 def _families(episodes: Sequence[Episode]) -> list[int]:
-    """For each episode the number of its family: episodes of one group or one fork, directly or through others."""
+    """Return the number of each episode's family. A family has the episodes that share a group or a fork, directly or
+    through others."""
     above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
 
     def head(k: int) -> int:
@@ -334,7 +341,7 @@ def _families(episodes: Sequence[Episode]) -> list[int]:
 
 
 def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
-    """How many of the episodes `own` are in each rollout batch of `batches` episodes."""
+    """Return how many of the episodes `own` are in each rollout batch. `batches` has the sizes of these batches."""
     sizes, first = [], 0
     for size in batches:
         sizes.append(sum(first <= k < first + size for k in own))
@@ -343,13 +350,13 @@ def _sizes(batches: Sequence[int], own: Sequence[int]) -> list[int]:
 
 
 def _places(rows: Sequence[Row], tapes: set[str]) -> Tensor:
-    """(t,) int64: positions, in the stream of all rows, of the own tokens of `tapes`."""
+    """Return the positions (t,) int64 that the own tokens of `tapes` have in the stream of all rows."""
     mine = [torch.full((len(row.own),), row.taught_by in tapes, dtype=torch.bool) for row in rows]
     return torch.cat(mine).nonzero()[:, 0] if mine else torch.zeros(0, dtype=torch.int64)
 
 
 def _joined(n: int, dtype: torch.dtype, parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """(n,) the columns of all ranks, each at its positions. The shares are disjoint."""
+    """Return the column (n,) joined from all ranks, each part at its positions. The shares are disjoint."""
     out = torch.zeros(n, dtype=dtype)
     for places, column in parts:
         out[places] = column

@@ -1,13 +1,13 @@
-"""The trainer: one update function for every recipe. The algorithm is in the recipe; tapes and loops are elsewhere.
+"""The trainer has one update function for every recipe. The algorithm is in the recipe. Tapes and loops are elsewhere.
 
-Accumulation is exact: weights are fixed for the whole optimiser batch before the first micro-batch, so any split into
-micro-batches, rows or ranks gives the same sum. An update that meets a number that isn't finite (log-prob, loss,
-gradient norm) changes neither weights nor optimiser, and is counted and reported. On one CPU thread the same batches in
-the same order give bit-equal weights.
+Accumulation is exact: the token weights are fixed for the whole optimiser batch before the first micro-batch, so any
+split into micro-batches, rows or ranks gives the same sum. An update in which a number isn't finite (log-prob, loss,
+gradient norm) changes neither the model nor the optimiser, and is counted and reported. On one CPU thread the same
+batches in the same order give bit-equal weights.
 
 1. Tokens whose loss and gradient are exactly 0 (a flat group without a KL loss) are never forwarded.
-2. An update without any live token isn't applied: otherwise the optimiser's momentum alone would move the weights.
-3. Weight decay spares vectors (norms, biases).
+2. An update without any live token isn't applied, because the optimiser's momentum alone would move the weights.
+3. Weight decay isn't applied to vectors (norms, biases).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Trainer(PolicyTrainer):
         ranks: Ranks | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """reference, teacher: frozen models, or the policy with `EarlierWeights`. ranks: the processes that step
-        together. vision: how `model` sees. None: a model of text."""
+        """`reference` and `teacher` are frozen models, or the policy with `EarlierWeights`. `ranks` are the processes
+        that step together. `vision` says how `model` sees, and is None for a text model."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )
@@ -83,16 +83,17 @@ class Trainer(PolicyTrainer):
         self.critic = critic
         self.ranks = ranks or Ranks()
         for one in (model, *(other.model for other in self.others.values())):
-            if next(one.parameters(), None) is not None:  # a teacher behind an engine has none
+            if next(one.parameters(), None) is not None:  # a teacher behind an engine has no parameters
                 self.ranks.shard(one)
         self.pack = packs(model) if options.pack is None else options.pack
         self.moments = Moments()
         self.betas = list(objective.betas(recipe))
         self._reward_kl_due = False
-        """True from `prepare` to the first applied step: the adaptive KLs in the reward then move, once per batch."""
+        """True from `prepare` to the first applied step. That step changes the coefficients of adaptive KLs in the
+        reward, so they change once per batch."""
         self.steps = 0
         self.skips: dict[str, int] = {}
-        """Updates skipped, by reason."""
+        """Number of skipped updates, by reason."""
         self.parameters = trainable(model)
         matrices = [p for p in self.parameters.values() if p.ndim >= 2]
         vectors = [p for p in self.parameters.values() if p.ndim < 2]
@@ -105,9 +106,10 @@ class Trainer(PolicyTrainer):
         be_still(model, checkpointing=options.gradient_checkpointing)
 
     def with_recipe(self, recipe: Recipe, reference: OtherModel | None = None) -> Trainer:
-        """A new trainer of the same model and critic with the same options, by another recipe. Its optimiser is fresh.
+        """Return a new trainer for the same model and critic, with the same options but another recipe. Its optimiser
+        is new.
 
-        reference: for a recipe that needs one, if this trainer has none.
+        `reference` is used if the recipe needs one and this trainer has none.
         """
         return Trainer(
             self.model,
@@ -123,7 +125,8 @@ class Trainer(PolicyTrainer):
     def update(
         self, rows: Sequence[Row], episodes: Sequence[Episode], demonstrations: Sequence[Row] = ()
     ) -> UpdateStats:
-        """One optimiser step on a rollout batch of whole groups. demonstrations: for a recipe with an `nll` term."""
+        """Take one optimiser step on a rollout batch of whole groups. `demonstrations` are for a recipe with an `nll`
+        term."""
         stats = self.step(self.prepare(rows, episodes, demonstrations=demonstrations))
         self.end_update()
         return stats
@@ -160,7 +163,7 @@ class Trainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        # A mean over their own tokens, which leaves the weights of the batch's tokens as they are.
+        # Their loss is a mean over their own tokens, so the weights of the batch's tokens stay as they are.
         wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
@@ -205,15 +208,16 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """Statistics of a step that isn't taken, and the loss's unclipped gradient by each weight. Weights, optimiser
-        and critic don't change."""
+        """Return the statistics of a step that isn't taken, and the loss's unclipped gradient for each weight. Weights,
+        optimiser and critic don't change."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.options.lr_at(self.steps)
         return self._account(prepared, part, done, norm, lr), grads
 
     def pull(self, prepared: Prepared) -> Tensor:
-        """(T,) the loss's gradient by each own token's log-prob: below 0 if a step makes the token likelier."""
+        """Return the loss's gradient (T,) with respect to each own token's log-prob. It is negative if a step makes the
+        token likelier."""
         part = prepared.batch.part(None, self.ranks.add_up)
         found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
         return found[0] if found else torch.full((len(part.live),), float("nan"))
@@ -221,7 +225,7 @@ class Trainer(PolicyTrainer):
     def _gradient(
         self, prepared: Prepared, episodes: Tensor | None, clip: float | None
     ) -> tuple[objective.Part, Accumulated, float]:
-        """(the part trained on, loss and metrics, gradient norm). Leaves the gradient on the weights."""
+        """Return (the part trained on, loss and metrics, gradient norm), and leave the gradient on the weights."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -253,9 +257,11 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """The gradient norm over all ranks, clipped to `clip`; all ranks decide here whether any of them steps.
+        """Clip the gradient over all ranks to `clip` and return its norm. All ranks decide here whether any of them
+        steps.
 
-        Each rank makes the same collective calls in the same order on every path, or the others would wait forever.
+        Each rank makes the same collective calls in the same order on every path. Otherwise the others would wait
+        forever.
         """
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
@@ -271,7 +277,8 @@ class Trainer(PolicyTrainer):
         return norm
 
     def _accumulate(self, rows: Sequence[Row], part: objective.Part) -> Accumulated:
-        """Gradients of the whole part, micro-batch by micro-batch; stops before the backward pass of a bad one."""
+        """Accumulate the gradient of the whole part, micro-batch by micro-batch. Stop before the backward pass of a
+        micro-batch in which a number isn't finite."""
         done = Accumulated()
         share = not self.recipe.balance and not self.ranks.sharded and shares_prefixes(self.model)
         micros = self.ranks.rounds(
@@ -314,7 +321,8 @@ class Trainer(PolicyTrainer):
         context: Context,
         done: Accumulated,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """(tensors to run backward from, their gradients; None: 1). Sets `done.skipped` if a number isn't finite."""
+        """Return the tensors to run backward from, and their gradients (None means 1). Sets `done.skipped` if a number
+        isn't finite."""
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
             return [], None
@@ -339,10 +347,12 @@ class Trainer(PolicyTrainer):
         return [loss], None
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
-        """The loss's gradient by all log-probs (and entropies), for a recipe whose loss of a token reads other tokens.
-        A first pass scores all tokens without a graph; the loss is differentiated by these log-probs alone. The second
-        pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result equals one graph
-        over the whole batch, with the memory of one micro-batch.
+        """Return the loss's gradient with respect to all log-probs (and entropies). It is used if the recipe's loss for
+        a token reads other tokens.
+
+        A first pass scores all tokens without a graph, and the loss is differentiated with respect to these log-probs
+        alone. The second pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result
+        equals that of one graph over the whole batch, with the memory of one micro-batch.
         """
         scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
@@ -363,7 +373,7 @@ class Trainer(PolicyTrainer):
         return out
 
     def _load(self, micros: Sequence[Micro]) -> Load | None:
-        """The assignment of tokens to experts over all ranks; None if the recipe doesn't balance it."""
+        """Return the assignment of tokens to experts over all ranks, or None if the recipe doesn't balance it."""
         if not self.recipe.balance:
             return None
         body = parts(self.model)[0]
@@ -372,7 +382,8 @@ class Trainer(PolicyTrainer):
     def _forward(
         self, micro: Micro, load: Load | None, sums: Sums, *, demonstrations: bool = False
     ) -> tuple[Scores, Tensor | None]:
-        """Scores, and the micro-batch's part of the balance loss. demonstrations: at temperature 1, without entropy."""
+        """Return the scores and the micro-batch's part of the balance loss. Demonstrations are scored at temperature 1,
+        without entropy."""
         recipe, body = self.recipe, parts(self.model)[0]
         how = recipe.score.model_copy(update={"temperature": "one"}) if demonstrations else recipe.score
         aux = None
@@ -391,13 +402,14 @@ class Trainer(PolicyTrainer):
         return Scores(lp.cpu(), None if h is None else h.cpu()), aux
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
-        """Adds the demonstrations' gradient. A batch without a live token becomes an update by it."""
+        """Add the demonstrations' gradient. With it, a batch without any live token becomes an update."""
         rows, part = demonstrations
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
         pack = self.pack and not self.recipe.balance
         found = plan(rows, live=part.live, micro_tokens=self.options.micro_tokens, pack=pack, vision=self.vision)
         micros = self.ranks.rounds(found)
-        # Before the check: only this rank may have met a bad number, and the load is a sum over all ranks.
+        # This comes before the check, because only this rank may have met a bad number, and the load is summed over all
+        # ranks.
         balance = self._load(micros)
         if done.skipped not in (None, "nothing to train on"):
             return
@@ -421,7 +433,7 @@ class Trainer(PolicyTrainer):
             loss.backward()
 
     def _after(self, prepared: Prepared, sums: Sums, part: objective.Part) -> None:
-        """After an applied update: counts it, moves adaptive KL coefficients, and updates the running average."""
+        """Count an applied update, change the adaptive KL coefficients, and update the running average."""
         self.steps += 1
         self._adapt(KL, sums, part.entered, part.batch.stream)
         if self._reward_kl_due:
@@ -433,7 +445,8 @@ class Trainer(PolicyTrainer):
                     self.averaged[name].lerp_(p, 1 - self.options.ema)
 
     def _adapt(self, kind: type[KL | RewardKL], sums: Sums, entered: Tensor, stream: Stream) -> None:
-        """Moves the adaptive coefficients of this kind of KL by the k1 in `sums` of the tokens `entered` (T,) bool."""
+        """Change the adaptive coefficients of this kind of KL according to the k1 in `sums`. `entered` (T,) bool are
+        its tokens."""
         for i, term in enumerate(self.recipe.coefficients):
             if isinstance(term, kind) and term.adaptive is not None:
                 name = f"{term.measure}/k1"
