@@ -131,8 +131,8 @@ def own_ranges(rows: Sequence[Row]) -> list[Range]:
 def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
     """Return runs of consecutive tokens with equal weight within a call. `weights` (T,) belong to the stream of `rows`.
 
-    Tokens with weight 0 were not trained on and are left out. The ledger stores runs, not tokens, because most recipes
-    give all tokens in a call the same weight.
+    Tokens with weight 0 were not part of the update and are left out. The ledger stores runs, not tokens, because most
+    recipes give all tokens in a call the same weight.
     """
     weight = weights.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)

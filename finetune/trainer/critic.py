@@ -1,9 +1,10 @@
-"""The critic: a value for each own token, with its own loss, optimiser and schedule, apart from the policy's gradient.
+"""The critic, which gives each own token a value. Its loss, optimiser and schedule are separate from the policy's.
 
 The value of a token is the value of the state before it, computed from the hidden state that predicts the token. The
-state after an answer has a value too, with the target of the policy's next token: an episode that was cut off continues
-with it. A critic has its own body (`Critic.of`, a copy of the policy's), or only a head that reads the policy's states
-without gradient (`Critic.on`: cheaper, and its states improve with the policy's).
+state after an answer has a value too, whose target is that of the policy's next token. An episode that was cut off
+continues with this value. A critic either has its own body (`Critic.of`, with a copy of the policy's), or only a head
+that reads the policy's states without gradient (`Critic.on`, which is cheaper, and whose states improve with the
+policy).
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ from .router import Load, load, probabilities, routed
 
 
 class Value(Term):
-    """The critic's loss at one token. V: its value now, v: its value when the batch was collected, R: the target A + v.
+    """The critic's loss at one token. V is its current value, v its value before the update, and R the target A + v.
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
 
-    The loss has its own optimiser and denominator: a token mean over the tokens that entered, whatever the recipe
-    weighs by.
+    The loss has its own optimiser and denominator. It is a mean over the tokens that entered, whatever weights the
+    recipe uses.
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """Distance that a value may move from its old value before its loss loses its gradient. None: no bound."""
+    """Distance that a value may move from its old value before its loss loses its gradient. If None, there is no
+    bound."""
 
     def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
-        """(n,) losses."""
+        """Return the losses (n,)."""
         error = (value - target).square()
         if self.clip is None:
             return error / 2
@@ -53,7 +55,8 @@ class Value(Term):
 
 
 class Critic(nn.Module):
-    """Hidden states to values: V = mean + std * head(h), mean and std fixed at 0 and 1 unless `normalised`."""
+    """Maps hidden states to values: V = mean + std * head(h), with mean and std fixed at 0 and 1 unless
+    `normalised`."""
 
     mean: Tensor
     std: Tensor
@@ -68,15 +71,15 @@ class Critic(nn.Module):
         model: nn.Module | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """model: what `body` is a part of: the policy, or a copy of its own that sees; None if the critic owns the
-        body alone. vision: how `model` sees."""
+        """`model` is what `body` is a part of: the policy, or the critic's own copy of a model that sees. It is None if
+        the critic owns just the body. `vision` says how `model` sees."""
         super().__init__()
         reference = next(body.parameters())
         self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.owns_body = owns_body
-        # The policy's body is not a submodule: its weights are the policy's to save, to train and to move.
+        # The policy's body is not a submodule, because its weights are saved, trained and moved with the policy.
         self._body = [body]
         self._seer = [body if model is None else model]
         self.vision = vision
@@ -88,7 +91,7 @@ class Critic(nn.Module):
 
     @classmethod
     def of(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
-        """A critic with a copy of the model's body, and of its tower if it sees."""
+        """Return a critic with a copy of the model's body, and of its vision tower if it has one."""
         body, output = parts(model)
         if vision is None:
             return cls(copy.deepcopy(body), output.in_features, owns_body=True, normalised=normalised)
@@ -99,7 +102,7 @@ class Critic(nn.Module):
 
     @classmethod
     def on(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
-        """A value head on the model's own states, which it reads and never moves."""
+        """Return a value head on the model's own hidden states, which it reads but never trains."""
         body, output = parts(model)
         return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model, vision=vision)
 
@@ -114,17 +117,17 @@ class Critic(nn.Module):
 
     @property
     def seer(self) -> nn.Module:
-        """What computes the features of pictures: the policy, or the critic's own copy of it."""
+        """The model that computes the features of pictures: the policy, or the critic's own copy of it."""
         return self._seer[0]
 
     def forward(self, micro: Micro) -> Tensor:
-        """(n,) values of the micro-batch's tokens, float32 or wider."""
+        """Return the values (n,) of the micro-batch's tokens, in float32 or wider."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.owns_body):
             h = states(self.get_decoder(), micro, self.seer)
         return self.read(h)
 
     def read(self, h: Tensor) -> Tensor:
-        """(n,) values of the hidden states (n, D), float32 or wider."""
+        """Return the values (n,) of the hidden states (n, D), in float32 or wider."""
         if self.vision is not None and self.owns_body:
             h = reaching(h, self.vision.tower(self.seer))
         with torch.autocast(h.device.type, enabled=False):
@@ -138,15 +141,15 @@ class Critic(nn.Module):
         return float(self.mean) == 0 and float(self.std) == 1
 
     def begin(self, mean: float, std: float) -> None:
-        """Sets the first scale. The new head is 0, so that every value is the mean of the targets."""
+        """Set the first scale. A new head is 0, so every value is the mean of the targets."""
         self.mean.fill_(mean)
         self.std.fill_(std)
 
     @torch.no_grad()
     def rescale(self, mean: float, std: float) -> None:
-        """Sets another mean and deviation of the targets and corrects the head, so that no value changes (PopArt).
+        """Set a new mean and deviation of the targets, and correct the head so that no value changes (PopArt).
 
-        Without the correction each change of scale would move all values at once, and the next advantages with them.
+        Without the correction, each change of scale would move all values at once, and with them the next advantages.
         """
         old_mean, old_std = float(self.mean), float(self.std)
         self.head.weight.mul_(old_std / std)
@@ -156,7 +159,7 @@ class Critic(nn.Module):
 
 
 class CriticState(TypedDict):
-    """The state of a critic's trainer, the critic's weights included."""
+    """The state of a critic's trainer, including the critic's weights."""
 
     critic: dict[str, Tensor]
     optimizer: dict[str, Any]
@@ -178,10 +181,10 @@ class CriticTrainer:
         balance: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """passes: optimiser steps on each update's targets; with one, the critic learns too slowly for a short run.
-        balance: coefficient of the balance of experts (`router`) in the loss, for a critic with a body of its own.
-        The head keeps the dtype of its weights under `options.autocast`. ranks: the processes that step together, which
-        must be the trainer's."""
+        """`passes` is the number of optimiser steps on each update's targets. With one, the critic learns too slowly
+        for a short run. `balance` is the coefficient of the balance between experts (`router`) in the loss, for a
+        critic with its own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the
+        processes that step together, which must be the trainer's."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
@@ -194,7 +197,7 @@ class CriticTrainer:
         self.steps = 0
         """Optimiser steps taken."""
         self.skips = 0
-        """Updates that met a number that isn't finite and left the critic unchanged."""
+        """Number of passes in which a number wasn't finite, so that they left the critic unchanged."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -208,7 +211,7 @@ class CriticTrainer:
             be_still(critic.body, checkpointing=options.gradient_checkpointing)
 
     def values(self, rows: Sequence[Row]) -> Tensor:
-        """(T,) value of the state before each own token, without gradient."""
+        """Return the value (T,) of the state before each own token, without gradient."""
         n = sum(len(row.own) for row in rows)
         out = torch.empty(n, dtype=torch.promote_types(self.critic.head.weight.dtype, torch.float32))
         with torch.no_grad():
@@ -217,7 +220,7 @@ class CriticTrainer:
         return out
 
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
-        """The stream of `rows` with `value` and, with `ends`, `after`."""
+        """Return the stream of `rows` with its column `value` and, if `ends` is True, `after`."""
         if not ends:
             return stream.having(value=self.values(rows))
         longer, order = _with_ends(rows, stream.ends)
@@ -230,7 +233,7 @@ class CriticTrainer:
         return plan(rows, live=live, micro_tokens=self.options.micro_tokens, vision=self.critic.vision)
 
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
-        """(n,) values, and the micro-batch's part of the balance of the critic's experts."""
+        """Return the values (n,), and the micro-batch's part of the balance loss of the critic's experts."""
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if load is None:
@@ -242,9 +245,9 @@ class CriticTrainer:
             return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
-        """Steps towards target (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made of `rows`.
+        """Step towards `target` (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made from `rows`.
 
-        The metrics describe the first pass. A skipped pass is counted in any case.
+        The metrics describe the first pass, but a skipped pass is counted in any case.
         """
         assert stream.value is not None, "a stream that `valued` made"
         sums, old = Sums(), stream.value
@@ -265,7 +268,7 @@ class CriticTrainer:
         return sums
 
     def _pass(self, rows: Sequence[Row], old: Tensor, target: Tensor, entered: Tensor, sums: Sums) -> bool:
-        """One optimiser step; False if a number wasn't finite on any rank."""
+        """Take one optimiser step. Return False if a number wasn't finite on any rank."""
         context = Context(sums=sums, add_up=self.ranks.add_up)
         n = float(self.ranks.add_up(entered.sum(dtype=torch.float64)))
         self.optimizer.zero_grad(set_to_none=True)
@@ -315,7 +318,7 @@ class CriticTrainer:
             self.critic.rescale(self.moments.mean, self.moments.std)
 
     def state_dict(self) -> CriticState:
-        """Everything the next update depends on, the critic's weights included."""
+        """Return everything that the next update depends on, including the critic's weights."""
         return {
             "critic": self.critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -325,7 +328,7 @@ class CriticTrainer:
         }
 
     def load_state_dict(self, state: CriticState) -> None:
-        """Continues from `state_dict`."""
+        """Continue from `state_dict`."""
         self.critic.load_state_dict(self.ranks.part(state["critic"], self.critic.state_dict()))
         self.ranks.load(self.optimizer, state["optimizer"])
         self.steps, self.skips = int(state["steps"]), int(state["skips"])
@@ -333,20 +336,23 @@ class CriticTrainer:
 
 
 def _with_ends(rows: Sequence[Row], ends: Tensor) -> tuple[list[Row], Tensor]:
-    """The rows with one more own position behind each of `ends` (T,) bool, where the state after the token is read; and
-    for each of the (T + E,) positions its place in a column over the own tokens, followed by one over the ends."""
+    """Add to the rows one more own position behind each of `ends` (T,) bool, where the state after the token is read.
+
+    Return these rows, and for each of the (T + E,) positions its place in a column over the own tokens, followed by one
+    over the ends."""
     longer = list[Row]()
     for row, mine in zip(rows, ends.split([len(row.own) for row in rows]), strict=True):
         index = np.repeat(np.arange(len(row.own)), 1 + mine.numpy())
         more = row.where(index)
-        # The state is read one before the position, whose own id is never read: the row may end there.
+        # The state is read one position before, so the id at the added position is never read, and the row may end
+        # there.
         own, ids = more.own + (np.diff(index, prepend=-1) == 0), np.append(row.input_ids, np.int32(0))
         longer.append(replace(more, own=own, input_ids=ids))
     return longer, torch.cat([torch.arange(len(ends)), ends.nonzero()[:, 0]]).argsort(stable=True)
 
 
 def explained(value: Tensor, target: Tensor, sums: Sums) -> None:
-    """Adds up the sums of the explained variance, 1 - mean square error / variance of the targets."""
+    """Add to the sums for the explained variance, which is 1 - mean square error / variance of the targets."""
     sums.add("value", value)
     sums.add("value/target", target)
     sums.add("value/error", (target - value).square())

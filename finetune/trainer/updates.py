@@ -1,4 +1,4 @@
-"""What goes into an update and what comes out: the prepared batch, the statistics of a step, and the order of steps."""
+"""What goes into an update and what comes out: the prepared batch, a step's statistics, and the order of steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainerState(TypedDict):
     averaged: dict[str, Tensor]
     critic: CriticState | None
     others: NotRequired[dict[str, dict[str, object]]]
-    """Of the reference and the teacher. Absent in a checkpoint of an earlier version."""
+    """State of the reference and the teacher. It is absent in a checkpoint from an earlier version."""
 
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
@@ -45,26 +45,28 @@ class UpdateStats:
     """What one optimiser step did."""
 
     step: int
-    """Updates that the trainer has applied, including this one if it was applied."""
+    """Number of updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """None: applied. Otherwise what wasn't finite, or that no token had a gradient; the weights are unchanged."""
+    """None if the step was applied. Otherwise it says what wasn't finite, or that no token had a gradient, and the
+    weights are unchanged."""
     loss: float
-    """Sum of w l over the tokens of this process; NaN when it wasn't finite."""
+    """Sum of w l over the tokens of this process, or NaN if it wasn't finite."""
     parts: dict[str, float]
-    """The loss by its terms: `policy` (the surrogate) and each regulariser. They add up to it; empty if no token was
-    trained on, or it wasn't finite."""
+    """The loss by its terms, `policy` (the surrogate) and each regulariser, which add up to it. Empty if no token was
+    trained on or the loss wasn't finite."""
     grad_norm: float
-    """Before clipping; NaN when the update was skipped before."""
+    """The norm before clipping, or NaN if the update was skipped before it was computed."""
     lr: float
     sums: Sums
     """Every metric as a sum and a count."""
     stream: Stream
     weight: Tensor
-    """(T,) float64: the weight of each own token's loss; 0 for tokens that took no part."""
+    """(T,) float64: the weight of each own token's loss, 0 for tokens that weren't part of the step."""
     advantage: Tensor
     """(T,) float64: the advantage of each own token."""
     shown: tuple[Sequence[Row], Stream, Tensor] | None = None
-    """Demonstrations that were trained on with the batch: their rows, their stream, and their tokens' weights."""
+    """The demonstrations that were trained on with the batch: their rows, their stream, and the weights of their
+    tokens."""
 
     @property
     def applied(self) -> bool:
@@ -72,18 +74,20 @@ class UpdateStats:
 
     @property
     def mismatch(self) -> float | None:
-        """Largest |log-prob now - at sampling| of a forwarded token that these weights sampled; None without one."""
+        """Largest |log-prob now - log-prob at sampling| over the forwarded tokens that these weights sampled, or None
+        if there are no such tokens."""
         return self.sums.highs.get("mismatch")
 
     @property
     def ess(self) -> float | None:
-        """Effective sample size / n: (sum r)^2 / (n sum r^2) with r = exp(lp now - lp at sampling); 1 on policy."""
+        """Effective sample size / n, which is (sum r)^2 / (n sum r^2) with r = exp(lp now - lp at sampling). It is 1 on
+        policy."""
         if not self.sums.counts.get("ratio"):
             return None
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
     def line(self) -> dict[str, object]:
-        """What a line of metrics.jsonl says of it (docs/metrics.md); without the names of what was not measured."""
+        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md), without what was not measured."""
         sums = self.sums.flat()
         values: dict[str, object] = {
             "loss": self.loss,
@@ -94,7 +98,8 @@ class UpdateStats:
             "mismatch": self.mismatch,
             **{f"{name}/mean": sums.pop(name) for name in ("mismatch", "moved") if name in sums},
             "ess": self.ess,
-            # The sum would count a batch once for each of its steps, and the mean divide it by the ranks.
+            # The sum would count a batch once for each of its steps, and the mean would divide it by the number of
+            # ranks.
             "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
             # No bound takes effect on a token without an advantage, which isn't forwarded.
             **{f"{name}/own": sums[name] * sums["token/live"] for name in sums if name.split("/")[0] == "clip"},
@@ -105,11 +110,11 @@ class UpdateStats:
 
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:
-    """Several steps on one prepared batch as one: applied if any was, sums and weights added up, losses and norms
-    averaged.
+    """Combine several steps on one prepared batch into one. It is applied if any of them was, sums and weights are
+    added up, and losses and norms are averaged.
 
-    `mismatch` and `moved` belong to the first step alone. After it the weights differ from the sampler's on purpose,
-    so a later mismatch says nothing of the numerics of sampler and trainer.
+    `mismatch` and `moved` belong to the first step alone. After it the weights differ from the sampler's on purpose, so
+    a later mismatch says nothing about the numerics of sampler and trainer.
     """
     if len(steps) == 1:
         return steps[0]
@@ -141,13 +146,14 @@ class Prepared:
     rows: Sequence[Row]
     batch: Batch
     sums: Sums
-    """Metrics counted while preparing; each update reports them."""
+    """Metrics that were counted while preparing. Each update reports them."""
     demonstrations: tuple[Sequence[Row], Part] | None = None
-    """Rows whose cross-entropy is added to the loss, with their own denominator."""
+    """The rows whose cross-entropy is added to the loss with its own denominator."""
 
     @property
     def imitated(self) -> tuple[Sequence[Row], Stream, Tensor] | None:
-        """The demonstrations' rows, their stream, and what each of its tokens' loss counts; None without any."""
+        """The demonstrations' rows, their stream, and the weight of each token's loss, or None if there are no
+        demonstrations."""
         if self.demonstrations is None:
             return None
         rows, part = self.demonstrations
@@ -155,19 +161,19 @@ class Prepared:
 
 
 class PolicyTrainer(ABC):
-    """A trainer as a training run uses it: one process (`Trainer`) or several (`DistributedTrainer`)."""
+    """A trainer as a training run uses it, in one process (`Trainer`) or in several (`DistributedTrainer`)."""
 
     model: nn.Module
     recipe: Recipe
     ranks: Ranks
     others: Mapping[str, OtherModel]
-    """`reference` and `teacher`, those that the trainer has."""
+    """`reference` and `teacher`, if the trainer has them."""
     vision: Vision | None
     options: TrainerOptions
     steps: int
-    """Updates applied."""
+    """Number of applied updates."""
     version: str | None = None
-    """Name of the present weights in rows, for `Stream.fresh`. None: unknown."""
+    """Name of the current weights in rows, for `Stream.fresh`. None if it is unknown."""
 
     @abstractmethod
     def prepare(
@@ -179,33 +185,33 @@ class PolicyTrainer(ABC):
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Prepared:
-        """Advantages and everything else that is computed once per rollout batch.
+        """Compute the advantages and everything else that is computed once per rollout batch.
 
-        several: more than one step will follow, so a recomputed anchor must be computed now, before weights change.
-        batches: episodes of each rollout batch, in order, if there are several. A term that compares `by = batch`
-        compares within one of them.
+        `several` means that more than one step will follow, so a recomputed anchor must be computed now, before the
+        weights change. `batches` gives the number of episodes in each rollout batch, in order, if there are several. A
+        term that compares `by = batch` compares within one of them.
         """
 
     @abstractmethod
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], Part] | None:
-        """The demonstrations with the weights of their tokens' cross-entropy; None without any."""
+        """Return the demonstrations with the weights of their tokens' cross-entropy, or None if there are none."""
 
     @abstractmethod
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
-        """One optimiser step on a prepared batch, or on its episodes `episodes` (E,) bool."""
+        """Take one optimiser step on a prepared batch, or only on its episodes `episodes` (E,) bool."""
 
     @abstractmethod
     def end_update(self) -> None:
-        """After all steps of an update: moves a reference that follows the policy."""
+        """Update a reference that follows the policy. Call this after all steps of an update."""
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
-        """All state but the weights that the next update depends on: tensors, numbers and strings only. Tensors are
-        whole, also where weights are sharded."""
+        """Return all state that the next update depends on, except the weights. It has only tensors, numbers and
+        strings. The tensors are whole, even if the weights are sharded."""
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:
-        """Continues from `state_dict`, bit for bit if the model has the weights that belong to it."""
+        """Continue from `state_dict`, bit for bit if the model has the weights that belong to it."""
 
     def updates(
         self,
@@ -218,11 +224,12 @@ class PolicyTrainer(ABC):
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Iterator[UpdateStats]:
-        """Several optimiser steps on one rollout batch, one at a time; advantages are computed once, over the whole.
+        """Take several optimiser steps on one rollout batch, one at a time. Advantages are computed once, over the
+        whole batch.
 
-        Each epoch cuts the episodes into `minibatches` parts of like size, in an order shuffled by `seed` and the
-        number of updates so far; seed None keeps the order. Demonstrations are cut alike, by tape. batches: as
-        in `prepare`.
+        Each epoch splits the episodes into `minibatches` parts of similar size, in an order that is shuffled by `seed`
+        and the number of updates so far. If `seed` is None, the order stays as it is. Demonstrations are split
+        likewise, by tape. For `batches`, see `prepare`.
         """
         imitated = cut_rows(demonstrations, minibatches)
         prepared = self.prepare(
@@ -237,10 +244,10 @@ class PolicyTrainer(ABC):
 
 
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:
-    """(E,) bool masks of the mini-batches of one epoch; None for all episodes.
+    """Return masks (E,) bool for the mini-batches of one epoch. A mask of None means all episodes.
 
-    The order depends on `seed` and the number of updates so far, so each epoch has another order and a resumed run has
-    the order of a run that was never stopped.
+    The order depends on `seed` and the number of updates so far, so each epoch has a different order, and a resumed run
+    has the order of a run that was never stopped.
     """
     if minibatches == 1:
         return [None]
@@ -258,7 +265,7 @@ def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) 
 
 
 def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
-    """The rows in `parts` parts, each tape whole. Parts may be empty."""
+    """Split the rows into `parts` parts, without splitting a tape. Parts may be empty."""
     tapes = list(dict.fromkeys(row.tape for row in rows))
     if tapes and len(tapes) < parts:
         raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give at least {parts}")
@@ -267,14 +274,15 @@ def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
 
 
 def imitation_part(rows: Sequence[Row], add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-    """The demonstrations with the weights of their cross-entropy, a mean over their own tokens on all ranks."""
+    """Return the demonstrations with the weights of their cross-entropy, which is a mean over their own tokens on all
+    ranks."""
     episodes = [Episode(tape=t, group=g, reward=None) for t, g in dict.fromkeys((r.tape, r.group) for r in rows)]
     return prepare(get_recipe("sft"), Stream.of(rows, episodes), Context(add_up=add_up)).part(add_up=add_up)
 
 
 @dataclass(kw_only=True)
 class Accumulated:
-    """Loss and metrics of the micro-batches of one update so far."""
+    """Loss and metrics so far of one update's micro-batches."""
 
     loss: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -282,17 +290,17 @@ class Accumulated:
     sums: Sums = field(default_factory=Sums)
 
     def fail(self, why: Skip) -> None:
-        """The update can't be applied: a number of it isn't finite, on this rank or on another."""
+        """Mark the update as one that can't be applied, because a number isn't finite on this rank or on another."""
         self.skipped, self.loss = why, float("nan")
         self.parts.clear()
 
 
 def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) -> None:
-    """Adds up the differences between the log-probs now (n,) and at sampling (n,): ESS and KL are read from these sums.
-    fresh: (n,) bool, as `Stream.fresh`.
+    """Add up the differences between the log-probs now (n,) and at sampling (n,). ESS and KL are read from these sums.
+    `fresh` (n,) bool is explained at `Stream.fresh`.
 
-    In float64: the differences are near 0 on policy, and float32 sums over a batch would be mostly rounding. The ratio
-    is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
+    The sums are in float64, because the differences are near 0 on policy, so float32 sums over a batch would be mostly
+    rounding error. The ratio is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
     """
     delta = lp.cpu().double() - old.double()
     sums.add("moved", delta.abs(), extremes=True)
