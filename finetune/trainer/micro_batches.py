@@ -1,12 +1,12 @@
 """Micro-batches: which rows are forwarded together, and where in them the wanted tokens are predicted.
 
 Rows of similar length form a batch, padded on the right and cut after their last wanted token. A causal model attends
-only to the left, so right padding needs no mask and changes no log-prob; nor do the other rows of the batch.
+only to the left, so right padding needs no mask. Neither the padding nor the other rows of the batch change a log-prob.
 
-Rows may also be packed: end to end in one row without padding, with positions that restart at each row, so attention
-doesn't cross the boundaries. That needs a kernel that knows the boundaries (variable-length attention on GPU). On a CPU
-the mask is block-diagonal, exact but quadratic in the pack: an update takes 3.8 times as long as with padding at 55 to
-65 tokens a row, 3.4 times at 10 to 200 (`benchmarks/packing.py`).
+Rows may also be packed end to end into one row without padding. Positions restart at each row, so that attention
+doesn't cross the boundaries. That needs a kernel that knows the boundaries (variable-length attention on GPU). On a
+CPU, the mask is block-diagonal, which is exact but quadratic in the length of the pack. An update then takes 3.8 times
+as long as with padding for rows of 55 to 65 tokens, and 3.4 times for rows of 10 to 200 (`benchmarks/packing.py`).
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from ..data.rows import Row
 from ..data.stream import BadBatch
 
 MICRO_TOKENS = 2048
-"""Tokens of a micro-batch, padding included, and patches of its pictures: measured best for small models on one CPU
-thread."""
+"""Budget of a micro-batch for its tokens, including padding, and the patches of its pictures. This value measured best
+for small models on one CPU thread."""
 SHARE_TOKENS = 64
-"""Shortest prefix worth a forward pass of its own."""
+"""Length of the shortest prefix that is worth its own forward pass."""
 SHARE_SAVED = 0.25
-"""Share of a group's tokens that its prefix, forwarded once, must save. Measured with groups of 8, 64 tokens each: 1.04
-of the time where 16 % are saved, 0.65 where 43 %, 0.35 where 70 %, 0.20 where 82 %."""
+"""Share of a group's tokens that must be saved by forwarding its prefix once. Measured with groups of 8 rows, 64 tokens
+each: an update takes 1.04 times as long as without sharing if 16 % are saved, 0.65 times for 43 %, 0.35 for 70 % and
+0.20 for 82 %."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pictures:
-    """The pictures of a micro-batch, each once, however many rows show it."""
+    """The pictures in a micro-batch. Each is included once, however many rows show it."""
 
     vision: Vision
     shown: tuple[tuple[Place, Callable[[str], bytes]], ...]
-    """A place of each picture, and what gives the bytes of its files."""
+    """For each picture, one of its places, and the function that returns the bytes of its files."""
     where: Tensor
-    """(B, P + L) int64: index of each token, the shared prefix's first, into `features`. -1: it takes none."""
+    """(B, P + L) int64: index of each token into `features`, or -1 if it has no feature. The shared prefix comes
+    first."""
 
     def features(self, model: nn.Module) -> Tensor:
-        """(N, levels, D) the features of all pictures, with gradient if the tower or the projector is trained."""
+        """Return the features (N, levels, D) of all pictures, with gradient if the tower or the projector is
+        trained."""
         return self.vision.features(model, [self.vision.pixels(place, file) for place, file in self.shown])
 
 
@@ -54,32 +57,32 @@ class Micro:
     """Some rows as one padded batch."""
 
     ids: Tensor
-    """(B, L) int64 token ids, without the shared prefix if there is one."""
+    """(B, L) int64 token ids, without a shared prefix."""
     at: Tensor
-    """(n,) int64 into the B * L positions: the positions that predict the wanted tokens, one before each."""
+    """(n,) int64 into the B * L positions: those that predict the wanted tokens, each one before its token."""
     token: Tensor
     """(n,) int64 ids of the wanted tokens."""
     temperature: Tensor
     """(n,) float32."""
     index: Tensor
-    """(n,) int64 their places in the stream of all rows."""
+    """(n,) int64 positions of the wanted tokens in the stream of all rows."""
     there: Tensor
-    """(B, L) bool: not padding."""
+    """(B, L) bool: whether the position isn't padding."""
     prefix: Tensor | None
-    """(P,) int64 ids that all rows begin with, forwarded once. None: no shared prefix."""
+    """(P,) int64 ids that all rows begin with, which are forwarded once. None if there is no shared prefix."""
     packed: Tensor | None = None
-    """(1, L) int64 index of each token in its own row, where rows are packed into one. None: they are padded."""
+    """(1, L) int64 index of each token in its own row, if rows are packed into one. None if they are padded."""
     positions: Tensor | None = None
-    """(axes, B, P + L) int64 rotary positions, the shared prefix's first. None: the body counts the tokens."""
+    """(axes, B, P + L) int64 rotary positions, with the shared prefix first. If None, the body counts the tokens."""
     pictures: Pictures | None = None
-    """None: no row shows a picture, and the body gets token ids alone, as of a text model."""
+    """If None, no row shows a picture, and the body gets only token ids, as in a text model."""
     barred: Tensor | None = None
-    """(2, m) int64: the distribution of wanted token [0, k] lacks the id [1, k]. None: all distributions are whole."""
+    """(2, m) int64: the distribution of wanted token [0, k] excludes the id [1, k]. If None, no ids are excluded."""
 
     @classmethod
     def idle(cls) -> Micro:
-        """A micro-batch without a wanted token. A rank forwards it where other ranks have more micro-batches; it adds
-        exactly 0 to every gradient."""
+        """Return a micro-batch without a wanted token. A rank forwards it if other ranks have more micro-batches. It
+        adds exactly 0 to every gradient."""
         none = torch.zeros(0, dtype=torch.int64)
         ids = torch.zeros(1, 1, dtype=torch.int64)
         return cls(ids=ids, at=none, token=none, temperature=torch.zeros(0), index=none, there=ids.bool(), prefix=None)
@@ -94,12 +97,12 @@ def plan(
     pack: bool = False,
     vision: Vision | None = None,
 ) -> list[Micro]:
-    """Micro-batches that together hold every own token once, or only the `live` (T,) bool ones.
+    """Return micro-batches that together hold every own token once, or only the tokens where `live` (T,) is True.
 
     Rows without such a token are left out. A row that is longer than `micro_tokens` is a micro-batch by itself, and so
-    is one whose pictures have more patches. share: rows of a group may be batched behind their shared prefix, where
-    that saves enough. pack: rows without a shared prefix are packed, not padded. vision: how the model sees; BadBatch
-    where it is None and a row shows a picture.
+    is one whose pictures have more patches. With `share`, rows of a group may be batched behind their shared prefix, if
+    that saves enough. With `pack`, rows without a shared prefix are packed instead of padded. `vision` says how the
+    model sees. Raises BadBatch if it is None and a row shows a picture.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (
@@ -116,7 +119,7 @@ def plan(
             )
             raise BadBatch(f"tape {row.tape} shows pictures, and {lacks}: train a vision model, or leave the tape out")
     order = [int(i) for i in np.argsort(length, kind="stable") if length[i]]
-    # Rows that begin with the same picture stand together, so that few micro-batches compute it; text comes first.
+    # Rows that begin with the same picture are placed together, so that few micro-batches compute it. Text comes first.
     order.sort(key=lambda i: -shown[i][0].key if shown[i] else 0)
     batches = _Batches(rows, wanted, length, start, shown, vision)
     return [
@@ -129,7 +132,7 @@ def plan(
 def _families(
     rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray, order: Sequence[int]
 ) -> list[tuple[list[int], int]]:
-    """(rows, tokens of their shared prefix): groups that share enough, then all other rows with 0."""
+    """Return (rows, tokens of their shared prefix) for each group that shares enough, then all other rows with 0."""
     groups: dict[str, list[int]] = {}
     for i in order:
         groups.setdefault(rows[i].group, []).append(i)
@@ -146,9 +149,10 @@ def _families(
 
 
 def _common(rows: Sequence[Row], most: int) -> int:
-    """Number of tokens that all rows begin with, at most `most`.
+    """Return the number of tokens that all rows begin with, at most `most`.
 
-    `most` ends before the position that predicts the first wanted token: hidden states are read after the prefix only.
+    `most` ends before the position that predicts the first wanted token, because hidden states are read only after the
+    prefix.
     """
     first = keys(rows[0].input_ids, rows[0].places)
     for row in rows[1:]:
@@ -163,11 +167,11 @@ class _Batches:
     length: NDArray
     start: NDArray
     shown: Sequence[Sequence[Place]]
-    """The places of each row as far as it is forwarded."""
+    """The places in the part of each row that is forwarded."""
     vision: Vision | None
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
-        """The rows in this order, cut before one more would exceed the budget."""
+        """Return micro-batches of the rows in this order. Each ends before one more row would exceed the budget."""
         groups: list[list[int]] = []
         group: list[int] = []
         longest, total, patches = 0, 0, dict[int, int]()
@@ -186,7 +190,7 @@ class _Batches:
         return [self.packed(group) if pack else self.one(group, prefix) for group in groups]
 
     def packed(self, group: Sequence[int]) -> Micro:
-        """Rows end to end; each begins at position 0."""
+        """Return the rows packed end to end. Each begins at position 0."""
         lengths = self.length[list(group)]
         starts = np.cumsum(lengths) - lengths
         ids = np.concatenate([self.rows[i].input_ids[:n] for i, n in zip(group, lengths, strict=True)])
@@ -221,7 +225,7 @@ class _Batches:
         packed: Tensor | None,
         corners: Sequence[tuple[int, int]],
     ) -> Micro:
-        """corners: (row, column) of each row's first token in the (B, P + L) tokens of the micro-batch."""
+        """`corners` are the (row, column) of each row's first token in the micro-batch's (B, P + L) tokens."""
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
         barred = [row.barred(mine, first) for (row, mine, _), first in zip(wanted, before, strict=False) if row.bars]
@@ -244,8 +248,8 @@ class _Batches:
     def _seen(
         self, group: Sequence[int], shape: tuple[int, int], corners: Sequence[tuple[int, int]], packed: bool
     ) -> tuple[Tensor | None, Pictures | None]:
-        """(rotary positions, pictures). Packed rows need positions also without a picture: only beside them does the
-        body find where a row ends."""
+        """Return (rotary positions, pictures). Packed rows need positions even without a picture, because the body
+        finds the end of a row only if positions are given."""
         vision = self.vision
         if vision is None or not (packed or any(self.shown[i] for i in group)):
             return None, None

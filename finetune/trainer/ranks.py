@@ -1,15 +1,16 @@
 """Collective operations of the processes (ranks) that take one optimiser step together.
 
 Each rank holds whole groups and whole episodes, and may hold none. Denominators are added up over the ranks before the
-first micro-batch. Gradients are then summed, not averaged: each loss was already divided by what all ranks hold, so
-ranks with different numbers of tokens, rows or micro-batches add up to the gradient of one process. No rank steps
-unless all ranks can: a rank that stepped alone would train other weights from then on.
+first micro-batch. Gradients are then summed, not averaged, because each loss was already divided by the total over all
+ranks. So ranks with different numbers of tokens, rows or micro-batches add up to the gradient of one process. No rank
+steps unless all ranks can, because a rank that stepped alone would have different weights from then on.
 
-`Ranks` is a single process; `DataParallelRanks` are processes with a copy of the model each; `ShardedRanks` are
-processes with a part of each weight (FSDP2). `distributed.py` says who rolls out and how the ranks get their rows.
+`Ranks` is a single process. `DataParallelRanks` are processes that each have a copy of the model. `ShardedRanks` are
+processes that each have a part of every weight (FSDP2). `distributed.py` explains which rank rolls out and how the
+ranks get their rows.
 
-1. accelerate's DDP and torch's DDP are not used. Both divide each rank's gradient by the number of ranks, right
-   only for means over equal parts. DDP, like FSDP, also hangs if one rank has fewer micro-batches than another.
+1. accelerate's DDP and torch's DDP are not used. Both divide each rank's gradient by the number of ranks, which is
+   right only for means over equal parts. DDP, like FSDP, also hangs if one rank has fewer micro-batches than another.
 """
 
 from __future__ import annotations
@@ -32,85 +33,88 @@ T = TypeVar("T")
 
 
 class RankLost(TapereelError, RuntimeError):
-    """Another process of the group ended or didn't answer in time; says what this process was waiting for."""
+    """Raised if another process of the group ended or didn't answer in time. The message says what this process was
+    waiting for."""
 
 
 class Ranks:
-    """A single process: every sum over the ranks is its own value."""
+    """A single process, for which every sum over the ranks is its own value."""
 
     size = 1
     rank = 0
     sharded = False
-    """True: each forward and backward pass is collective, so every rank must make the same number of passes."""
+    """Whether each forward and backward pass is collective, so that every rank must make the same number of passes."""
 
     def add_up(self, x: Tensor) -> Tensor:
-        """The sum of `x` over all ranks."""
+        """Return the sum of `x` over all ranks."""
         return x
 
     def any(self, flag: bool) -> bool:
-        """True when `flag` is True on any rank."""
+        """Return True if `flag` is True on any rank."""
         return flag
 
     def halt(self, flag: bool) -> bool:
-        """True when this rank must not run its next backward pass.
+        """Return True if this rank must not run its next backward pass.
 
-        Where backward passes are collective all ranks halt together: a rank that halts alone would leave the others
-        waiting in theirs until the time limit.
+        If backward passes are collective, all ranks halt together, because a rank that halted alone would leave the
+        others waiting in theirs until the time limit.
         """
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """The micro-batches to forward: this rank's, padded with idle ones where passes are collective and another rank
-        has more."""
+        """Return the micro-batches to forward. If passes are collective and another rank has more of them, idle ones
+        are added to this rank's."""
         return micros
 
     def shard(self, model: nn.Module) -> None:
-        """Leaves each rank its part of every weight, if the ranks shard weights. A second call changes nothing.
+        """Leave each rank only its part of every weight, if the ranks shard weights. A second call changes nothing.
 
-        Call it before an optimiser is made: sharding replaces the parameters, and an optimiser of the old ones would
+        Call it before an optimiser is made. Sharding replaces the parameters, and an optimiser for the old ones would
         step on tensors that no forward pass reads.
         """
 
     def run(self, model: nn.Module, work: Callable[[], T]) -> T:
-        """The result of `work()`, which may use the weights of `model` in any way."""
+        """Return the result of `work()`, which may use the weights of `model` in any way."""
         return work()
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replaces every gradient by its sum over all ranks; a missing gradient counts as 0."""
+        """Replace every gradient with its sum over all ranks. A missing gradient counts as 0."""
 
     def clip(self, parameters: Iterable[nn.Parameter], bound: float | None) -> float:
-        """Norm of the gradient of all weights; scales the gradient down to norm `bound` if it is longer."""
+        """Return the norm of the gradient of all weights, and scale the gradient down to norm `bound` if it is
+        larger."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:
-        """The metrics of all ranks, merged."""
+        """Return the merged metrics of all ranks."""
         return sums
 
     def all_gather(self, value: T) -> list[T]:
-        """The values of all ranks, in the order of ranks."""
+        """Return the values from all ranks, in the order of ranks."""
         return [value]
 
     def broadcast(self, value: object = None) -> object:
-        """Rank 0's `value`, on every rank."""
+        """Return rank 0's `value` on every rank."""
         return value
 
     def copy(self, model: nn.Module) -> None:
-        """Copies rank 0's weights and buffers into `model` on every rank."""
+        """Copy rank 0's weights and buffers into `model` on every rank."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Turns a lost connection inside of the block into a RankLost that names what this process waited for."""
+        """A context that turns a lost connection into a RankLost, which names what this process waited for."""
         return nullcontext()
 
     def whole(self, tree: T) -> T:
-        """`tree` (tensors in dicts, lists and tuples) with its sharded tensors gathered whole on every rank."""
+        """Return `tree` (tensors in dicts, lists and tuples) with its sharded tensors gathered in full on every
+        rank."""
         return tree
 
     def part(self, tree: T, like: object) -> T:
-        """The inverse of `whole`: tensors sharded as those at the same place in `like`."""
+        """Undo `whole`: return `tree` with its tensors sharded like those at the same place in `like`."""
         return tree
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
-        """Loads an optimiser state that `whole` gathered."""
+        """Load an optimiser state that `whole` gathered."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
@@ -120,8 +124,8 @@ class Ranks:
 
 
 class DataParallelRanks(Ranks):
-    """The ranks of an initialised `torch.distributed` group (started by `accelerate launch` or `torchrun`), each with
-    a copy of the model."""
+    """The ranks of an initialised `torch.distributed` group (started by `accelerate launch` or `torchrun`). Each has a
+    copy of the model."""
 
     def __init__(self, group: distributed.ProcessGroup | None = None) -> None:
         if not distributed.is_initialized():
@@ -149,7 +153,7 @@ class DataParallelRanks(Ranks):
 
     def add_up_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         for p in parameters:
-            if p.grad is None:  # this rank had no live token, but it must join the sum: all_reduce waits for all
+            if p.grad is None:  # without a live token, this rank must still join the sum: all_reduce waits for all
                 p.grad = torch.zeros_like(p)
             if not isinstance(p, DTensor):
                 p.grad = self.add_up(p.grad)
@@ -182,7 +186,8 @@ class DataParallelRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            # gloo raises a plain RuntimeError for a lost peer, which only its text tells from the program's own errors.
+            # gloo raises a plain RuntimeError for a lost peer. Only its text distinguishes it from the program's own
+            # errors.
             lost = isinstance(error, distributed.DistError) or re.search("gloo|nccl", str(error), re.IGNORECASE)
             if isinstance(error, RankLost) or not lost:
                 raise
@@ -195,7 +200,7 @@ class DataParallelRanks(Ranks):
 
 
 class ShardedRanks(DataParallelRanks):
-    """As `DataParallelRanks`, but each weight, its gradient and its optimiser state are sharded (FSDP2)."""
+    """Like `DataParallelRanks`, except that each weight, its gradient and its optimiser state are sharded (FSDP2)."""
 
     sharded = True
 
@@ -224,12 +229,13 @@ class ShardedRanks(DataParallelRanks):
         root = _Root(model)
         for block in _blocks(model):
             fully_shard(block, mesh=mesh)
-        # Weights are whole only inside of a forward or backward pass. Code that reads or changes a weight between two
+        # Weights are whole only during a forward or backward pass. Code that reads or changes a weight between two
         # passes sees this rank's part of it.
         fully_shard(root, mesh=mesh, reshard_after_forward=True)
         for module in root.modules():
             if isinstance(module, FSDPModule):
-                # FSDP would divide by the number of ranks; each loss is already divided by what all ranks hold.
+                # FSDP would divide by the number of ranks, but each loss is already divided by the total over all
+                # ranks.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         self._roots[id(model)] = root
@@ -254,7 +260,8 @@ class ShardedRanks(DataParallelRanks):
 
 
 class _Root(nn.Module):
-    """A module whose forward runs any function of the model inside: FSDP gathers the weights around a forward."""
+    """A module whose `forward` runs any function of the model inside, because FSDP gathers the weights around a
+    forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -265,9 +272,10 @@ class _Root(nn.Module):
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of the model's body: its longest ModuleList. FSDP shards and gathers them one by one.
+    """Return the layers of the model's body, which are its longest ModuleList. FSDP shards and gathers them one by one.
 
-    Those of a vision tower aren't among them: a rank without a picture would not gather them, and the others wait."""
+    The layers of a vision tower aren't included: a rank without a picture would not gather them, and the others would
+    wait."""
     body: nn.Module = getattr(model, "get_decoder", lambda: model)()
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []
@@ -278,7 +286,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _mapped(tree: Any, change: Callable[..., Any], *like: Any) -> Any:
-    """`tree` with `change(tensor, *like)` in place of each tensor, where `like` are the values at the same place."""
+    """Return `tree` with `change(tensor, *like)` in place of each tensor, where `like` are the values at the same
+    place."""
     if isinstance(tree, dict):
         return {k: _mapped(v, change, *(x[k] for x in like)) for k, v in tree.items()}
     if isinstance(tree, list | tuple):
