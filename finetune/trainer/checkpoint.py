@@ -1,9 +1,9 @@
-"""Checkpoints: directories that are either complete or absent, also after a crash.
+"""Checkpoints are directories that are either complete or absent, even after a crash.
 
-A checkpoint holds the policy in Hugging Face format; the trainer's state (optimiser, counts, reward moments, KL
-coefficients, running average, critic, random numbers); `taught.jsonl`, the digest of every trained tape; and
-`state.json`, which the loop needs to continue and an auditor needs to check. Nothing is unpickled: tensors are
-safetensors or `torch.load(weights_only=True)`.
+A checkpoint holds the policy in Hugging Face format, the trainer's state (optimiser, counts, reward moments, KL
+coefficients, running average, critic, random numbers), `taught.jsonl` with the digest of every trained tape, and
+`state.json`, which the loop needs to continue and an auditor needs to check. Nothing is unpickled: tensors are read
+from safetensors or with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 STATE, TAUGHT = "state.json", "taught.jsonl"
 _PARTIAL, _GONE = ".partial", ".gone"
-"""Suffixes of a directory that is being written, and of one that is being deleted."""
+"""Suffixes for a directory that is being written, and for one that is being deleted."""
 
 
 class BadCheckpoint(TapereelError, ValueError):
-    """A checkpoint directory that can't be used; the message names the file and the reason."""
+    """Raised if a checkpoint directory can't be used. The message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,17 @@ class Checkpoint:
 
     path: Path
     update: int
-    """Optimiser updates applied when it was written."""
+    """Number of optimiser updates that had been applied when it was written."""
     state: Mapping[str, Any]
-    """`state.json`."""
+    """The content of `state.json`."""
 
     def trainer_state(self) -> dict[str, object]:
-        """The trainer's state, as `Trainer.state_dict()` returned it."""
+        """Return the trainer's state, as `Trainer.state_dict()` returned it."""
         return self._load("trainer.pt")
 
     def weights(self) -> dict[str, Tensor]:
-        """The policy's parameters by name. BadCheckpoint if their digest differs from the recorded one."""
+        """Return the policy's parameters by name. Raises BadCheckpoint if their digest differs from the recorded
+        one."""
         weights = self._load("policy.pt")
         found = weights_digest(weights)
         if found != self.state["digest"]:
@@ -67,9 +68,10 @@ class Checkpoint:
         return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
-        """tape -> (its digest, digests of the layers it was read with), for every tape that was trained on.
+        """Return tape -> (its digest, digests of the layers it was read with), for every tape that was trained on.
 
-        Empty if the checkpoint was written without the list. BadCheckpoint if the file's digest differs."""
+        It is empty if the checkpoint was written without the list. Raises BadCheckpoint if the file's digest
+        differs."""
         about = self.state.get("taught")
         if about is None:
             return {}
@@ -89,7 +91,7 @@ class Checkpoint:
         try:
             with REAL.open(self.path / name) as file:
                 return torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many types for a broken file
+        except Exception as error:  # torch raises many types of error for a broken file
             raise BadCheckpoint(f"{self.path / name} can't be read: {type(error).__name__}: {error}") from error
 
     @property
@@ -99,7 +101,7 @@ class Checkpoint:
 
 
 def copied_weights(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of every parameter and buffer that `state_dict` has, safe to hand to another thread."""
+    """Return a copy of every parameter and buffer in `state_dict`, which is safe to hand to another thread."""
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
@@ -115,11 +117,11 @@ def save_checkpoint(
     taught: Mapping[str, Sequence[str]] | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> Checkpoint:
-    """Writes `directory/update-NNNNNN` durably; replaces an existing one.
+    """Write `directory/update-NNNNNN` durably, replacing an existing one.
 
-    All files are written and synced under a hidden name, then renamed in one step. A crash leaves at worst a hidden
-    directory (`.partial`, `.gone`), which readers ignore. `check` may raise to keep the old checkpoint. It is called
-    just before the rename, which fails if another process has called `remove_partial` since.
+    All files are written and synced under a hidden name, and then renamed in one step. At worst, a crash leaves a
+    hidden directory (`.partial`, `.gone`), which readers ignore. `check` may raise to keep the old checkpoint. It is
+    called just before the rename, which fails if another process has called `remove_partial` since.
     """
     REAL.make_folder(directory)
     target = directory / f"update-{update:06d}"
@@ -157,22 +159,22 @@ def save_checkpoint(
         raise
     if old is not None:
         shutil.rmtree(old)
-    _sync(directory)  # without it a power failure can undo the rename
+    _sync(directory)  # without this, a power failure can undo the rename
     return Checkpoint(target, update, full)
 
 
 def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
-    """A copy of the model with `weights` loaded into it."""
+    """Return a copy of the model with `weights` loaded into it."""
     other = copy.deepcopy(model)
     other.load_state_dict(weights, strict=False)
     return other
 
 
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:
-    """Deletes the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left (None: no bound).
+    """Delete the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left. None means no bound.
 
-    The newest, the base (update 0), pinned checkpoints and the one of update `best` are never deleted, so more than the
-    bounds may stay.
+    The newest, the base (update 0), pinned checkpoints and that of update `best` are never deleted, so what is left may
+    exceed the bounds.
     """
     found = checkpoints(directory, damaged=False)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
@@ -188,7 +190,7 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
 
 
 def _set_aside(path: Path) -> Path:
-    """Renames the directory, to be deleted: a crash halfway must not leave half a checkpoint under its name."""
+    """Rename a directory that will be deleted, so that a crash can't leave half a checkpoint under its name."""
     gone = path.with_name(f".{path.name}{_GONE}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
@@ -196,15 +198,17 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_partial(directory: Path) -> None:
-    """Removes the checkpoints that an earlier process didn't complete. If it still runs, it can't rename them."""
+    """Remove the checkpoints that an earlier process didn't complete. If that process still runs, it can't rename
+    them."""
     for partial in directory.glob(f".update-*{_PARTIAL}"):
         shutil.rmtree(partial)
 
 
 def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
-    """The complete checkpoints under `directory`, oldest first.
+    """Return the complete checkpoints under `directory`, oldest first.
 
-    BadCheckpoint for one whose state.json can't be read. Without `damaged` a line in the log says that it is left out.
+    Raises BadCheckpoint for one whose state.json can't be read. If `damaged` is False, it is left out instead, with a
+    warning in the log.
     """
     found: list[Checkpoint] = []
     for path in directory.glob("update-*") if directory.is_dir() else ():
@@ -218,13 +222,13 @@ def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """The run's checkpoint folders: of its own policy first, then one for each other policy, by name."""
+    """Return the run's checkpoint folders: that of its own policy first, then one for each other policy, by name."""
     own = run / "checkpoints"
     return [own, *sorted({path.parent.parent for path in own.glob(f"*/update-*/{STATE}")})]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in that directory. BadCheckpoint if there is none."""
+    """Return the checkpoint in that directory. Raises BadCheckpoint if its state.json can't be read."""
     try:
         state = json.loads(read_file(path / STATE))
         return Checkpoint(path, int(state["update"]), state)

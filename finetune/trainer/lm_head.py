@@ -1,7 +1,7 @@
-"""The output layer of a language model: hidden states to the log-probs of tokens, in chunks, with its own backward.
+"""The output layer of a language model, which maps hidden states to log-probs in chunks and has its own backward pass.
 
-Only one chunk of the (tokens x vocabulary) logits is in memory at a time. The backward pass computes the chunk again:
-stored logits of a batch would need more memory than the model. z = h W^T / T, lp = z[token] - logsumexp z,
+Only one chunk of the (tokens x vocabulary) logits is in memory at a time. The backward pass computes the chunk again,
+because storing the logits of a batch would need more memory than the model. z = h W^T / T, lp = z[token] - logsumexp z,
 H = logsumexp z - sum softmax(z) z.
 """
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 22
-"""Logits alive at a time (elements): 16 MiB in float32."""
+"""Number of logits in memory at a time, which is 16 MiB in float32."""
 BARRED = -1e9
-"""Logit of a token that couldn't be sampled: finite, since 0 * inf is NaN in the entropy."""
+"""Logit of a token that couldn't be sampled. It is finite, because 0 * inf would be NaN in the entropy."""
 
 
 class _LogProbs(torch.autograd.Function):
@@ -30,7 +30,7 @@ class _LogProbs(torch.autograd.Function):
         barred: Tensor | None,
         want_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        # Softmax in float32 at least: in bfloat16 a log-prob near 0 has an error of the size of the PPO clip range.
+        # The softmax is in float32 at least: in bfloat16, a log-prob near 0 has an error as large as PPO's clip range.
         exact = torch.promote_types(hidden.dtype, torch.float32)
         n = len(token)
         lse = torch.empty(n, dtype=exact, device=hidden.device)
@@ -51,7 +51,7 @@ class _LogProbs(torch.autograd.Function):
         grad_lp, grad_entropy = grads
         hidden, weight, bias, token, temperature, barred, lse, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # Summed over chunks in float32: in bfloat16 a late chunk would be rounded away against the sum so far.
+        # The weight's gradient is summed over chunks in float32. In bfloat16, a late chunk would be rounded away.
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
         for at in _chunks(len(token), len(weight)):
@@ -72,7 +72,8 @@ class _LogProbs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[at] = grad @ weight
             if grad_weight is not None:
-                # In place if it can be: a temporary of the weight's size costs more than the product itself.
+                # This is done in place if possible, because a temporary of the weight's size costs more than the
+                # product itself.
                 if grad.dtype == grad_weight.dtype:
                     grad_weight.addmm_(grad.t(), hidden[at])
                 else:
@@ -107,10 +108,11 @@ def log_probs(
     entropy: bool = False,
     barred: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(n,) log-probs of the tokens and, on request, entropies of their distributions, float32 or wider.
+    """Return the log-probs (n,) of the tokens and, on request, the entropies of their distributions, in float32 or
+    wider.
 
-    hidden (n, D); weight (V, D) and bias (V,) of the output layer; token (n,) ids; temperature (n,), all positive.
-    barred: as in `Micro`.
+    The inputs are `hidden` (n, D), the output layer's `weight` (V, D) and `bias` (V,), the ids `token` (n,), and
+    `temperature` (n,), which must be positive. For `barred`, see `Micro`.
     """
     exact = torch.promote_types(hidden.dtype, torch.float32)
     scale = None if bool((temperature == 1).all()) else temperature.to(hidden.device, exact)

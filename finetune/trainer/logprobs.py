@@ -1,7 +1,7 @@
-"""Log-probs of own tokens under a model. Only this module and `micro_batches` see prompts and padding.
+"""Log-probs of own tokens under a model. Only this module and `micro_batches` deal with prompts and padding.
 
 Hidden states are read at own positions only, and logits are computed in chunks (`lm_head`). A long prompt that the rows
-of a group share is forwarded once: its keys and values, with their gradient, serve all of these rows.
+of a group share is forwarded once. Its keys and values, with their gradient, are used for all of these rows.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = ["MICRO_TOKENS", "Micro", "Scores", "UnsupportedModel", "forward", "pl
 
 
 class UnsupportedModel(TapereelError, ValueError):
-    """A model whose log-probs `score` can't compute exactly; the message names the part that prevents it."""
+    """Raised for a model whose log-probs `score` can't compute exactly. The message names the part that prevents it."""
 
 
 _Inputs = dict[str, Tensor | list[Tensor]]
 RECORDED = Score()
-"""At the recorded temperatures, with the dtype of the weights."""
+"""Scores at the recorded temperatures, with the dtype of the weights."""
 
 
 class Scores(NamedTuple):
@@ -40,16 +40,16 @@ class Scores(NamedTuple):
     logprob: Tensor
     """(T,) log softmax(logits / temperature) of the token, float32 or wider."""
     entropy: Tensor | None
-    """(T,) entropy of that distribution in nats; None unless requested."""
+    """(T,) entropy of that distribution in nats, or None if it wasn't requested."""
 
 
 def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
-    """Scores of a micro-batch's tokens, with gradient if it is enabled."""
+    """Return the scores of a micro-batch's tokens, with gradient if it is enabled."""
     return read_out(model, states(parts(model)[0], micro, model), micro, how, entropy=entropy)
 
 
 def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entropy: bool = False) -> Scores:
-    """Scores from hidden states (n, D) that `states` gave."""
+    """Return the scores from the hidden states (n, D) that `states` returned."""
     _, output = parts(model)
     temperature = torch.ones_like(micro.temperature) if how.temperature == "one" else micro.temperature
     if not bool((temperature > 0).all()):
@@ -57,22 +57,24 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
             "a token was sampled at temperature 0 (greedy): it has no distribution to score. Keep greedy "
             "tapes out of RL data, or score with temperature 1"
         )
-    # Under autocast the body runs in the narrow dtype; the output layer and the softmax stay in the weights' dtype.
+    # Under autocast the body runs in the narrow dtype. The output layer and the softmax keep the weights' dtype or a
+    # wider one.
     with torch.autocast(hidden.device.type, enabled=False):
         wide = how.head == "float32"
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
-        # Maximum likelihood scores the model itself: at temperature 1, with all tokens.
+        # Maximum likelihood scores the model itself, at temperature 1 and with all tokens.
         barred = None if how.temperature == "one" else micro.barred
         found = head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy, barred=barred)
         return Scores(*found)
 
 
 def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
-    """(n, D) the hidden states that predict the micro-batch's tokens. model: computes the features of its pictures."""
+    """Return the hidden states (n, D) that predict the micro-batch's tokens. `model` computes the features of its
+    pictures."""
     prefix, rest = inputs(body, micro, model)
     if prefix is None:
-        # No mask, no cache: if rows are packed, the model knows by restarting indices where one ends.
+        # There is no mask and no cache. If rows are packed, the model knows from restarting indices where one ends.
         hidden = body(**rest, use_cache=False).last_hidden_state
     else:
         cache = body(**prefix, use_cache=True).past_key_values
@@ -82,7 +84,7 @@ def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
 
 
 def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | None, _Inputs]:
-    """The body's arguments for the prefix that the rows share, and for the rest of each row."""
+    """Return the body's arguments for the prefix that the rows share, and for the rest of each row."""
     device, embed = next(body.parameters()).device, cast(Any, body).get_input_embeddings()
     features = None if micro.pictures is None else micro.pictures.features(model)
 
@@ -99,10 +101,10 @@ def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | N
 
 
 def reaching(hidden: Tensor, modules: Sequence[nn.Module]) -> Tensor:
-    """`hidden`, with a gradient of 0 to every trained weight of `modules`.
+    """Return `hidden`, with a gradient of 0 for every trained weight of `modules`.
 
-    Else a tower's weights would have a gradient only if a micro-batch shows a picture. Then ranks with and without
-    one would sum different sets of gradients, and wait for each other until the time limit.
+    Otherwise a tower's weights would have a gradient only if a micro-batch shows a picture. Ranks with and without a
+    picture would then sum different sets of gradients, and wait for each other until the time limit.
     """
     weights = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
     if not weights or not torch.is_grad_enabled():
@@ -122,10 +124,10 @@ def score(
     pack: bool = False,
     vision: Vision | None = None,
 ) -> Scores:
-    """Scores of all own tokens of `rows`, in row order, without gradient.
+    """Return the scores of all own tokens of `rows`, in row order, without gradient.
 
-    live: (T,) bool, the tokens wanted; the others are NaN. ranks: those that score their rows at the same time. pack,
-    vision: as in `plan`.
+    `live` (T,) bool says which tokens are scored. The others are NaN. `ranks` are those that score their rows at the
+    same time. For `pack` and `vision`, see `plan`.
     """
     ranks = ranks or Ranks()
     n = sum(len(row.own) for row in rows)
@@ -144,8 +146,8 @@ def score(
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """The body that computes hidden states, and the output layer. UnsupportedModel for a head that does more than a
-    matrix product: its log-probs would differ from those that the engine sampled with."""
+    """Return the body, which computes hidden states, and the output layer. Raises UnsupportedModel if the head does
+    more than a matrix product, because the log-probs would differ from those that the engine sampled with."""
     base: Any = whole_model(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
@@ -164,31 +166,32 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """True when the keys and values of a prefix can serve several rows: full attention, and no gradient checkpointing
-    (which would compute the cache twice)."""
+    """Return True if the keys and values of a prefix can be used for several rows. This requires full attention, and no
+    gradient checkpointing, which would compute the cache twice."""
     base: Any = whole_model(model)
-    config = base.config.get_text_config()  # of a vision model: its language part
+    config = base.config.get_text_config()  # for a vision model, that of its language part
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     plain = set(kinds) == {"full_attention"} and not getattr(config, "sliding_window", None)
     return plain and not (base.training and getattr(base, f"is_{_checkpointing(base)}"))
 
 
 def packs(model: nn.Module) -> bool:
-    """True when rows are packed instead of padded: the model runs a variable-length attention kernel on a GPU."""
+    """Return True if rows are packed instead of padded, because the model runs a variable-length attention kernel on a
+    GPU."""
     base: Any = whole_model(model)
     kind = str(getattr(base.config, "_attn_implementation", None))
     return "flash" in kind and next(base.parameters()).device.type == "cuda"
 
 
 def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """A context in which the model's body forwards in `dtype`. None: in the dtype of its weights."""
+    """Return a context in which the model's body runs in `dtype`, or in the dtype of its weights if `dtype` is None."""
     return nullcontext() if dtype is None else torch.autocast(next(model.parameters()).device.type, dtype)
 
 
 def be_still(model: nn.Module, *, checkpointing: bool) -> None:
-    """Switches dropout off: the trained distribution must be the one that sampled.
+    """Switch dropout off, because the trained distribution must be the one that was sampled from.
 
-    Gradient checkpointing needs the training mode, so a model with dropout is then an UnsupportedModel.
+    Gradient checkpointing needs the training mode, so it raises UnsupportedModel for a model with dropout.
     """
     if not checkpointing:
         model.eval()
@@ -205,5 +208,5 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
 
 
 def _checkpointing(model: nn.Module) -> str:
-    """What transformers calls it: activation checkpointing since 5.22, whose older name warns."""
+    """Return the name that transformers uses: activation checkpointing since 5.22, where the older name warns."""
     return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"

@@ -1,4 +1,4 @@
-"""How a trainer steps, as values: the options of a policy's trainer and of a critic's."""
+"""The options for the trainers of a policy and of a critic."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of every trainer: its AdamW, its learning-rate schedule, and how it fits a batch into memory."""
+    """Options of every trainer, for AdamW, the learning-rate schedule, and fitting a batch into memory."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float | None = 1.0
-    """Largest gradient norm. None: no bound."""
+    """Largest gradient norm. If None, there is no bound."""
     schedule: Schedule = Schedule()
     micro_tokens: int = MICRO_TOKENS
-    """Tokens of a micro-batch, at most; a longer row is a micro-batch of its own."""
+    """Maximum number of tokens in a micro-batch. A longer row is a micro-batch of its own."""
     autocast: torch.dtype | None = None
-    """The dtype of the forward pass (bfloat16). Weights and output layer keep theirs."""
+    """The dtype of the forward pass (bfloat16). The weights and the output layer keep their own."""
     gradient_checkpointing: bool = False
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate for a step, counted from 0."""
         return self.lr * self.schedule.factor(step)
 
 
@@ -37,8 +37,9 @@ class TrainerOptions(StepOptions):
     """Options of a policy's trainer."""
 
     critic_first: int = 0
-    """The first updates, in which only the critic learns."""
+    """Number of updates at the start in which only the critic learns."""
     ema: float | None = None
-    """Decay of a running average of the weights, which is kept in `Trainer.averaged`."""
+    """Decay of the running average of the weights in `Trainer.averaged`. If None, there is no average."""
     pack: bool | None = None
-    """Rows end to end instead of padded. None: packed if the attention kernel supports variable lengths."""
+    """Whether to pack rows end to end instead of padding them. If None, they are packed if the attention kernel
+    supports variable lengths."""

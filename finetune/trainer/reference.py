@@ -1,7 +1,7 @@
 """The models that a recipe compares the policy with: the reference and the teacher. Both are frozen while they score.
 
-A reference that is the policy at another moment keeps only the trainable weights of that moment. They take the place of
-the policy's while it scores, so full weights, adapters and shards are one case.
+A reference that is the policy at another time keeps only the trainable weights from that time. They replace the
+policy's weights while it scores, so that full weights, adapters and shards need no separate code.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .ranks import Ranks
 
 
 class OtherModel:
-    """A second model with the policy's token ids."""
+    """A second model that uses the same token ids as the policy."""
 
     vision: Vision | None = None
-    """How `model` sees, if not as the policy does. None: it reads text alone."""
+    """How `model` sees, if it is another model than the policy. If None, it reads only text."""
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
@@ -40,18 +40,18 @@ class OtherModel:
         return f"{self.name} sha256:{self.digest}"
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
-        """(T,) log-probs of the own tokens of `rows`; `score` gives a model's."""
+        """Return the log-probs (T,) of the own tokens of `rows`. `score` computes those of a given model."""
         return score(self.model)
 
     def end_update(self) -> None:
-        """Called after each update of the policy, which doesn't change this model."""
+        """Called after each update of the policy. It doesn't change this model."""
 
     def state_dict(self) -> dict[str, object]:
-        """The state that a checkpoint holds."""
+        """Return the state that a checkpoint holds."""
         return {"digest": self.digest}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continues from `state_dict`. BadBatch if it is of another model."""
+        """Continue from `state_dict`. Raises BadBatch if it comes from another model."""
         if state["digest"] != self.digest:
             raise BadBatch(
                 f"the checkpoint was compared with weights of digest {state['digest']}, and here it is {self}: put the "
@@ -60,13 +60,13 @@ class OtherModel:
 
 
 class ServedTeacher(OtherModel):
-    """A teacher behind an engine. The run records its log-probs, so no update asks for them twice."""
+    """A teacher behind an engine. The run records the teacher's log-probs, so that no update asks for them twice."""
 
     def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
-        """ask: from rows to the log-probs of their own tokens, at temperature 1; it may block."""
+        """`ask` maps rows to the log-probs of their own tokens at temperature 1. It may block."""
         self.model, self.name, self.ask = nn.Module(), name, ask
         self.digest = ""
-        """Of what it said last."""
+        """Digest of the log-probs that it returned last."""
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(_known(row.teacher) for row in rows)]))
@@ -74,11 +74,12 @@ class ServedTeacher(OtherModel):
     def said(
         self, rows: Sequence[Row], folder: Path, *, ask: bool, check: Callable[[], object] = lambda: None
     ) -> tuple[list[Row], Path]:
-        """(the rows with its log-probs, their file in `folder`, which is named by the rows' tokens). If it is missing,
-        it is asked for and written; without `ask` that is an OSError. check: as in `put_file`."""
+        """Return the rows with the teacher's log-probs, and their file in `folder`, which is named by the rows' tokens.
+        If the file is missing, the teacher is asked and the file is written. Raises OSError instead if `ask` is False.
+        `check` is passed to `put_file`."""
         tokens = hashlib.sha256()
         for row in rows:
-            # Another picture under the same ids is another question.
+            # The same ids with a different picture are a different question.
             pictures = [keys(row.input_ids, row.places)] if row.places else []
             tokens.update(b"".join(part.tobytes() for part in (row.input_ids, row.own, *pictures)))
         path = folder / f"{tokens.hexdigest()[:32]}.f32"
@@ -96,11 +97,11 @@ class ServedTeacher(OtherModel):
         return {}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """It has no state: its numbers are in the run."""
+        """Do nothing, because there is no state: the log-probs are recorded in the run."""
 
 
 class EarlierWeights(OtherModel):
-    """The policy with its trainable weights of another moment, or with their moving average."""
+    """The policy with its trainable weights from another time, or with their moving average."""
 
     def __init__(
         self,
@@ -112,10 +113,10 @@ class EarlierWeights(OtherModel):
         decay: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """weights: by name, whole. None: those that `model` has now. After each `every` updates they become
-        decay * weights + (1 - decay) * policy. None: never."""
+        """`weights` are given by name, and are whole. If None, they are the current weights of `model`. After each
+        `every` updates they become decay * weights + (1 - decay) * policy. If `every` is None, they never change."""
         self.ranks = ranks or Ranks()
-        self.ranks.shard(model)  # it replaces the parameters, so they are read after it
+        self.ranks.shard(model)  # this replaces the parameters, so they are read afterwards
         self.model, self.name, self.every, self.decay = model, name, every, decay
         self._policy = trainable(model)
         self._weights = {key: p.detach().clone() for key, p in self._policy.items()}
@@ -130,8 +131,8 @@ class EarlierWeights(OtherModel):
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # In place and one by one: an optimiser and FSDP hold these very tensors, and a second copy of all of them would
-        # cost their memory.
+        # The weights are exchanged in place, because an optimiser and FSDP hold these very tensors, and one by one,
+        # because a second copy of all of them would need as much memory again.
         for key, p in self._policy.items():
             held = p.detach().clone()
             p.copy_(self._weights[key])
@@ -163,5 +164,5 @@ def _known(column: NDArray[np.float32] | None) -> NDArray[np.float32]:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The weights that updates change, by name."""
+    """Return the weights that updates change, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}

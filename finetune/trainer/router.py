@@ -1,11 +1,11 @@
 """The balance of a mixture-of-experts model's routers over a whole optimiser batch.
 
-A recipe's `aux` is in each loss that moves a router: over rollouts, over demonstrations, and of a critic's own body.
+A recipe's `aux` is in each loss that trains a router: over rollouts, over demonstrations, and for a critic's own body.
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 
-Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. So f and the number of rows are
-counted over the whole batch first; then micro-batches and ranks add up to exactly the loss of the whole batch.
+Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. So if f and the number of rows
+are counted over the whole batch first, micro-batches and ranks add up to exactly the loss of the whole batch.
 
 Source: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), as in transformers.
 """
@@ -27,18 +27,18 @@ class Load:
     """How the tokens of a batch were assigned to experts."""
 
     share: Tensor
-    """(E,) f: assignments per row; they add up to the number of experts that each token gets."""
+    """(E,) f, the assignments per row. They add up to the number of experts that each token gets."""
     rows: float
-    """(token, layer) pairs of the whole batch."""
+    """Number of (token, layer) pairs in the whole batch."""
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """A part's contribution, from its sum of router probabilities (E,)."""
+        """Return a part's contribution to the loss, from its sum of router probabilities (E,)."""
         return len(self.share) * (self.share.to(probabilities.dtype) * probabilities).sum() / self.rows
 
 
 def routed(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """((n, D) hidden states that predict the wanted tokens, router logits of each layer for all tokens but padding).
-    model: as in `states`."""
+    """Return the hidden states (n, D) that predict the wanted tokens, and each layer's router logits for all tokens
+    except padding. For `model`, see `states`."""
     _, rest = inputs(body, micro, model)
     out = body(**rest, use_cache=False, output_router_logits=True)
     hidden, logits = out.last_hidden_state, out.router_logits
@@ -48,7 +48,7 @@ def routed(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[Tensor, tup
 
 
 def probabilities(logits: Sequence[Tensor]) -> Tensor:
-    """(E,) sum over rows of the routers' probabilities."""
+    """Return the sum (E,) of the routers' probabilities over rows."""
     return torch.stack(
         [layer.to(torch.promote_types(layer.dtype, torch.float32)).softmax(-1).sum(0) for layer in logits]
     ).sum(0)
@@ -56,7 +56,7 @@ def probabilities(logits: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor], model: nn.Module) -> Load:
-    """f over all tokens of the micro-batches of all ranks; one more forward pass."""
+    """Return f over all tokens in the micro-batches of all ranks. This takes one more forward pass."""
     config: Any = body.config
     k = getattr(config, "num_experts_per_tok", None)
     if k is None:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules as a pure function of the number of updates already applied."""
+"""Learning-rate schedules, as pure functions of the number of updates already applied."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...tapes.value import Value
 
 
 class Schedule(Value):
-    """factor(k) times the learning rate is what update k (from 0) uses.
+    """Update k, counted from 0, uses factor(k) times the learning rate.
 
     warm-up  (k + 1) / warmup                           for k < warmup
     then, with p = (k - warmup) / (total - warmup), at most 1:
@@ -20,9 +20,9 @@ class Schedule(Value):
 
     kind: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = Field(default=0, ge=0)
-    """Updates of the linear warm-up."""
+    """Number of updates in the linear warm-up."""
     total: int | None = Field(default=None, gt=0)
-    """Updates until the floor is reached; required except for `constant`."""
+    """Number of updates until the floor is reached. It is required except for `constant`."""
     floor: float = Field(default=0.0, ge=0, le=1)
     """The factor at update `total` and after it."""
 
@@ -35,7 +35,7 @@ class Schedule(Value):
         return self
 
     def factor(self, k: int) -> float:
-        """The factor of update k, counted from 0."""
+        """Return the factor for update k, counted from 0."""
         if k < self.warmup:
             return (k + 1) / self.warmup
         if self.kind == "constant" or self.total is None:
