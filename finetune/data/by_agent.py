@@ -1,6 +1,6 @@
 """Per-agent training, where each agent in an episode is compared with itself in the other attempts, by its own reward.
 
-A reward component named `name@path` belongs to the agent at `path` alone; every other component is shared by all
+A reward component named `name@path` belongs to the agent at `path` alone. Every other component is shared by all
 agents. An episode with two agents becomes two `Episode`s, each with rows that hold the tokens of one agent. So group
 means, deviations, weights and counts are per agent, and no term of an objective needs to know about agents.
 """

@@ -2,7 +2,7 @@
 
 Only the agents' own tokens are in a stream. There are no masks, no padding and no sentinel values, so misaligned
 columns, means over padding and 0/0 can't occur. An unknown number is NaN, so it is noticed instead of counting as 0.
-Tokens are in the order of the rows; `time` orders each episode's tokens by turn, whichever rows hold them.
+Tokens are in the order of the rows. `time` orders each episode's tokens by turn, whichever rows hold them.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Episodes:
     """(E,) float64: the given value of the state after the end, 0 if the end is terminal, NaN if the value is
     unknown."""
     length: Tensor
-    """(E,) int64."""
+    """(E,) int64 number of tokens, as in `Episode.length`."""
     group: Tensor
     """(E,) int64 into `groups`."""
     fork: Tensor
@@ -99,7 +99,7 @@ class Turns:
     reward: Tensor
     """(N,) float64, NaN in an unscored episode."""
     episode: Tensor
-    """(N,) int64."""
+    """(N,) int64 into the episodes."""
     answered: Tensor
     """(N,) int64: turns with equal numbers answered equal observations. It is -1 for a turn whose observation is
     unknown or that has no own tokens."""
@@ -110,7 +110,7 @@ class Stream:
     """The T own tokens of a batch, in row order."""
 
     token: Tensor
-    """(T,) int64 id."""
+    """(T,) int64 token id."""
     old: Tensor
     """(T,) log-prob at sampling, NaN if it is unknown (authored text)."""
     temperature: Tensor

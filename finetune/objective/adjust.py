@@ -3,9 +3,9 @@
     whiten  A = (A - m) / s over the tokens of the batch:  s = sqrt(max(var, eps))  (how = floor)
                                                             s = sqrt(var) + eps      (how = add)
     clip    A = min(max(A, -limit), limit); the share outside is counted before clipping
-    relu    A = max(A, 0): learn from what went better only
+    relu    A = max(A, 0): learn only from what went better
     groups  A = weight of the group * A: `flat` for a group without spread, else min(groups / groups with spread, cap);
-            1 for all when none has spread (clip-filter weights)
+            1 for all groups if no group has spread (clip-filter weights)
 
 1. `whiten` gives exactly 0 if all advantages are equal.
 """
@@ -24,7 +24,7 @@ from .term import Context, Kinds, Term
 
 
 class Adjust(Term):
-    """Base class of all adjustments; derive from it to write your own adjustment."""
+    """Base class of all adjustments. Derive from it to write your own adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
         """Return the adjusted advantages (T,) float64. The caller sets the tokens where `entered` is False to 0."""
@@ -32,7 +32,7 @@ class Adjust(Term):
 
 
 class Whiten(Adjust):
-    """Mean 0 and, unless `centre_only`, standard deviation 1 over all tokens that enter."""
+    """Gives advantages mean 0 and, unless `centre_only`, standard deviation 1 over all tokens that enter."""
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0

@@ -1,8 +1,8 @@
 """anchor: the log-prob in the denominator of a ratio, and the correction where sampler and trainer disagree.
 
     sampler     ratio = exp(lp - old)
-    recomputed  ratio = exp(lp - prox), prox = log-prob under the weights that the rollout batch met; times the
-                importance weight  i = exp(prox - old)  (decoupled PPO):
+    recomputed  ratio = exp(lp - prox), prox = log-prob under the weights at the start of the update; the loss is
+                multiplied by the importance weight  i = exp(prox - old)  (decoupled PPO):
                     none      1
                     truncate  min(i, high)
                     mask      i where low <= i <= high, else 0

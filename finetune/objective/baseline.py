@@ -5,7 +5,7 @@ turn).
     mean       y = x - m
     loo        y = x - mean of the others = n / (n - 1) * (x - m)
     std        y = (x - m) / (s + eps),  s^2 = sum (x - m)^2 / (n - ddof)
-    batch_std  y = (x - m) / (s_batch + eps): the group's mean, the whole batch's deviation
+    batch_std  y = (x - m) / (s_batch + eps), with the group's mean and the whole batch's deviation
 
 m (mean), s (standard deviation) and n (count) are taken over the units in one group (by = group), the continuations
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
@@ -31,7 +31,7 @@ from .term import Context, Kinds, Term
 
 
 class Baseline(Term):
-    """Base class of all baselines; derive from it to write your own baseline."""
+    """Base class of all baselines. Derive from it to write your own baseline."""
 
     by: Literal["group", "fork", "batch"] = "group"
     """The set of units whose rewards are compared."""

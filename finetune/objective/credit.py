@@ -28,7 +28,7 @@ from .term import Context, Kinds, Term
 
 
 class Credit(Term):
-    """Base class of all credits; derive from it to write your own credit."""
+    """Base class of all credits. Derive from it to write your own credit."""
 
     @property
     def needs_value(self) -> bool:

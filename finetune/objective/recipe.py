@@ -239,7 +239,7 @@ def _plain(value: Any) -> Any:
 
 
 def _sentence(error: Any) -> str:
-    if not error["loc"]:  # contradicting terms: the message names them, so the input (the whole recipe) is left out
+    if not error["loc"]:  # contradicting terms: the message names them, so the input (the whole recipe) is omitted
         return error["msg"].removeprefix("Value error, ")
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
@@ -276,7 +276,7 @@ def kinds_of(field: str) -> tuple[type[Term], ...]:
     """Return the package's term classes for one field of a recipe. The result is empty for a field that holds no
     term."""
     info = Recipe.model_fields[field]
-    listed = get_args(info.annotation)  # of a tuple: (Annotated[Shape, Kinds(...)], ...)
+    listed = get_args(info.annotation)  # for a tuple: (Annotated[Shape, Kinds(...)], ...)
     notes = get_args(listed[0])[1:] if listed and get_args(listed[0]) else info.metadata
     found = next((note.kinds for note in notes if isinstance(note, Kinds)), ())
     if not found and isinstance(info.annotation, type) and issubclass(info.annotation, Term):

@@ -1,10 +1,10 @@
 """regulariser: an addition to a token's loss that doesn't depend on its advantage.
 
     kl       beta * estimate(lp, reference, teacher or sampler)
-    entropy  -coefficient * H,  H the exact entropy of the policy at the token
-    nll      coefficient * cross-entropy on demonstrations: other rows, a mean over their own tokens
-    aux      coefficient * balance of a mixture's experts over the forwarded rows (`trainer.router`); also over the
-             demonstrations, times nll's coefficient, and in the loss of a critic that has a body of its own
+    entropy  -coefficient * H,  where H is the exact entropy of the policy at the token
+    nll      coefficient * cross-entropy on demonstrations, which are other rows, as a mean over their own tokens
+    aux      coefficient * balance of a mixture's experts over the forwarded rows (`trainer.router`); it is also added
+             over the demonstrations, times nll's coefficient, and to the loss of a critic that has its own body
 
 The coefficient of a KL is fixed or adaptive (`kl.Adaptive`). An adaptive coefficient changes after each optimiser step.
 
@@ -26,7 +26,7 @@ from .term import Context, Kinds, Term
 
 
 class Regulariser(Term):
-    """Base class of all regularisers; derive from it to write your own regulariser."""
+    """Base class of all regularisers. Derive from it to write your own regulariser."""
 
     per_token: ClassVar[bool] = True
     """Whether the term adds to the loss of the batch's own tokens. If False, the trainer computes the term

@@ -4,14 +4,14 @@ Groups and episodes are dropped first, and T and E count the rest. Tokens are dr
 so dropping a token doesn't raise the weight of the others. For each reason, a metric reports the share that was
 dropped.
 
-    flat         drop groups whose scored episodes all earned the same (dynamic sampling), whatever that value is; if
-                 the baseline compares by fork, the continuations of one point have to differ
+    flat         drop groups whose scored episodes all have the same reward, whatever it is (dynamic sampling); if the
+                 baseline compares by fork, the test is on the continuations of each fork point instead
     bounds       drop episodes whose reward lies outside [low, high]
-    keep         of each group's episodes, the `keep` best, or the `keep` with the widest spread (half best, half worst)
+    keep         keep the best `keep` episodes of each group, or those with the widest spread (half best, half worst)
     mean_bounds  drop groups whose mean reward lies outside [low, high]
-    entropy_top  tokens: of each episode the share with the highest entropy, at least one
-    kl_mask      tokens: drop if (lp - old)^2 / 2 is above this
-    shift_mask   tokens: drop if the advantage has already moved the probability its way by more than this
+    entropy_top  keep only this share of each episode's tokens, those with the highest entropy, and at least one
+    kl_mask      drop tokens whose (lp - old)^2 / 2 is above this
+    shift_mask   drop tokens whose probability has already moved in the advantage's direction by more than this
 
 1. An episode enters only if its status allows training. A recipe with advantages also needs the episode's reward, and
    trains only on tokens whose log-prob at sampling is known.
@@ -19,7 +19,7 @@ dropped.
    chosen episodes. `keep` chooses among the episodes within `bounds`. On their own, `bounds` and `flat` leave the
    statistics as they are.
 3. `keep_when = after_baseline` is the order used by earlier versions, kept for the runs that they recorded. With it,
-   the statistics cover all scored episodes, and `keep` comes last.
+   `keep` comes last, and the statistics also cover the episodes that `keep` drops.
 4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six
    decimals, because equal contexts give entropies that differ by rounding, which depends on the micro-batches.
 """

@@ -1,7 +1,7 @@
 """shape: changes rewards before the baseline reads them. Only the KL penalty per token applies after the baseline.
 
     clip        x = min(max(x, low), high); the share outside is counted before clipping
-    running     x / s  or  (x - m) / s, over all rewards of the run so far (unbiased s); never touched by evaluation
+    running     x / s  or  (x - m) / s, over all training rewards in the run so far (unbiased s)
     overlong    x + max(-factor, min(0, -(len - (limit - buffer)) / buffer * factor))
     episode_kl  x - beta * sum of the estimates over the episode's tokens
     token_kl    adds r_t = -beta * estimate to each token's reward, after the baseline
@@ -13,8 +13,8 @@ m and s are the mean and the standard deviation of the run's rewards.
    scale again.
 2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
 3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update, however many optimiser steps the update
-   has, because all of them share the rewards that it was used for. It is driven by the mean k1 between sampler and
-   reference over the tokens that enter, whichever estimator is the penalty.
+   has, because all of them share the rewards that were computed with it. It is driven by the mean k1 between sampler
+   and reference over the tokens that enter, whichever estimator is the penalty.
 4. If rewards are per turn, the shapes for a whole episode (overlong, episode_kl) change the reward of its last turn.
 """
 
@@ -33,7 +33,7 @@ from .term import Context, Kinds, Term
 
 
 class Shape(Term):
-    """Base class of all shapes; derive from it to write your own shape."""
+    """Base class of all shapes. Derive from it to write your own shape."""
 
     @property
     def needs_reference(self) -> bool:
@@ -47,7 +47,7 @@ class Shape(Term):
 
 
 class Clip(Shape):
-    """A reward outside [low, high] becomes the nearer bound."""
+    """Replaces a reward outside [low, high] with the nearer bound."""
 
     kind: Literal["clip"] = "clip"
     low: float
@@ -61,7 +61,7 @@ class Clip(Shape):
 
 
 class Running(Shape):
-    """Rewards divided by the standard deviation of all rewards of the run so far."""
+    """Divides rewards by the standard deviation of all rewards in the run so far."""
 
     kind: Literal["running"] = "running"
     centre: bool = False
@@ -164,8 +164,8 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """Return the estimates (T,) float64 of the KL between sampler and reference model, 0 where the sampler's log-prob
-    is unknown."""
+    """Return the estimates (T,) float64 of the KL between the sampler, or the recomputed anchor if there is one, and
+    the reference model. They are 0 where the first log-prob is unknown."""
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"

@@ -3,12 +3,12 @@ advantage.
 
     ppo        l = -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` c, at least c A where A < 0
     reinforce  l = -A lp
-    cispo      l = -sg(min(max(r, 1 - low), high_cap)) A lp
+    cispo      l = -sg(min(max(r, 1 - low), cap)) A lp
     cpg        l = -A min(lp, anchor + log(1 + high)) where A > 0, -A max(lp, anchor + log(1 - low)) where A < 0
     sapo       l = -(4 / tau) sigmoid(tau (r - 1)) A, with a tau for each sign of A
-    nll        l = -lp: every own token is a target, also in authored text
-    minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): as nll, fading as the model outgrows the reference
-    none       l = 0: regularisers alone (distillation)
+    nll        l = -lp: every own token is a target, even in authored text
+    minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): like nll, fading as the model outgrows the reference
+    none       l = 0: only regularisers apply (distillation)
 
 With per = turn or episode, r is the geometric mean of the unit's ratios (GSPO). sg stops the gradient.
 
@@ -33,7 +33,7 @@ from .term import Context, Kinds, Term
 
 
 class Surrogate(Term):
-    """Base class of all surrogates; derive from it to write a loss of your own (docs/write_a_recipe.md)."""
+    """Base class of all surrogates. Derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
     """Whether the loss uses advantages, so that a token needs a reward and a finite log-prob at sampling."""
@@ -141,7 +141,7 @@ class CISPO(_Local):
 
 
 class CPG(_Local):
-    """Clipped policy gradient: the log-prob is bounded, and the gradient has no ratio."""
+    """Clipped policy gradient, where the log-prob is bounded and the gradient has no ratio."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cpg"] = "cpg"

@@ -64,8 +64,8 @@ def class_name(cls: type[Term]) -> str:
 
 
 def _main_file() -> Path | None:
-    """Return the script that this process runs. Its module is called `__main__` here, and by the file's stem in other
-    processes."""
+    """Return the script that this process runs. Its module is named `__main__` in this process, and after the file's
+    stem in others."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file) if file is not None else None
 
@@ -191,7 +191,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), value)
 
     def without(self, *names: str) -> Sums:
-        """A copy without the metrics `names`."""
+        """Return a copy without the metrics `names`."""
         copy = Sums()
         for mine, its in (
             (self.sums, copy.sums),

@@ -1,11 +1,11 @@
 """weigh: the weight of each token's loss, fixed once per optimiser batch. The loss is sum_t w_t l_t, without other
 divisors.
 
-    token     w = 1 / T                    every token alike
-    episode   w = 1 / (E T_e)              every episode alike, whatever its length
-    turn      w = 1 / (N T_n)              every turn alike
-    group     w = 1 / (G T_g)              every group alike (prompt mean)
-    constant  w = 1 / (E limit)            no length anywhere (dr_grpo); limit 1: mean over episodes of token sums
+    token     w = 1 / T                    every token counts the same
+    episode   w = 1 / (E T_e)              every episode counts the same, whatever its length
+    turn      w = 1 / (N T_n)              every turn counts the same
+    group     w = 1 / (G T_g)              every group counts the same (prompt mean)
+    constant  w = 1 / (E limit)            independent of lengths (dr_grpo); with limit 1, the mean of episode sums
     sum       w = 1 / limit                nothing is averaged
 
 T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. They are counted after

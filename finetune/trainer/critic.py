@@ -195,7 +195,7 @@ class CriticTrainer:
         self.balance = balance if critic.owns_body else 0.0
         self.moments = Moments()
         self.steps = 0
-        """Optimiser steps taken."""
+        """Number of optimiser steps taken."""
         self.skips = 0
         """Number of passes in which a number wasn't finite, so that they left the critic unchanged."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]

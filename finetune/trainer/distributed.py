@@ -77,7 +77,7 @@ class Processes:
         self.held: Prepared
         """This rank's share of the most recently prepared batch."""
         self.mine = torch.zeros(0, dtype=torch.int64)
-        """Numbers of this rank's episodes in that batch."""
+        """Indices of this rank's episodes in that batch."""
         self.places = torch.zeros(0, dtype=torch.int64)
         """Positions of this rank's tokens in the stream of that batch."""
         self._busy = False
@@ -270,7 +270,7 @@ class DistributedTrainer(PolicyTrainer):
             sums.merge(theirs)
             parts.update((name, parts.get(name, 0.0) + term) for name, term in terms.items())
         weight = _joined(len(prepared.batch.stream), torch.float64, [(share[0], share[1]) for share in found])
-        # Only the rank that met the bad number knows the reason; the others report "another rank".
+        # Only the rank that met the bad number knows the reason. The others report "another rank".
         reasons = [reason for *_, reason in found if reason not in (None, "another rank")]
         return replace(
             stats,

@@ -63,7 +63,7 @@ class Micro:
     token: Tensor
     """(n,) int64 ids of the wanted tokens."""
     temperature: Tensor
-    """(n,) float32."""
+    """(n,) float32 temperatures of the wanted tokens."""
     index: Tensor
     """(n,) int64 positions of the wanted tokens in the stream of all rows."""
     there: Tensor

@@ -64,7 +64,7 @@ def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Te
             f"{type(body).__name__} has no experts to balance: remove the `aux` regulariser from the recipe"
         )
     experts = getattr(config, "num_local_experts", None) or config.num_experts
-    # float64 counts are exact up to 2^53; float32 would lose single assignments above 2^24.
+    # float64 counts are exact up to 2^53, but float32 would lose single assignments above 2^24.
     counts = torch.zeros(experts + 1, dtype=torch.float64)
     for micro in micros:
         _, logits = routed(body, micro, model)

@@ -51,7 +51,7 @@ __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
 
 class Trainer(PolicyTrainer):
-    """Trains `model` by `recipe`. Not safe to share between threads."""
+    """Trains `model` with `recipe`. It is not safe to share between threads."""
 
     def __init__(
         self,
