@@ -1,6 +1,6 @@
 """Tapes: typed steps, the records around them, the tape that they make, and the store that keeps it.
 
-It needs pydantic and the standard library only, and imports no other folder of the package.
+This package needs only pydantic and the standard library, and imports no other folder of Tapereel.
 """
 
 if __name__ == "tapes":

@@ -1,7 +1,7 @@
-"""Numeric columns: int32 and float32 arrays, in JSON as base64 of their little-endian bytes, 4 bytes a value.
+"""Numeric columns: int32 and float32 arrays. In JSON, they are base64 of their little-endian bytes, 4 bytes per value.
 
-A float32 keeps its bits through writing and reading, which decimal text would not promise: digests and log-probs stay
-equal.
+A float32 keeps its bits when it is written and read, so digests and log-probs stay equal. Decimal text would not
+guarantee this.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
 
 def ints(values: Iterable[int] = ()) -> array[int]:
-    """An int32 array; a value outside int32 is an OverflowError."""
+    """Return an int32 array. Raises OverflowError if a value doesn't fit into int32."""
     return array("i", values)
 
 
 def floats(values: Iterable[float] = ()) -> array[float]:
-    """A float32 array. An unknown value is NaN, never 0.0, which would be a valid log-prob."""
+    """Return a float32 array. An unknown value is NaN, never 0.0, which would be a valid log-prob."""
     return array("f", values)
 
 
 def encode(values: array[int] | array[float]) -> str:
-    """Base64 of the little-endian bytes."""
+    """Return the little-endian bytes as base64."""
     if sys.byteorder == "big":
         values = array(values.typecode, values)
         values.byteswap()
@@ -35,7 +35,7 @@ def encode(values: array[int] | array[float]) -> str:
 
 
 def decode(typecode: Literal["i", "f"], text: str) -> array[int] | array[float]:
-    """The array that `encode` wrote. ValueError if `text` doesn't hold one."""
+    """Return the array that `encode` wrote. Raises ValueError if `text` doesn't hold one."""
     values = array(typecode)
     try:
         values.frombytes(base64.b64decode(text, validate=True))

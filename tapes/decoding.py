@@ -1,7 +1,7 @@
 """Decodes untrusted picture files within limits, and encodes their pixels as PNG.
 
-Every error is a BadPicture that names the source. Only the size in a file's header is trusted before its pixels are
-decoded, and a file has a limit of CPU time.
+Every error is a BadPicture that names the source. Only the size in the file's header is read before its pixels are
+decoded, and the CPU time for each file is limited.
 """
 
 from __future__ import annotations
@@ -29,29 +29,34 @@ if TYPE_CHECKING:
 
 DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
-"""Bytes of a file, before decoding and as PNG."""
+"""Most bytes in a file, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
-"""Checked on the size in the header, before any pixel is decoded: 10 kB of PNG can hold 230 MB of pixels."""
+"""The limit is checked against the size in the header before any pixel is decoded, because 10 kB of PNG can hold 230 MB
+of pixels."""
 MAX_RATIO = 200
-"""Longer side to shorter side; the image processors of vision models refuse more."""
+"""Largest ratio of the longer side to the shorter side. The image processors of vision models refuse more."""
 MAX_PARTS, MAX_SCANS = 10_000, 32
-"""Chunks of a PNG or segments of a JPEG, and scans of a JPEG. A scan decodes all pixels again; about 10 are usual."""
+"""Most chunks in a PNG or segments in a JPEG, and most scans in a JPEG. Each scan decodes all pixels again. About 10
+scans are usual."""
 SECONDS = 0.7
-"""CPU time for decoding one file; a photo with the most pixels takes some 0.2 s. The limits above bound the rest."""
+"""CPU time for decoding one file. A photo with the most pixels takes about 0.2 s. The limits above bound everything
+else."""
 
 
 def as_png(source: object) -> tuple[bytes, int, int]:
-    """(the bytes of the PNG, width, height)."""
+    """Return the bytes of the PNG, its width and its height."""
     with decoding(source_name(source)):
         if isinstance(source, bytes | str | os.PathLike):
             rgb = decoded(_bytes_of(source))
         else:
             image = _image_of(source)
             rgb = _rgb(image, image.getexif().get(0x0112, 1))
-        if rgb.width * rgb.height * 3 > 1.5 * MAX_BYTES:  # each eighth row tells noise from a photo
+        if rgb.width * rgb.height * 3 > 1.5 * MAX_BYTES:  # every eighth row is enough to tell noise from a photo
             rgb.resize((rgb.width, rgb.height // 8), 0).save(rows := io.BytesIO(), "PNG", compress_level=4)
             _check_bytes(8 * rows.tell(), 1.5)
-        # At the default level 6, a photo of 12 megapixels takes up to 5.4 s of CPU time; at 4, 1.7 s and as many bytes.
+        # A photo of 12 megapixels takes up to 5.4 s of CPU time at the default level 6. At level 4, it takes 1.7 s and
+        # gives
+        # as many bytes.
         rgb.save(written := io.BytesIO(), "PNG", compress_level=4)
         _check_bytes(written.tell())
     return written.getvalue(), rgb.width, rgb.height
@@ -63,7 +68,7 @@ def _check_bytes(size: int, slack: float = 1) -> None:
 
 
 class _Timed(io.BytesIO):
-    """A file to read that bounds the CPU time of its thread. Decoders of PNG and JPEG read in pieces."""
+    """A readable file that limits the CPU time of its thread. The decoders of PNG and JPEG read it in pieces."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -77,7 +82,7 @@ class _Timed(io.BytesIO):
 
 @contextmanager
 def decoding(what: str) -> Iterator[None]:
-    """Every exception of Pillow becomes a BadPicture: it raises many types."""
+    """Convert every exception from Pillow to a BadPicture, because Pillow raises many types."""
     try:
         yield
     except BadPicture as error:
@@ -89,7 +94,7 @@ def decoding(what: str) -> Iterator[None]:
 
 
 def source_name(source: object) -> str:
-    """How an error names the source."""
+    """Return how an error message names the source."""
     if isinstance(source, bytes):
         return f"a picture of {len(source):,} bytes"
     if isinstance(source, str) and DATA_URL.match(source):
@@ -111,29 +116,30 @@ def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
     if "://" in text or text[:5].lower() == "data:":
         raise BadPicture("is a URL, which is never fetched: pass the file's bytes, or data:image/png;base64,...")
     path = Path(text)
-    if not path.is_file():  # a pipe or a device would be read for ever
+    if not path.is_file():  # reading a pipe or a device would never end
         raise BadPicture("isn't a file: pass the path of a PNG, JPEG or WebP file")
     with path.open("rb") as file:
         return file.read(MAX_BYTES + 1)
 
 
 def decoded(data: bytes) -> PILImage:
-    """The upright pixels of a file, as 8-bit RGB. BadPicture; other errors of Pillow for damaged files."""
+    """Return the upright pixels of a file as 8-bit RGB. Raises BadPicture, or another of Pillow's errors if the file is
+    damaged."""
     image, orientation = opened(data)
     file = cast(IO[bytes], image.fp)
     image.load()
-    file.read(0)  # looks at the time again: the decoder of WebP reads all of the file at once
+    file.read(0)  # checks the time again, because the WebP decoder reads the whole file at once
     return _rgb(image, orientation)
 
 
 def opened(data: bytes) -> tuple[ImageFile, int]:
-    """(the image in a file, of which the header alone is read; its orientation). Raises as `decoded`."""
+    """Return the image in a file and its orientation. Only the header is read. Raises the same errors as `decoded`."""
     _pillow()
     from PIL import JpegImagePlugin, PngImagePlugin, WebPImagePlugin
 
     if len(data) > MAX_BYTES:
         raise BadPicture(f"has more than {MAX_BYTES:,} bytes, the limit of a file: make it smaller")
-    # Not `Image.open`, which prints warnings.
+    # `Image.open` is not used, because it prints warnings.
     if data.startswith((_PNG, b"\xff\xd8\xff")):
         pixels, exif = _stripped(data)
         png = data.startswith(_PNG)
@@ -151,12 +157,12 @@ def opened(data: bytes) -> tuple[ImageFile, int]:
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
-"""The beginning of a JPEG's segment, also behind the pixels of a scan."""
+"""The beginning of a JPEG segment. It is also found after the pixels of a scan."""
 
 
 def _stripped(data: bytes) -> tuple[bytes, bytes]:
-    """(a PNG or JPEG without its metadata, its Exif data). Pillow joins the metadata of a JPEG in time that grows with
-    the square of its segments, and refuses a PNG for a profile that is large or damaged."""
+    """Return a PNG or JPEG without its metadata, and its Exif data. The metadata is removed because Pillow joins it in
+    a JPEG in time that is quadratic in the number of segments, and rejects a PNG whose profile is large or damaged."""
     png, kept, last, scans, exif = data.startswith(_PNG), list[bytes](), 0, 0, b""
     at, palette = (8, data[25:26] == b"\3") if png else (2, False)
     for _ in range(MAX_PARTS):
@@ -164,7 +170,7 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
             start, kind = at, data[at + 4 : at + 8]
             at += 12 + int.from_bytes(data[at : at + 4])
             content = data[start + 8 : at - 4]
-            # Browsers ignore a chunk with a wrong checksum. Pillow checks only the pixels' chunks.
+            # Browsers ignore a chunk with a wrong checksum. Pillow checks only the chunks that hold pixels.
             sound = crc32(kind + content) == int.from_bytes(data[at - 4 : at])
             pixels = kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND") or (sound and kind == b"tRNS")
             palette &= kind != b"PLTE"
@@ -176,7 +182,7 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
             start, kind = (len(data), b"\xd9") if found is None else (found.start(), found[0][1:])
             at = start + 2 + (0 if kind in b"\x01\xd8\xd9" else int.from_bytes(data[start + 2 : start + 4]))
             content = data[start + 4 : at] if kind == b"\xe1" else b""
-            pixels = (not b"\xe1" <= kind <= b"\xef" and kind != b"\xfe") or kind == b"\xee"  # Adobe's, on colours
+            pixels = (not b"\xe1" <= kind <= b"\xef" and kind != b"\xfe") or kind == b"\xee"  # Adobe's, affects colours
             scans += kind == b"\xda"
             if scans > MAX_SCANS or kind in b"\xc3\xc5\xc6\xc7\xc9\xca\xcb\xcd\xce\xcf":
                 raise BadPicture(f"is a JPEG with over {MAX_SCANS} scans, or of a kind that is rare: save it again")
@@ -193,7 +199,8 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _orientation(exif: bytes) -> int | None:
-    """The orientation in Exif data. Pillow would copy each of up to 65,535 values, which may all be the whole data."""
+    """Return the orientation in Exif data. Pillow isn't used, because it would copy each of up to 65,535 values, and
+    each value may be as large as all the data."""
     tiff = exif.removeprefix(b"Exif\0\0")
     order: Any = "little" if tiff[:2] == b"II" else "big"
 
@@ -207,7 +214,7 @@ def _orientation(exif: bytes) -> int | None:
 
 
 def _image_of(source: object) -> PILImage:
-    """A PIL image, or the image in an array."""
+    """Return a PIL image unchanged, or the image in an array."""
     Image = _pillow()
     if isinstance(source, Image.Image):
         return _checked(cast("PILImage", source))
@@ -227,7 +234,7 @@ def _image_of(source: object) -> PILImage:
 def _checked(image: PILImage) -> PILImage:
     _check_size(*image.size)
     frames = getattr(image, "n_frames", 1)
-    if frames > 1 and image.format != "MPO":  # MPO: a camera's JPEG with a second view behind it, which is left out
+    if frames > 1 and image.format != "MPO":  # MPO is a camera's JPEG followed by a second view, which is left out
         raise BadPicture(f"has {frames:,} frames, and a picture has one: pass each frame as a picture")
     return image
 
@@ -242,7 +249,7 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _rgb(image: PILImage, orientation: int) -> PILImage:
-    """The upright pixels as 8-bit RGB, in a new image, which has no metadata."""
+    """Return the upright pixels as 8-bit RGB, in a new image without metadata."""
     Image = _pillow()
     turn = _TURNS.get(orientation)
     if image.mode.startswith("I;16"):
@@ -260,11 +267,11 @@ def _rgb(image: PILImage, orientation: int) -> PILImage:
 
 
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""EXIF orientation -> `PIL.Image.Transpose`: flips, rotations by 90 degrees, and both diagonals."""
+"""Maps an EXIF orientation to a `PIL.Image.Transpose`: flips, rotations by 90 degrees, and both diagonals."""
 
 
 def png_size(data: bytes) -> tuple[int, int]:
-    """Width and height in the header of a PNG."""
+    """Return the width and height in a PNG's header."""
     return int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
 
 

@@ -1,20 +1,20 @@
 """The errors of Tapereel, as one tree.
 
 TapereelError
-├── NotATape (ValueError)           records that don't make a tape
+├── NotATape (ValueError)           the records don't make a tape
 │   ├── NewerRecord                 a newer version wrote a part that this one doesn't know
 │   └── Corrupt                     durable bytes differ from those that were written
 ├── HiddenFromAgent (AttributeError)  an agent asked its view of a tape for hidden data
-├── RunStopped                  no model can answer: the run ended before its work was done
-├── StrayCancellation (RuntimeError)  a task was cancelled, and its caller hadn't asked for it
-├── StoreFailed (OSError)           a write or sync failed: this process writes nothing more
-├── Unwritable (TypeError)          a step holds a value that JSON can't
-├── BadPicture (ValueError)         a file, image or array that can't become a picture
-├── NoSuchTape (LookupError)        no tape, or more than one, has that id
+├── RunStopped                  the run ended before its work was done, since no model can answer
+├── StrayCancellation (RuntimeError)  a task was cancelled without a request from its caller
+├── StoreFailed (OSError)           a write or sync failed, and this process writes nothing more
+├── Unwritable (TypeError)          a step holds a value that JSON can't represent
+├── BadPicture (ValueError)         a file, image or array can't become a picture
+├── NoSuchTape (LookupError)        no tape has that id, or more than one does
 ├── MissingExtra (ImportError)      an optional package is not installed
-└── UsageError (ValueError)         invalid argument, setting or input
+└── UsageError (ValueError)         an argument, a setting or input is invalid
     ├── OtherVersion            another version wrote the settings of a run
-    └── BadArgument (TypeError)     an argument of another type than its annotation
+    └── BadArgument (TypeError)     an argument has a wrong type or value
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ from reprlib import Repr
 from typing import Literal
 
 USE_ITS_VERSION = "use the version that wrote it (9dc43d5 is the last commit that reads runs of unreleased commits)"
-"""The remedy for a run of another version."""
+"""The remedy for a run that another version wrote."""
 _LONGEST = 16_000
-"""Characters of an error's message. A library may put a whole answer into one, and redaction reads all of it."""
+"""Longest error message, in characters. A library may put a whole answer into a message, and redaction reads all of
+it."""
 _short = Repr()
 _short.maxstring, _short.maxother, _short.maxdict = 60, 60, 0  # a dict may hold a secret under any key
 StopReason = Literal["away", "key", "model", "budget"]
-"""Why a run stopped. `away`: no server answered. `key`: the API key was rejected. `model`: the server doesn't have
-the model, or has other weights. `budget`: the money or the quota is spent."""
+"""Why a run stopped. `away`: no server answered. `key`: the API key was rejected. `model`: the server doesn't have the
+model, or has other weights. `budget`: the money or the quota is spent."""
 
 
 class TapereelError(Exception):
-    """Base of every error that Tapereel raises on purpose."""
+    """Base class of all errors that Tapereel raises on purpose."""
 
 
 class NotATape(TapereelError, ValueError):
-    """Bytes or records that don't make a tape; the message says where and why."""
+    """Bytes or records don't make a tape. The message says where and why."""
 
 
 class Unwritable(TapereelError, TypeError):
-    """A step holds a value that can't be written to a tape; the message names the field and its type."""
+    """A step holds a value that can't be written to a tape. The message names the field and its type."""
 
 
 class BadPicture(TapereelError, ValueError):
-    """A file, image or array can't become a picture, or a picture's bytes are missing; the message names the source,
+    """A file, image or array can't become a picture, or a picture's bytes are missing. The message names the source,
     the reason and the remedy."""
 
 
 class NewerRecord(NotATape):
-    """A record is valid but for a part that this version doesn't know: a newer version wrote it."""
+    """A newer version wrote a part of a record that this version doesn't know. The rest of the record is valid."""
 
     def __init__(self, part: str, record: str = "a record") -> None:
         super().__init__(f"{record} has {part}, which this version doesn't know: use the version that wrote it")
         self.part = part
-        """As in `the field "seconds"`."""
+        """The unknown part, in a form such as `the field "seconds"`."""
 
 
 class Corrupt(NotATape):
@@ -68,7 +69,7 @@ class HiddenFromAgent(TapereelError, AttributeError):
 
 
 class RunStopped(TapereelError):
-    """A run ended before its work was done, since no later request to the model can succeed. It can be resumed."""
+    """A run ended before its work was done, because no later request to the model can succeed. It can be resumed."""
 
     reason: StopReason
 
@@ -78,7 +79,7 @@ class StoreFailed(TapereelError, OSError):
 
 
 class StrayCancellation(TapereelError, RuntimeError):
-    """Code raised CancelledError, and its caller had not cancelled it."""
+    """Code raised CancelledError although its caller had not cancelled it."""
 
 
 class NoSuchTape(TapereelError, LookupError):
@@ -86,7 +87,7 @@ class NoSuchTape(TapereelError, LookupError):
 
 
 class MissingExtra(TapereelError, ImportError):
-    """An optional package is not installed; the message names the extra that installs it."""
+    """An optional package is not installed. The message names the extra that installs it."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
         super().__init__(
@@ -97,11 +98,11 @@ class MissingExtra(TapereelError, ImportError):
 
 
 class UsageError(TapereelError, ValueError):
-    """Invalid argument, setting or input; a command that raises it exits with code 64."""
+    """An argument, a setting or input is invalid. A command that raises it exits with code 64."""
 
 
 class OtherVersion(UsageError):
-    """Another version of Tapereel wrote the settings of a run; a command that needs them exits with code 2."""
+    """Another version of Tapereel wrote the settings of a run. A command that needs them exits with code 2."""
 
     def __init__(self, config: str, why: str) -> None:
         super().__init__(f"this version can't read {config}: {why}; {USE_ITS_VERSION}")
@@ -112,7 +113,7 @@ class BadArgument(UsageError, TypeError):
 
 
 def error_message(error: BaseException) -> str:
-    """The beginning of `str(error)`, also of an error of user code whose `__str__` raises."""
+    """Return the beginning of `str(error)`. This also works for an error in user code whose `__str__` raises."""
     try:
         return str(error)[:_LONGEST]
     except BaseException as second:
@@ -120,8 +121,9 @@ def error_message(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """The beginning of `repr(value)` for an error's message, also of a value whose `__repr__` raises."""
+    """Return the beginning of `repr(value)` for an error message. This also works for a value whose `__repr__`
+    raises."""
     try:
         return " ".join(_short.repr(value).split())
-    except ValueError:  # an int of thousands of digits
+    except ValueError:  # an int with thousands of digits
         return "a number"

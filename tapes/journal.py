@@ -8,7 +8,7 @@ from typing import Protocol
 from .pictures import MediaReference
 
 MAX_BODY = 64 * 1024 * 1024 - 1024
-"""Bytes of the largest record body; larger things are media."""
+"""Bytes in the largest record body. Larger data is stored as media."""
 
 
 class Durability(StrEnum):
@@ -17,20 +17,20 @@ class Durability(StrEnum):
     STEP = "step"
     """Every turn waits until its action would survive a power cut."""
     TAPE = "tape"
-    """The end of every episode waits; turns only if the environment's effect is not `pure`."""
+    """The end of every episode waits. Turns wait only if the environment's effect is not `pure`."""
     OS = "os"
-    """Nothing waits for the disk: records survive the death of the process, not a power cut."""
+    """Nothing waits for the disk. Records survive the death of the process, but not a power cut."""
 
 
 class MediaFiles(Protocol):
     """The media files of a run."""
 
     def put(self, data: bytes, suffix: str = ..., /) -> MediaReference:
-        """Store the bytes; they are durable when it returns. Blocks."""
+        """Store the bytes. They are durable when this call returns. This call blocks."""
         ...
 
     def get(self, reference: str, /) -> bytes:
-        """The bytes of a reference. Blocks."""
+        """Return the bytes of the file that `reference` names. This call blocks."""
         ...
 
 
@@ -44,7 +44,7 @@ class Journal(Protocol):
 
     @property
     def media(self) -> MediaFiles:
-        """The place for files that records name."""
+        """Where the files that records name are stored."""
         ...
 
     def append(self, body: bytes) -> None:
@@ -52,5 +52,5 @@ class Journal(Protocol):
         ...
 
     async def durable(self) -> None:
-        """Return when everything appended before this call would survive a power cut. Raises StoreFailed."""
+        """Wait until everything appended before this call would survive a power cut. Raises StoreFailed."""
         ...

@@ -1,8 +1,8 @@
-"""From steps to chat messages, incrementally: the conversation that a model reads of a tape.
+"""Converts steps to chat messages, incrementally. The messages are the conversation that a model reads from a tape.
 
-One rule serves agents, sub-agents and the environment: an agent's own answers are `assistant`, everything else is
-`user` (results of tool calls are `tool`). A model's answer is shown as it was sampled, not as it was parsed: the prompt
-then begins with the sampled tokens, and the call extends its base instead of starting a new row.
+The same rule applies to agents, sub-agents and the environment. An agent's own answers are `assistant`, results of tool
+calls are `tool`, and everything else is `user`. A model's answer is shown as it was sampled, not as it was parsed. The
+prompt then begins with the sampled tokens, and the call extends its base instead of starting a new row.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from .steps import PLACES, Prompt, Step, Thought, ToolCalls, ToolResults, conten
 
 ENV = "env"
 FRAME_TIME = "<{:.1f} seconds>"
-"""The text before a frame of a video, as Qwen3-VL's processor writes it."""
+"""The text before each frame of a video, as Qwen3-VL's processor writes it."""
 
 
 class Messages(Sequence[Message]):
-    """An immutable prefix of an append-only conversation, after a fixed head: O(1) to make and to compare.
+    """An immutable prefix of an append-only conversation, after a fixed head. It takes O(1) to make and to compare.
 
     All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
     makes a plain list.
@@ -66,7 +66,8 @@ class Messages(Sequence[Message]):
     __hash__ = None  # type: ignore[assignment]
 
     def grew_from(self, other: Sequence[Message]) -> bool:
-        """True when `other` is known to be a prefix of this one without comparing messages: both share one list."""
+        """Return True if `other` is known to be a prefix of this conversation without comparing messages, because both
+        share one list."""
         return (
             isinstance(other, Messages)
             and other._items is self._items
@@ -76,7 +77,7 @@ class Messages(Sequence[Message]):
 
 
 def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
-    """How many leading messages two conversations share."""
+    """Return the number of leading messages that two conversations share."""
     if isinstance(a, Messages) and a.grew_from(b):
         return len(b)
     if isinstance(b, Messages) and b.grew_from(a):
@@ -90,7 +91,8 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, grown step by step. The first n steps make the first `counts[n]` messages."""
+    """The messages that one path reads, extended step by step. The first n steps make the first `counts[n]`
+    messages."""
 
     __slots__ = ("_said", "counts", "items", "path")
 
@@ -108,7 +110,7 @@ class Conversation:
             newest = calls[-1][0] if calls else None
             if newest is None:
                 self.items.append(said(step))
-            elif newest != self._said:  # two steps read from one answer are one message
+            elif newest != self._said:  # two steps that were parsed from one answer are one message
                 self.items.append(call(newest).reply)
                 self._said = newest
             if isinstance(step, Thought) and step.said_back:
@@ -117,7 +119,7 @@ class Conversation:
 
 
 def heard(step: Step) -> list[Message]:
-    """A step of the environment or of another path, as messages to the model."""
+    """Return a step of the environment or of another path as messages to the model."""
     if isinstance(step, Prompt):
         return _with_pictures(step.messages, step.pictures)
     if isinstance(step, ToolResults):
@@ -134,14 +136,15 @@ def heard(step: Step) -> list[Message]:
 
 
 def content_of(parts: Sequence[str | Visual]) -> str | list[Message]:
-    """The content of a message: a string for text alone, otherwise content parts. A picture's part names its file."""
+    """Return the content of a message. It is a string if there is only text, and otherwise a list of content parts. The
+    part for a picture names its file."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     return [{"type": "text", "text": part} if isinstance(part, str) else part_of(part) for part in parts if part != ""]
 
 
 def text_of(message: Message) -> str:
-    """The content of a message as one string; each picture is `[picture 80x60 a1bb0e2e75a7]`."""
+    """Return the content of a message as one string, with each picture written as `[picture 80x60 a1bb0e2e75a7]`."""
     content = message.get("content")
     if isinstance(content, str):
         return content
@@ -154,7 +157,8 @@ def text_of(message: Message) -> str:
 
 
 def frames_of(messages: Sequence[Message]) -> list[Message]:
-    """The messages for a model that reads no video: each frame becomes its time as text, then a picture."""
+    """Return the messages for a model that reads no video. Each frame becomes its time as text, followed by a
+    picture."""
     return [
         {**message, "content": [one for part in content_parts(message) for one in _unfolded(part)]}
         if any(part.get("type") == "video" for part in content_parts(message))
@@ -164,23 +168,23 @@ def frames_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def visual_parts(messages: Sequence[Message]) -> list[Message]:
-    """The content parts of the messages that show a picture or video, in order."""
+    """Return the content parts in the messages that show a picture or video, in order."""
     parts = (part for message in messages for part in content_parts(message))
     return [part for part in parts if part.get("type") == "image" or video_in(part) is not None]
 
 
 def image_parts(messages: Sequence[Message]) -> list[Message]:
-    """The content parts of the messages that show a picture or a frame of a video, in order."""
+    """Return the content parts in the messages that show a picture or a frame of a video, in order."""
     return visual_parts(frames_of(messages))
 
 
 def image_of(picture: Picture) -> Message:
-    """The content part that shows the picture; it names the picture's file."""
+    """Return the content part that shows the picture. It names the picture's file."""
     return {"type": "image", "media": picture.name, "width": picture.width, "height": picture.height}
 
 
 def part_of(shown: Visual) -> Message:
-    """The content part that shows the picture or video."""
+    """Return the content part that shows the picture or video."""
     if isinstance(shown, Picture):
         return image_of(shown)
     frames = [{"media": frame.name, "width": frame.width, "height": frame.height} for frame in shown.frames]
@@ -188,7 +192,7 @@ def part_of(shown: Visual) -> Message:
 
 
 def video_in(part: Message) -> Video | None:
-    """The video that a content part shows, without bytes; None for any other part."""
+    """Return the video that a content part shows, without bytes. Return None for any other part."""
     if part.get("type") != "video" or "frames" not in part:
         return None
     try:
@@ -200,7 +204,7 @@ def video_in(part: Message) -> Video | None:
 
 
 def _unfolded(part: Message) -> list[Message]:
-    """A video's part as text and image parts; any other part unchanged, as the only item."""
+    """Return a video's part as text and image parts. Any other part is returned unchanged, as the only item."""
     video = video_in(part)
     if video is None:
         return [part]
@@ -209,7 +213,7 @@ def _unfolded(part: Message) -> list[Message]:
 
 
 def _with_pictures(messages: Sequence[Message], pictures: Sequence[Visual]) -> list[Message]:
-    """The messages of a prompt, with its pictures in their places."""
+    """Return the messages of a prompt with its pictures in their places."""
     left = iter(pictures)
     return [
         {**message, "content": [part_of(next(left)) if part in PLACES else part for part in message["content"]]}
@@ -220,7 +224,7 @@ def _with_pictures(messages: Sequence[Message], pictures: Sequence[Visual]) -> l
 
 
 def said(step: Step) -> Message:
-    """A step of the agent that no model call produced, as the message that a model would have written."""
+    """Return a step of the agent that no model call produced, as the message that a model would have written."""
     if isinstance(step, ToolCalls):
         return {
             "role": "assistant",

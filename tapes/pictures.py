@@ -1,9 +1,9 @@
 """Pictures and videos: values in a step that name media files.
 
-`Picture.of` decodes a file within limits (`decoding`), turns it upright, and encodes the pixels again as 8-bit RGB
-PNG. Only that PNG is stored, sent to models and shown: no metadata, no colour profile and no second format of the
-source survives. The file's name is the SHA-256 of its bytes, and pictures are equal when their files are.
-A `Video` is pictures with times. Files of video formats are never decoded.
+`Picture.of` decodes a file within limits (see `decoding`), turns it upright, and encodes the pixels again as 8-bit RGB
+PNG. Only that PNG is stored, sent to models and shown, so no metadata or colour profile from the source survives, and
+its bytes can't be read as a second format. The file is named after the SHA-256 of its bytes, and pictures are equal if
+their files are. A `Video` is a sequence of pictures with times. Files in video formats are never decoded.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     from .decoding import Source
 
 MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
-"""A media file's name: the SHA-256 of its bytes, and a suffix."""
+"""A media file's name: the SHA-256 of its bytes and a suffix."""
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
 MAX_FRAMES = 1_000_000
-"""Frames of a video."""
+"""Most frames that a video may have."""
 RECORDED = {"recorded": True}
-"""Validation context of content that was read from a tape."""
+"""Validation context for content that was read from a tape."""
 
 
 class MediaReference(str):
-    """Text that names a media file, `media:<SHA-256><suffix>`, as `Media.put` returns it.
+    """Text that names a media file in the form `media:<SHA-256><suffix>`, as returned by `Media.put`.
 
-    A step refers to a file by a field of this type; the same characters in any other field are only text. Text becomes
-    a reference only in `Media.put` and when a tape is read: neither a model nor a page can make a run name files.
+    A step refers to a file through a field of this type. In any other field, the same characters are just text. Only
+    `Media.put` and reading a tape turn text into a reference, so neither a model nor a page can make a run name files.
     """
 
     @property
@@ -73,8 +73,8 @@ class MediaReference(str):
 
 
 class Received(dict[str, bytes]):
-    """Validation context of a step from another process: the files that came with it, by name. Their hashes are
-    checked: a reference to any other file is refused."""
+    """Validation context for a step from another process: the files that came with it, by name. Their hashes are
+    checked, and a reference to any other file is rejected."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -82,31 +82,31 @@ class Received(dict[str, bytes]):
             if name != (found := f"{sha256(data).hexdigest()}.png"):
                 raise BadPicture(f"a picture sent as {name[:80]!r} holds other bytes: their name is {found}")
             with decoding("a picture that another process sent"):
-                opened(data)[0].verify()  # the checksums of all chunks; decodes no pixel
+                opened(data)[0].verify()  # checks the checksums of all chunks and decodes no pixel
 
 
 class Picture(Value):
-    """A picture in a step: `Picture.of(...)` makes it, a field of this type (or a tuple of them) holds it.
+    """A picture in a step. Create one with `Picture.of(...)`, and store it in a field of this type or in a tuple.
 
-    The bytes travel with the object; a picture of a tape that was read from a run reads them when they are asked for.
+    The object carries its bytes. A picture on a tape that was read from a run reads its bytes when they are requested.
     """
 
     media: MediaReference
     width: int = Field(ge=1)
     height: int = Field(ge=1)
     alt: str | None = Field(default=None, exclude_if=lambda alt: alt is None)
-    """A description for people; no model reads it."""
+    """A description for people. No model reads it."""
     _data: bytes | None = PrivateAttr(default=None)
     _file: Callable[[str], bytes] | None = PrivateAttr(default=None)
 
     @classmethod
     def of(cls, source: Source, *, alt: str | None = None) -> Picture:
-        """The picture in `source`: bytes of a PNG, JPEG or WebP file, a file's path, its data URL, a PIL image, or an
-        array of bytes, (height, width) or (height, width, 1, 3 or 4).
+        """Create a picture from `source`: the bytes of a PNG, JPEG or WebP file, its path, its data URL, a PIL image,
+        or an array of bytes with the shape (height, width) or (height, width, 1, 3 or 4).
 
-        Transparent pixels are laid over white; 16 bits a channel become 8; CMYK, grey and palettes become RGB. Raises
-        BadPicture, which names the reason and the remedy. Blocks for some 0.1 s a megapixel: in an event loop use
-        `await Picture.read(...)`.
+        Transparent pixels are laid over white, 16-bit channels are reduced to 8 bits, and CMYK, grey and palette images
+        are converted to RGB. Raises BadPicture, which names the reason and the remedy. Blocks for about 0.1 s per
+        megapixel, so use `await Picture.read(...)` in an event loop.
         """
         data, width, height = as_png(source)
         picture = cls(
@@ -117,7 +117,7 @@ class Picture(Value):
 
     @classmethod
     async def read(cls, source: Source, *, alt: str | None = None) -> Picture:
-        """As `of`, without blocking the event loop."""
+        """Create a picture as `of` does, without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(_pool(), partial(cls.of, source, alt=alt))
 
     @model_validator(mode="after")
@@ -131,21 +131,23 @@ class Picture(Value):
 
     @property
     def name(self) -> str:
-        """The media file's name."""
+        """The name of the media file."""
         return self.media.name
 
     @property
     def data(self) -> bytes | None:
-        """The PNG's bytes. Of a tape that was read from a run they are read from its file at each use, which blocks and
-        raises NotATape for a missing file and Corrupt for a changed one. None: the bytes are unknown."""
+        """The PNG's bytes, or None if they are unknown. On a tape that was read from a run, each access reads them from
+        the picture's file, which blocks. It raises NotATape if the file is missing and Corrupt if it has changed."""
         return self._file(self.name) if self._data is None and self._file is not None else self._data
 
     def in_run(self, file: Callable[[str], bytes] | None) -> None:
-        """Read `data` from a run's files. file: gives the bytes of a file by its name; None if no run has the file."""
+        """Make `data` read from a run's files. `file` returns the bytes of a file by its name, and is None if no run
+        has the file."""
         self._file = file
 
     def __eq__(self, other: object) -> bool:
-        """Without the bytes, which the name stands for: a recorded picture equals the one that is shown again."""
+        """Compare without the bytes, which the name stands for. A recorded picture equals the same picture when it is
+        shown again."""
         return isinstance(other, Picture) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
@@ -156,22 +158,24 @@ class Picture(Value):
 
 
 class Video(Value):
-    """Pictures with times, in a step: `Video.of(...)` makes it. Each frame is a file, as a picture's is."""
+    """A sequence of pictures with times in a step. Create one with `Video.of(...)`. Each frame is stored as a file,
+    like a picture."""
 
     frames: tuple[Picture, ...] = Field(fail_fast=True)
-    """At least one; all of one size."""
+    """At least one frame. All frames have the same size."""
     fps: float
-    """Frames of the source in a second."""
+    """Frames per second of the source."""
     indices: tuple[int, ...] = Field(max_length=MAX_FRAMES)
-    """The number of each frame in the source, from 0, rising."""
+    """The number of each frame in the source, counted from 0, in increasing order."""
 
     @classmethod
     def of(
         cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
     ) -> Video:
-        """The video of these frames: pictures, or sources as `Picture.of` takes them; also an array of bytes (frames,
-        height, width, 3). fps: frames of the source in a second. indices: the number of each frame in the source, by
-        default 0, 1, 2, ... Raises BadPicture. Blocks: in an event loop use `await Video.read(...)`."""
+        """Create a video from these frames. They are pictures, sources that `Picture.of` accepts, or an array of bytes
+        with the shape (frames, height, width, 3). `fps` is the number of frames per second of the source. `indices`
+        gives the number of each frame in the source, by default 0, 1, 2, ... Raises BadPicture. This call blocks, so
+        use `await Video.read(...)` in an event loop."""
         pictures = [_frame(i, frame) for i, frame in enumerate(_frames(frames))]
         try:
             given = range(len(pictures)) if indices is None else map(operator.index, indices)
@@ -191,8 +195,8 @@ class Video(Value):
     async def read(
         cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
     ) -> Video:
-        """As `of`, without blocking the event loop."""
-        # One at a time, so that a long video doesn't block the pictures of other episodes.
+        """Create a video as `of` does, without blocking the event loop."""
+        # Decode one frame at a time, so that a long video doesn't block the pictures of other episodes.
         later = asyncio.get_running_loop().run_in_executor
         pictures = [await later(_pool(), _frame, i, frame) for i, frame in enumerate(_frames(frames))]
         return cls.of(pictures, fps=fps, indices=indices)
@@ -219,40 +223,41 @@ class Video(Value):
 
     @property
     def name(self) -> str:
-        """What stands for it in a task: the hash of the names of its frames, fps and indices. No file has this name."""
+        """The name that stands for the video in a task: a hash of its frames' names, `fps` and `indices`. No file has
+        this name."""
         return (
             f"{sha256(json.dumps([[f.name for f in self.frames], self.fps, self.indices]).encode()).hexdigest()}.video"
         )
 
     @property
     def times(self) -> tuple[float, ...]:
-        """Seconds of each frame."""
+        """The time of each frame in seconds."""
         return tuple(index / self.fps for index in self.indices)
 
     def __str__(self) -> str:
-        """Shows the hash of the first frame's file."""
+        """Show the video with the hash of its first frame's file."""
         first, times = self.frames[0], self.times
         size = f"{len(times)} frames {first.width}x{first.height}"
         return f"[video {size} {times[0]:.1f}-{times[-1]:.1f} s {first.name[:12]}]"
 
 
 Visual = Picture | Video
-"""A picture or video in a step."""
+"""A picture or a video in a step."""
 
 
 def media_of(value: object) -> tuple[str, ...]:
-    """Names of the media files that a step refers to, in the order of its fields."""
-    # Asked of every step, and nearly none refers to a file: the class alone decides for most.
+    """Return the names of the media files that a step refers to, in the order of its fields."""
+    # This runs for every step, and few steps refer to a file. For most steps, the class alone gives the answer.
     return tuple(one.name for one in _files(value)) if _may_refer(type(value)) else ()
 
 
 def pictures_of(value: object) -> tuple[Picture, ...]:
-    """The pictures and the frames of videos in a step, in the order of its fields."""
+    """Return the pictures and the frames of videos in a step, in the order of its fields."""
     return tuple(one for one in _files(value) if isinstance(one, Picture)) if _may_refer(type(value)) else ()
 
 
 def visuals_of(value: object) -> tuple[Visual, ...]:
-    """The pictures and videos in a step, in the order of its fields."""
+    """Return the pictures and videos in a step, in the order of its fields."""
     try:
         return tuple(one for one in _walked(value) if isinstance(one, Visual)) if _may_refer(type(value)) else ()
     except RecursionError:
@@ -260,7 +265,7 @@ def visuals_of(value: object) -> tuple[Visual, ...]:
 
 
 def videos_in(content: object) -> Iterator[Video]:
-    """The videos in the JSON of a step, whose class may not be imported."""
+    """Yield the videos in the JSON of a step, whose class may not be imported."""
     if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
         with suppress(ValueError):
             yield Video.model_validate(content, context=RECORDED)
@@ -293,7 +298,7 @@ def _walked(value: object) -> Iterator[MediaReference | Visual]:
 
 @cache
 def _may_refer(cls: type) -> bool:
-    """Whether a value of this class may hold a reference; of a model, by the annotations of its fields."""
+    """Return whether a value of this class may hold a reference. For a model, the annotations of its fields decide."""
     if not issubclass(cls, BaseModel):
         return True
     left: list[object] = [field.annotation for field in cls.model_fields.values()]
@@ -302,7 +307,7 @@ def _may_refer(cls: type) -> bool:
         one = left.pop()
         if one in (Any, object) or isinstance(one, TypeVar):
             return True
-        # A field of a model may hold any subclass of it, which may be defined later.
+        # A field of a model may hold any subclass of its type, and the subclass may be defined later.
         if isinstance(one, type) and (issubclass(one, BaseModel | MediaReference | tuple) or is_dataclass(one)):
             return True
         if one not in seen:
@@ -312,7 +317,8 @@ def _may_refer(cls: type) -> bool:
 
 
 def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
-    """A value of JSON, pictures and videos, with `by(leaf)` for each text, picture and video."""
+    """Return a JSON value that may hold pictures and videos, with each text, picture and video `leaf` replaced by
+    `by(leaf)`."""
     if isinstance(value, dict):
         return {key: swapped(one, by) for key, one in value.items()}
     if isinstance(value, list):
@@ -320,20 +326,21 @@ def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
     return by(value) if isinstance(value, str | Visual) else value
 
 
-# Making them
+# Creating pictures and videos
 
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Decodes for event loops. In the pool of a loop, pictures would delay all else that waits there."""
+    """Return the thread pool that decodes pictures for event loops. In a loop's own pool, pictures would delay
+    everything else that waits there."""
     return ThreadPoolExecutor(2, thread_name_prefix="tapereel-picture")
 
 
-os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has none of the threads
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of the threads
 
 
 def _frames(frames: Any) -> Iterable[Any]:
-    """The frames of a video, as sources. BadPicture for a file and for an array of another shape."""
+    """Return the frames of a video as sources. Raises BadPicture for a file and for an array with another shape."""
     shape = getattr(frames, "shape", None)
     if isinstance(frames, str | bytes | os.PathLike):
         raise BadPicture(f"{source_name(frames)} is one file, and video files are not decoded: pass the frames")

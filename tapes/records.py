@@ -1,8 +1,8 @@
-"""Records: the closed union, on `t`, of everything that is written to a run.
+"""Records: the closed union of everything that is written to a run. The field `t` names the kind.
 
-Tape records, from `begin` to `end`, are folded into the tape's digest. Layers are written any time later and are never
-folded. Run records have no tape. Bodies name tapes and calls by id, never by ordinal, so a record means the same in any
-segment.
+Tape records, from `begin` to `end`, are folded into the tape's digest. Layers can be written at any later time and are
+never folded. Run records belong to no tape. Bodies refer to tapes and calls by id and never by position, so a record
+means the same in any segment.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from .value import Value
 
 SCHEMA = "tapereel/1"
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
-"""d0 of every digest; dk = SHA-256(dk-1 + body bytes of record k)."""
+"""The initial value d0 of every digest. After record k, the digest is dk = SHA-256(dk-1 + body bytes of record k)."""
 
 IN_TAPE = ("begin", "step", "call", "reward", "end")
-"""The kinds of records that a tape is made of, up to its `end`; a later one of these is a layer."""
+"""The kinds of records that make up a tape, up to its `end`. A record of these kinds after the `end` is a layer."""
 
 Message = dict[str, Any]
 """One chat message: `role`, `content` and, if they apply, `tool_calls`, `tool_call_id`, `name`."""
 
 
 _is_none = partial(operator.is_, None)
-"""For fields that a body leaves out if they are None: they must not change the digest of tapes without them. It is
-written in C, since every record calls it."""
+"""Used for fields that a body leaves out if they are None, so that tapes without these fields keep their digests. It is
+written in C, because it runs for every record."""
 
 
 class Record(BaseModel):
-    """Base of all records: immutable; an unknown field is an error."""
+    """Base class of all records. Records are immutable, and an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, ser_json_inf_nan="strings")
 
     def body(self) -> bytes:
-        """The bytes that are written, hashed and folded into the digest: compact JSON in field order."""
+        """Return the bytes that are written, hashed and folded into the digest: compact JSON in field order."""
         return to_json(self, inf_nan_mode="strings")
 
 
@@ -61,19 +61,20 @@ class Task(Value):
     """One problem instance. Only the environment and the trainer read `private`."""
 
     id: str = ""
-    """A name for people; empty when the source has none. Groups and splits use `hash`, never the name."""
+    """A human-readable name. It is empty if the source has none. Groups and splits use `hash`, never the name."""
     public: JsonValue = None
     private: JsonValue = None
-    """Answers and seeds. Never shown to an agent."""
+    """Answers and seeds. They are never shown to an agent."""
     bare: bool = False
-    """True when the task is a plain value: `private` is that value, and `reset` receives it unchanged."""
+    """True if the task is a plain value. `private` is then that value, and `reset` receives it unchanged."""
     pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_, fail_fast=True)
-    """The pictures and videos that it was made with, each once. In their places the two parts hold their names."""
+    """The pictures and videos that the task was made with, each listed once. `public` and `private` hold their names
+    instead."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_pictures(cls, data: Any) -> Any:
-        """`Task(public={"image": picture})`: a record names the file, and the bytes are stored once."""
+        """Support `Task(public={"image": picture})`: a record names the file, and the bytes are stored once."""
         if not isinstance(data, dict) or "pictures" in data:
             return data
         parts = {key: data[key] for key in ("public", "private") if key in data}
@@ -82,100 +83,105 @@ class Task(Value):
         return {**data, **named, "pictures": found} if found else data
 
     def filled(self, part: JsonValue) -> object:
-        """`part`, the public or the private one, with the pictures and videos in their places."""
+        """Return `part`, which is the public or the private part, with its names replaced by the pictures and
+        videos."""
         known = {picture.name: picture for picture in self.pictures}
         return swapped(part, lambda one: known.get(str(one), one)) if known else part
 
     @property
     def shown(self) -> tuple[Visual, ...]:
-        """The pictures and videos of the public part."""
+        """The pictures and videos in the public part."""
         return visuals_of(self.filled(self.public)) if self.pictures else ()
 
     @classmethod
     def of(cls, value: object) -> Task:
-        """`value` if it is a Task, otherwise a bare task with `value` as its private part."""
+        """Return `value` if it is a Task, otherwise a bare task with `value` as its private part."""
         return value if isinstance(value, Task) else cls(private=cast(JsonValue, value), bare=True)
 
     @property
     def given(self) -> object:
-        """The argument of `Environment.reset`: the plain value of a bare task, otherwise the task."""
+        """The argument for `Environment.reset`: the plain value of a bare task, otherwise the task itself."""
         return self.filled(self.private) if self.bare else self
 
     @property
     def hash(self) -> str:
-        """SHA-256 (hex) over the public and the private part. It doesn't depend on the name or on the order of keys."""
+        """SHA-256 (hex) of the public and the private part. It doesn't depend on the name or on the order of keys."""
         parts = json.dumps([self.public, self.private], sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(parts.encode()).hexdigest()
 
 
 class Sampling(Value):
     """How a completion is sampled. Recorded log-probs are log softmax(logits / temperature) of each sampled id.
-    Settings that are newer than the first tapes are left out at their defaults, so the digests of old tapes hold."""
+    Settings that were added after the first tapes were written are left out when they have their default values, so the
+    digests of old tapes stay valid."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """0 is greedy decoding: never RL data, and the recorded log-probs are those at temperature 1."""
+    """0 means greedy decoding. Such calls are never RL data, and their recorded log-probs are those at temperature
+    1."""
     max_tokens: int = Field(default=512, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
-    """0: no limit."""
+    """0 means no limit."""
     extra: dict[str, JsonValue] = Field(default={})
-    """Further settings of the engine (penalties, grammars). They make a call unfit for RL, because they change the
-    distribution; `stop`, the strings that end an answer, does not."""
+    """Further settings of the engine, such as penalties and grammars. They make a call unfit for RL, because they
+    change the distribution. The exception is `stop`, the strings that end an answer."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False, exclude_if=operator.not_)
-    """Temperature of the first token (FIRE: 10 is usual); its log-prob is recorded at this temperature. None: as the
-    other tokens."""
+    """Temperature of the first token. The token's log-prob is recorded at this temperature. The FIRE method usually
+    sets it to 10. None means the same temperature as for the other tokens."""
     min_tokens: int = Field(default=0, ge=0, exclude_if=operator.not_)
-    """This many tokens at the start of an answer can't be end tokens: their log-probs come from the distribution over
-    the other tokens. A string in `extra.stop` still ends an answer."""
+    """The first `min_tokens` tokens of an answer can't be end tokens. Their log-probs come from the distribution over
+    the other tokens. A string in `extra.stop` can still end an answer."""
     ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
-    """End tokens don't end an answer, and each token's distribution stays as it is; `min_tokens` has no effect."""
+    """If True, end tokens don't end an answer. Each token's distribution stays as it is, and `min_tokens` has no
+    effect."""
 
     @property
     def exact(self) -> bool:
-        """True when the recorded log-probs come from the distribution that was sampled.
+        """True if the recorded log-probs come from the distribution that was sampled from.
 
-        top_p, top_k and most of `extra` cut or change the distribution after the log-probs were computed: importance
-        ratios from such log-probs would be wrong.
+        top_p, top_k and most settings in `extra` cut or change the distribution after the log-probs were computed, so
+        importance ratios from such log-probs would be wrong.
         """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
 
     @property
     def barring(self) -> int:
-        """How many of the first tokens can't be end tokens."""
+        """The number of tokens at the start of a completion that can't be end tokens."""
         return 0 if self.ignore_eos else self.min_tokens
 
     def temperature_at(self, position: int) -> float:
-        """Temperature of the token at that position of the completion."""
+        """Return the temperature of the token at `position` in the completion."""
         return self.first_temperature if position == 0 and self.first_temperature is not None else self.temperature
 
 
 class Identity(Value):
-    """The code of an agent or environment: its class and its configuration."""
+    """Identifies the code of an agent or environment by its class and configuration."""
 
     name: str
     cls: str = ""
-    """`module:qualname` when the tape was recorded."""
+    """The `module:qualname` of the class when the tape was recorded."""
     config: dict[str, JsonValue] = Field(default={})
     effect: Literal["pure", "idempotent", "irreversible"] | None = None
-    """Environments only: the effect of an action that is carried out again."""
+    """What happens if an action is carried out a second time. Only environments set it."""
 
 
 class Parent(Value):
-    """The place in the parent tape at which a fork begins."""
+    """The point in the parent tape where a fork begins."""
 
     tape: str
     digest: str
-    """The parent's digest (hex) after the last record of the prefix."""
+    """The parent's digest (hex) after the last record in the prefix."""
     records: int
-    """Tape records of the parent in the prefix, its `begin` included."""
+    """Number of the parent's tape records in the prefix, including its `begin`."""
     turn: int
-    """Turns of the parent in the prefix."""
+    """Number of the parent's turns in the prefix."""
     unverified: str | None = Field(default=None, exclude_if=_is_none)
-    """Why the prefix couldn't be verified, if the caller forked anyway; None if it was verified, or isn't known."""
+    """Why the prefix couldn't be verified, if the caller forked anyway. None if it was verified, or if that isn't
+    known."""
 
 
 class Begin(Record):
-    """The first record of a tape: all settings of the episode."""
+    """The first record of a tape. It holds all settings of the episode."""
 
     t: Literal["begin"] = "begin"
     tape: str
@@ -184,24 +190,24 @@ class Begin(Record):
     agent: Identity
     env: Identity
     env_seed: int
-    """The environment's seed, shared by a group."""
+    """The environment's seed, which all episodes in a group share."""
     seed: int
-    """This attempt's sampling seed."""
+    """The sampling seed of this attempt."""
     group: str | None = None
     attempt: int = 0
-    """Number of the episode in its group, from 0."""
+    """The episode's number within its group, counted from 0."""
     split: str = "train"
-    """`train`, `eval`, `demo` or a name of the caller: the purpose of the tape."""
+    """The purpose of the tape: `train`, `eval`, `demo` or a name that the caller chose."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
-    """`package`, `python` and, with a renderer, `tokenizer` and `chat_template` (hashes); with pictures, `processor`
-    (hash)."""
+    """The versions of `package` and `python`. With a renderer, also the hashes of `tokenizer` and `chat_template`. With
+    pictures, also the hash of `processor`."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
-    """Sampling settings of the run; each call records its own. None: unknown."""
+    """Sampling settings of the run. Each call also records its own. None if unknown."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
-    """Limits of the episode, including the engine's context. None: unknown."""
+    """Limits of the episode, including the engine's context length. None if unknown."""
     at: float
-    """Seconds since 1970, wall clock."""
+    """Wall-clock time in seconds since 1970."""
 
     @model_validator(mode="before")
     @classmethod
@@ -223,14 +229,14 @@ class StepRecord(Record):
     t: Literal["step"] = "step"
     tape: str
     by: str
-    """The path of agent names that speaks (`planner/searcher`), or `env`."""
+    """The path of the agent that produced the step (`planner/searcher`), or `env`."""
     role: Role
     kind: str
     calls: tuple[tuple[str, int, int], ...] = ()
-    """(call id, start, end): the completion tokens that this step was parsed from."""
+    """The completion tokens that this step was parsed from, as (call id, start, end)."""
     content: SerializeAsAny[Step]
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
-    """Names of the media files that the content refers to: its fields of type `MediaReference`."""
+    """Names of the media files that the content refers to in its fields of type `MediaReference`."""
     at: float
 
     @model_validator(mode="before")
@@ -249,7 +255,8 @@ class StepRecord(Record):
         return data
 
     def body(self) -> bytes:
-        """As `Record.body`; a step of unknown kind is written as it was read. Unwritable if JSON can't hold it."""
+        """Return the bytes as `Record.body` does. A step of unknown kind is written as it was read. Raises Unwritable
+        if JSON can't represent the step."""
         if self.kind == self.content.kind or not isinstance(self.content, Unknown):
             measure(self.content)
             try:
@@ -260,17 +267,17 @@ class StepRecord(Record):
 
 
 class Attempt(Value):
-    """One request of a call to the engine; every one after the first is a retry."""
+    """One request to the engine for a call. Every attempt after the first is a retry."""
 
     seconds: float
     error: str | None = None
-    """Type and message of the error; None for the request that was answered."""
+    """Type and message of the error. None for the request that was answered."""
     queued: float | None = Field(default=None, exclude_if=_is_none)
-    """The part of `seconds` before the model began to work on the request; None if the engine doesn't report it."""
+    """The part of `seconds` before the model began to work on the request. None if the engine doesn't report it."""
 
 
 class Usage(Value):
-    """Token counts and cost of a call; None if the engine doesn't report them."""
+    """Token counts and cost of a call. Values that the engine doesn't report are None."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -280,7 +287,8 @@ class Usage(Value):
 
 
 class Tools(Value):
-    """The tools that a call offers, by hash. Only the first call of a tape that offers them holds the schemas."""
+    """The tools that a call offers, identified by hash. Only the first call on a tape that offers them holds the
+    schemas."""
 
     hash: str
     schemas: tuple[dict[str, JsonValue], ...] | None = None
@@ -290,38 +298,41 @@ class Call(Record):
     """One model call, stored as its additions to an earlier call (`base`).
 
     ids(call) = prompt(call) + completion(call); prompt(call) = ids(base)[:keep] + prompt. The call *extends* its base
-    iff `keep` is all of ids(base); a smaller `keep` only saves storage and starts a new training row.
-    conversation(call) = messages(call) + [reply(call)]; messages(call) = conversation(base)[:keep_messages] + messages.
+    if and only if `keep` covers all of ids(base). A smaller `keep` only saves storage, and the call starts a new
+    training row. conversation(call) = messages(call) + [reply(call)]; messages(call) =
+    conversation(base)[:keep_messages] + messages.
     """
 
     t: Literal["call"] = "call"
     tape: str
     call: str
     by: str
-    """The path that called."""
+    """The path of the agent that made the call."""
     conversation: str = Field(default="", exclude_if=operator.not_)
-    """Name of the conversation, for paths that hold several; empty for the usual single one."""
+    """Name of the conversation if the path holds several. It is empty in the usual case of a single conversation."""
     base: str | None = None
     keep: int = 0
     keep_messages: int = 0
     messages: tuple[Message, ...] = ()
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
-    """Names of the pictures in `messages` that came with a program's request: no step shows them."""
+    """Names of the pictures in `messages` that came with a program's request. No step shows these pictures."""
     prompt: Ints | None = None
-    """New prompt token ids after the kept ones; None when the engine takes and returns text only."""
+    """New prompt token ids after the kept ones. None if the engine takes and returns only text."""
     places: Places = Field(default=(), exclude_if=operator.not_)
-    """Which of the new prompt ids stand for pictures, in order; offsets count from the first id of the whole prompt."""
+    """Which of the new prompt ids stand for pictures, in order. Offsets count from the first id of the whole prompt."""
     completion: Ints | None = None
-    """Sampled token ids, including the one that ends the turn; None when the engine returns text only."""
+    """Sampled token ids, including the one that ends the turn. None if the engine returns only text."""
     logprobs: Floats | None = None
-    """log softmax(logits / temperature) of each completion id; NaN if unknown."""
+    """log softmax(logits / temperature) of each completion id. NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
-    """With `sampling.min_tokens`: the end ids that the distribution of the first tokens lacks. None: unknown."""
+    """With `sampling.min_tokens`, the end ids that were excluded from the distribution of the first tokens. None if
+    unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""
     spans: tuple[tuple[str, int, int], ...] = ()
-    """(version, start, end) over completion tokens, half-open and contiguous."""
+    """The policy version of each range of completion tokens, as (version, start, end). Ranges are half-open and
+    contiguous."""
     finish: Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"] = "stop"
     sampling: Sampling = Sampling()
     seed: int | None = None
@@ -329,9 +340,10 @@ class Call(Record):
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
-    """Why this call starts a new row although its path has spoken; None when it extends its base or is the first."""
+    """Why this call starts a new row although its path has made calls before. None if it extends its base or is the
+    first."""
     cut: int = Field(default=0, exclude_if=operator.not_)
-    """Tokens of the conversation that the prompt leaves out (`limits.keep_prompt`)."""
+    """Number of tokens in the conversation that the prompt leaves out (`limits.keep_prompt`)."""
     engine: str = ""
     at: float
 
@@ -370,44 +382,45 @@ class Call(Record):
 
 
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
-    """Whether a component with these fields leaves its whole tape unscored.
+    """Return whether a component with these fields leaves its whole tape unscored.
 
-    It does when it counts (weight not 0) and is NaN, or when it records the failure of its source. A metric that is NaN
+    It does if it is NaN and counts (its weight is not 0), or if it records that its source failed. A metric that is NaN
     doesn't affect the reward.
     """
     return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
 class Reward(Record):
-    """One reward component. Inside a tape it is part of the digest; after its end it is a layer.
+    """One reward component. If recorded inside a tape, it is part of the digest. If added after the tape's end, it is a
+    layer.
 
-    The reward of a tape is the sum of weight * value over the components that were recorded with it; a tape without
-    any, or with one that failed, is unscored, which is not zero (`total_reward`).
+    The reward of a tape is the sum of weight * value over the components that were recorded with it. A tape without
+    components, or with a failed one, is unscored, which is not the same as zero (`total_reward`).
     """
 
     t: Literal["reward"] = "reward"
     tape: str
     step: int | None = None
-    """Index of the action that earned it; None for the episode as a whole."""
+    """Index of the action that earned it. None if it is for the episode as a whole."""
     name: str = "reward"
     value: float
     weight: float = 1.0
-    """0 for a metric, which is only reported."""
+    """0 means that the component is a metric, which is reported but not part of the reward."""
     layer: str | None = None
-    """None for a reward recorded with the tape; else the name of the later scoring."""
+    """Name of the later scoring that added this reward. None for a reward recorded with the tape."""
     evidence: JsonValue = None
 
     @property
     def failed(self) -> bool:
-        """Whether it leaves the tape unscored (`unscores`)."""
+        """True if the component leaves the tape unscored (`unscores`)."""
         return unscores(self.value, self.weight, self.evidence)
 
 
 def total_reward(rewards: Iterable[Reward]) -> float | None:
-    """The reward of a tape: the sum of weight * value of its components.
+    """Return the reward of a tape: the sum of weight * value over its components.
 
-    None if no component counts (weight 0 is a metric), or if one failed. One rule serves tapes, indexes, audits
-    and training.
+    Return None if no component counts (weight 0 marks a metric), or if one failed. Tapes, indexes, audits and training
+    all use this rule.
     """
     every = list(rewards)
     counted = [r.weight * r.value for r in every if r.weight != 0]
@@ -422,7 +435,8 @@ class Cause(Value):
     """Class of the exception."""
     message: str | None = None
     frame: str | None = None
-    """`file:line in function`: the last place in the user's code, otherwise the last of the traceback."""
+    """Where the error was raised, as `file:line in function`: the last frame in the user's code if there is one,
+    otherwise the last frame in the traceback."""
 
 
 class End(Record):
@@ -435,45 +449,46 @@ class End(Record):
     seconds: float = 0.0
     at: float
     agent_seconds: float | None = Field(default=None, exclude_if=_is_none)
-    """Seconds that count as the agent's (`agents/episode/timers.py`); None if unknown."""
+    """Seconds that count as the agent's (`agents/episode/timers.py`). None if unknown."""
     beside: tuple[Cause, ...] = Field(default=(), exclude_if=operator.not_)
-    """Faults that didn't end the episode: a `close` that failed, code that was left running."""
+    """Faults that didn't end the episode, such as a failed `close` or code that was left running."""
 
 
 class Label(Record):
-    """Layer: which tokens of a call are training targets, if not its whole completion."""
+    """Layer that selects which tokens of a call are training targets, if not the whole completion."""
 
     t: Literal["label"] = "label"
     tape: str
     call: str
     use: Literal["agent", "auxiliary", "discarded"] = "agent"
     ranges: tuple[tuple[int, int], ...] | None = None
-    """Completion ranges that are targets; None for all."""
+    """Completion ranges that are targets. None means that the whole completion is a target."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """The call whose prompt and completion begin this call's prompt, if it isn't its `base` (which may be another
-    earlier call); None for the `base`."""
+    """The call whose prompt and completion begin this call's prompt, if that call is not this call's `base` (which may
+    be another earlier call). None if it is the `base`."""
 
 
 class Tokens(Record):
-    """Layer: token ids of authored text, which no local model sampled (a scripted agent, an API, a person)."""
+    """Layer with the token ids of authored text, which no local model sampled. Its author may be a scripted agent, an
+    API or a person."""
 
     t: Literal["tokens"] = "tokens"
     tape: str
     call: str
     prompt: Ints
-    """All prompt ids, including the base's."""
+    """All prompt ids, including those of the base."""
     places: Places = Field(default=(), exclude_if=operator.not_)
     """Which prompt ids stand for pictures, in order."""
     completion: Ints
     tokenizer: str
-    """Hash of the tokenizer and the chat template that made these ids."""
+    """Hash of the tokenizer and the chat template that produced these ids."""
 
 
 class Use(Record):
-    """The whole batch of one update, written before the update is applied: the redo log.
+    """The whole batch of one update, written before the update is applied. It serves as a redo log.
 
-    After a crash between this record and the next checkpoint, the update is applied again from it.
+    After a crash between this record and the next checkpoint, the update is applied again from this record.
     """
 
     t: Literal["use"] = "use"
@@ -481,17 +496,18 @@ class Use(Record):
     update: int
     epoch: int = 0
     items: tuple[tuple[str, str, int, int, float], ...]
-    """(tape, call, start, end, weight): completion tokens of a call, and each one's weight in the loss."""
+    """Ranges of completion tokens in calls, and the weight of each range's tokens in the loss, as (tape, call, start,
+    end, weight)."""
     info: dict[str, JsonValue] = {}
-    """Data for applying the update again, in addition to the items: phase, tapes with their pinned digests, the
-    recipe's hash, learning rate, and the tokens that were set aside (`stale`, `filtered`, `context`). Also the
-    update's measurements: loss, gradient norm, mismatch of trainer and sampler."""
+    """Further data for applying the update again: phase, tapes with their pinned digests, the recipe's hash, learning
+    rate, and the tokens that were set aside (`stale`, `filtered`, `context`). It also holds the update's measurements:
+    loss, gradient norm, and the mismatch between trainer and sampler."""
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """Epoch of the lead that wrote it (`tapes/store/lease.py`); None if it was written without a lease."""
+    """Epoch of the lead that wrote the record (`tapes/store/lease.py`). None if it was written without a lease."""
 
 
 class Void(Record):
-    """Cancels the updates of `lineage` after `update`; the lineage `into` continues from there."""
+    """Cancels the updates of `lineage` after `update`. The lineage `into` continues from there."""
 
     t: Literal["void"] = "void"
     lineage: str
@@ -503,34 +519,35 @@ class Void(Record):
 
 
 class Open(Record):
-    """First line of a segment."""
+    """The first line of a segment."""
 
     t: Literal["open"] = "open"
     segment: str
     pid: int
     at: float
     pins: dict[str, str] = {}
-    """Segment name -> hash of its last line, for the earlier segments that this writer found."""
+    """Maps each earlier segment that this writer found to the hash of its last line."""
     versions: dict[str, str] = {}
 
 
 class Publish(Record):
-    """New weights became the policy under `version`."""
+    """Records that new weights became the policy under the name `version`."""
 
     t: Literal["publish"] = "publish"
     version: str
-    """`lineage:n`; never reused."""
+    """Has the form `lineage:n` and is never reused."""
     digest: str
-    """SHA-256 over the weights, by name, dtype, shape and bytes."""
+    """SHA-256 over the names, dtypes, shapes and bytes of the weights."""
     mode: str = "reprefill"
-    """How completions in flight were treated: `reprefill`, `drain`, `stale_kv`, or a mode of the engine's own."""
+    """How completions in flight were treated: `reprefill`, `drain`, `stale_kv`, or a mode that the engine defines."""
     at: float
     lead: int | None = Field(default=None, exclude_if=_is_none)
     """As `Use.lead`."""
 
 
 class Lead(Record):
-    """A process took the lease of the run: from here on it alone writes updates and publishes weights."""
+    """Records that a process took the lease of the run. From here on, only this process writes updates and publishes
+    weights."""
 
     t: Literal["lead"] = "lead"
     epoch: int
@@ -540,33 +557,35 @@ class Lead(Record):
 
 
 class Files(Record):
-    """Digests of files of the run that no segment holds: configuration, results, metrics, recipes, checkpoints."""
+    """Digests of the run's files outside the segments: configuration, results, metrics, recipes and checkpoints."""
 
     t: Literal["files"] = "files"
     files: dict[str, str | None]
-    """Path below the run -> SHA-256 (hex) of its bytes; None while the lead changes it. A later record counts."""
+    """Maps each path below the run to the SHA-256 (hex) of its bytes, or to None while the lead changes the file. If
+    several records name a path, the last one counts."""
     at: float
 
 
 class Commit(Record):
-    """States how far the segment is durable, by the line's own `c`. An idle writer appends it."""
+    """States how far the segment is durable, in the line's own `c`. An idle writer appends it."""
 
     t: Literal["commit"] = "commit"
     opened: str = ""
-    """Hash of the segment's first line: ties the lines around this one to their file when other lines are damaged."""
+    """Hash of the segment's first line. It ties the neighbouring lines to their file even if other lines are
+    damaged."""
 
 
 class Seal(Record):
-    """Last line of a segment: every line before it is durable, and no line follows."""
+    """The last line of a segment. Every line before it is durable, and no line follows it."""
 
     t: Literal["seal"] = "seal"
     opened: str = ""
     """Hash of the segment's first line."""
     reason: str = "closed"
     next: str | None = None
-    """The next segment of the same writer; None when the writer stopped."""
+    """The next segment of the same writer. None if the writer stopped."""
 
 
 def fold(digest: bytes, body: bytes) -> bytes:
-    """The digest after one more record: SHA-256(digest + body)."""
+    """Return the digest after one more record: SHA-256(digest + body)."""
     return hashlib.sha256(digest + body).digest()

@@ -1,7 +1,8 @@
 """The closed union of all records, and how it may grow.
 
 A later version may add an optional field, a kind of record or a member of an enumeration (docs/store.md, "The schema").
-This version can't know what the new part means and doesn't guess: `parse_record` raises NewerRecord, which names it.
+This version can't know what the new part means and doesn't guess. Instead, `parse_record` raises NewerRecord, which
+names the part.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ _adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
 
 
 def parse_record(body: bytes) -> AnyRecord:
-    """The record in `body` (JSON).
+    """Return the record in `body` (JSON).
 
-    Raises NewerRecord if this version doesn't know a part of it and the rest is valid, and otherwise pydantic's
-    ValidationError. Both are ValueErrors.
+    Raises NewerRecord if this version doesn't know a part of it and the rest is valid. Otherwise, an invalid record
+    raises pydantic's ValidationError. Both are ValueErrors.
     """
     try:
         return _adapter.validate_json(body)
@@ -68,7 +69,8 @@ def parse_record(body: bytes) -> AnyRecord:
 
 
 def read_record(body: bytes, place: str) -> AnyRecord:
-    """As `parse_record`, with errors that name the record's place. NotATape if it can't be read; NewerRecord is one."""
+    """Read a record as `parse_record` does, with errors that name its place. Raises NotATape if the record can't be
+    read, or its subclass NewerRecord."""
     try:
         return parse_record(body)
     except NewerRecord as error:
@@ -78,7 +80,7 @@ def read_record(body: bytes, place: str) -> AnyRecord:
 
 
 def reason_of(error: ValueError) -> str:
-    """The first fault that `parse_record` found, in one line."""
+    """Return the first fault that `parse_record` found, in one line."""
     if not isinstance(error, ValidationError):
         return str(error).splitlines()[0]
     first = error.errors(include_url=False, include_input=False)[0]
@@ -86,7 +88,7 @@ def reason_of(error: ValueError) -> str:
 
 
 def _unknown(error: ErrorDetails) -> str | None:
-    """What this version doesn't know; None if the record is wrong in another way."""
+    """Return the part that this version doesn't know. Return None if the record is wrong in another way."""
     name = ".".join(str(part) for part in error["loc"][1:])
     match error["type"]:
         case "extra_forbidden":

@@ -9,21 +9,21 @@ class Status(StrEnum):
     """How an episode ended. Together with the cause it decides whether the episode may be trained on (`trains`)."""
 
     FINISHED = "finished"
-    """The environment said `terminated`."""
+    """The environment reported `terminated`."""
     TRUNCATED = "truncated"
-    """The environment said `truncated`."""
+    """The environment reported `truncated`."""
     LIMIT = "limit"
-    """A limit of the rollout: turns, tokens, context, the agent's or the system's seconds (`cause.type`)."""
+    """The rollout reached a limit: turns, tokens, context, the agent's seconds or the system's (`cause.type`)."""
     ERROR = "error"
-    """Code raised an exception; `cause.type` says whose code."""
+    """Code raised an exception. `cause.type` names whose code it was."""
     CANCELLED = "cancelled"
     """The caller stopped the episode."""
     CRASHED = "crashed"
-    """The process died; recovery wrote this end."""
+    """The process died, and recovery wrote this end."""
 
 
 class CauseType(StrEnum):
-    """Who caused an end, or which limit was reached. `ours` is Tapereel itself."""
+    """Who caused an end, or which limit was reached. `ours` stands for Tapereel itself."""
 
     AGENT = "agent"
     ENVIRONMENT = "environment"
@@ -34,20 +34,22 @@ class CauseType(StrEnum):
     CONTEXT = "context"
     AGENT_SECONDS = "agent_seconds"
     SECONDS = "seconds"
-    """The system's time; on tapes of versions with one timer, the time of the whole episode."""
+    """The system's time. On tapes from versions with a single timer, the time of the whole episode."""
 
 
 TRAINED_SPLITS = ("train", "demo", "corpus")
-"""Splits whose tapes may be trained on; all others are held out."""
+"""Splits whose tapes may be used for training. All other splits are held out."""
 TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTEXT, CauseType.AGENT_SECONDS})
 
 
 def trains(status: Status | None, cause: CauseType | None) -> bool:
-    """Whether an episode with this end may be scored, and, if scored, trained on. No other code decides this.
+    """Return whether an episode with this end may be scored and, if scored, used for training. No other code decides
+    this.
 
-    Yes: finished, truncated, a limit of turns, tokens, context or the agent's time, an error of the agent's own code.
-    No: a limit of the system's time, an error of the environment, the model or Tapereel, cancelled, crashed, still
-    running. The policy caused the first kind; training on the second would reward or punish it for the machine.
+    Yes: finished, truncated, a limit of turns, tokens, context or the agent's time, an error in the agent's own code.
+    No: a limit of the system's time, an error in the environment, the model or Tapereel, cancelled, crashed, still
+    running. The policy caused the ends in the first group. Training on the second would reward or punish it for the
+    machine.
     """
     if status in (Status.FINISHED, Status.TRUNCATED):
         return True

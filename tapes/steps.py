@@ -1,7 +1,7 @@
 """Steps: observations, thoughts and actions, as typed and immutable pydantic values.
 
-A step holds content only. The record around it holds who produced it, when, and from which model calls, so bookkeeping
-can't leak into a prompt. Steps are equal when their content is equal. A model reads a step as its `str()`.
+A step holds content only. The record around it states who produced it, when, and from which model calls, so this
+information can't leak into a prompt. Steps are equal if their content is equal. A model reads a step as its `str()`.
 """
 
 from __future__ import annotations
@@ -23,38 +23,38 @@ from .value import Value
 
 Role = Literal["observation", "thought", "action"]
 PLACE: dict[str, JsonValue] = {"type": "image"}
-"""The content part of a prompt's message in whose place a picture stands."""
+"""The content part that marks a picture's place in a message of a prompt."""
 PLACES: tuple[dict[str, JsonValue], ...] = (PLACE, {"type": "video"})
-"""The content parts for a picture and for a video."""
+"""The content parts that mark the places of a picture and of a video."""
 
 
 def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
-    """The parts of a chat message's content; an empty list if the content is text."""
+    """Return the parts of a chat message's content. Return an empty list if the content is text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
 
 def place_of(shown: Visual) -> dict[str, JsonValue]:
-    """The content part of a prompt's message in whose place the picture or video stands."""
+    """Return the content part that marks the place of the picture or video in a message of a prompt."""
     return PLACES[isinstance(shown, Video)]
 
 
 _registry: dict[str, type[Step]] = {}
 _WORD = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-"""The places between the words of a class name in camel case."""
+"""Matches the places between the words in a class name in camel case."""
 
 
 class Step(BaseModel):
     """One item of a tape. Subclass `Observation`, `Thought` or `Action`, never this class.
 
-    `class Guess(Action): number: int` has the kind `guess`; `class Guess(Action, kind="g")` has the kind `g`. Two
-    classes with one kind are an error, unless module and qualified name agree (a notebook cell that ran again).
+    `class Guess(Action): number: int` has the kind `guess`, and `class Guess(Action, kind="g")` has the kind `g`. Two
+    classes can't have the same kind, unless their module and qualified name agree, as when a notebook cell runs again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", ser_json_bytes="base64")
 
     kind: ClassVar[str] = "step"
-    """The name of this class on tapes; by default the class name in snake case."""
+    """The name of this class on tapes. The default is the class name in snake case."""
 
     def __init_subclass__(cls, *, kind: str | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -80,8 +80,8 @@ class Step(BaseModel):
         _registry[cls.kind] = cls
 
     def __str__(self) -> str:
-        """The text that a model reads: the value of a single plain field, otherwise the content as JSON. For a
-        step with pictures, its parts, each picture as `[picture 640x480 1f0c...]`."""
+        """Return the text that a model reads. This is the value of a single plain field, or otherwise the content as
+        JSON. For a step with pictures, it is its parts, with each picture written as `[picture 640x480 1f0c...]`."""
         values = self.__dict__
         if len(values) == 1:
             (only,) = values.values()
@@ -93,10 +93,12 @@ class Step(BaseModel):
 
 
 def parts_of(step: Step) -> tuple[str | Visual, ...]:
-    """The parts of a step that a model reads, in order: strings, pictures and videos. Without pictures, its `str()`.
+    """Return the parts of a step that a model reads, in order: strings, pictures and videos. A step without pictures
+    and videos has one part, its `str()`.
 
-    With pictures: the fields in order, each stretch of fields without a picture as the text that a step of these fields
-    alone would have. A class that defines `__str__` has that text first, then its pictures.
+    The parts of a step with pictures follow the order of its fields. Each run of fields without a picture becomes the
+    text that a step with only these fields would have. If a class defines `__str__`, this text comes first, and its
+    pictures follow.
     """
     if not visuals_of(step):
         return (str(step),)
@@ -106,7 +108,7 @@ def parts_of(step: Step) -> tuple[str | Visual, ...]:
 
 
 def _parts(value: object) -> Iterator[str | Visual]:
-    """The strings, pictures and videos of a value that holds a picture or video."""
+    """Yield the strings, pictures and videos in a value that holds a picture or video."""
     if isinstance(value, Picture | Video):
         yield value
     elif isinstance(value, BaseModel):
@@ -146,7 +148,7 @@ class Thought(Step):
     """A step that an agent writes for itself; the environment never sees it."""
 
     said_back: ClassVar[bool] = False
-    """True when the agent's next prompt shows this thought as a message *to* the agent (a correction, say)."""
+    """True if the agent's next prompt shows this thought as a message *to* the agent, such as a correction."""
 
 
 class Action(Step):
@@ -187,7 +189,7 @@ class ParseError(Thought, kind="misread"):
 
     said_back: ClassVar[bool] = True
     problem: str
-    """The fault, as a sentence for the model."""
+    """The problem, written as a sentence for the model."""
 
     def __str__(self) -> str:
         return self.problem
@@ -201,7 +203,7 @@ class ToolOffer(Observation):
     tools: tuple[dict[str, JsonValue], ...]
     """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
     sources: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
-    """How the tools run, where their source says it (a sandbox: backend, isolation, memory). No model reads it."""
+    """How the tools run, if their source states it. For a sandbox: backend, isolation and memory. No model reads it."""
 
     def __str__(self) -> str:
         return self.text
@@ -211,10 +213,10 @@ class Prompt(ToolOffer, kind="chat_prompt"):
     """First observation of an episode that needs more than one text: chat messages, which a model reads unchanged."""
 
     messages: tuple[dict[str, JsonValue], ...]
-    """Each with `role` and `content`; the content of the last user message is also `text`."""
+    """Each message has `role` and `content`. The content of the last user message is also `text`."""
     tools: tuple[dict[str, JsonValue], ...] = ()
     pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_)
-    """The pictures and videos of the messages, in order: one for each content part `{"type": "image"}` or
+    """The pictures and videos in the messages, in order. There is one for each content part `{"type": "image"}` or
     `{"type": "video"}`."""
 
     @model_validator(mode="after")
@@ -240,14 +242,14 @@ class ToolCall(Value):
 
 
 class ToolResult(Value):
-    """The answer to one `ToolCall`, named by its id."""
+    """The result of one `ToolCall`, which `id` identifies."""
 
     id: str
     name: str
     content: str
     error: bool = False
     pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_)
-    """Pictures and videos, shown after the text."""
+    """Pictures and videos, which are shown after the text."""
 
 
 class ToolCalls(Action):
@@ -257,13 +259,13 @@ class ToolCalls(Action):
 
 
 class ToolResults(Observation):
-    """The results of one `ToolCalls`, in its order."""
+    """The results of one `ToolCalls`, in the same order as the calls."""
 
     results: tuple[ToolResult, ...]
 
 
 class Unknown(Value):
-    """Base of the three classes for steps whose class this process has not imported."""
+    """Base of the three classes that hold steps whose own class this process has not imported."""
 
     original: str
     """The kind as recorded on the tape."""
@@ -271,15 +273,15 @@ class Unknown(Value):
 
 
 class UnknownObservation(Unknown, Observation):
-    """An observation whose class this process has not imported; its content as it was written."""
+    """An observation whose class this process has not imported. Its content is kept as it was written."""
 
 
 class UnknownThought(Unknown, Thought):
-    """A thought whose class this process has not imported; its content as it was written."""
+    """A thought whose class this process has not imported. Its content is kept as it was written."""
 
 
 class UnknownAction(Unknown, Action):
-    """An action whose class this process has not imported; its content as it was written."""
+    """An action whose class this process has not imported. Its content is kept as it was written."""
 
 
 _unknown: dict[Role, type[Step]] = {
@@ -290,7 +292,7 @@ _unknown: dict[Role, type[Step]] = {
 
 
 def role_of(step: Step) -> Role:
-    """`observation`, `thought` or `action`. TypeError for a direct subclass of `Step`."""
+    """Return `observation`, `thought` or `action`. Raises TypeError for a direct subclass of `Step`."""
     return _role(type(step))
 
 
@@ -306,10 +308,10 @@ def _role(cls: type[Step]) -> Role:
 
 
 def read_step(role: Role, kind: str, content: JsonValue) -> Step:
-    """The step that was written as `content`.
+    """Return the step that was written as `content`.
 
-    A kind without an imported class gives an `UnknownObservation` (or thought, or action), which keeps the content.
-    Content that the class rejects raises a pydantic ValidationError, which is a ValueError.
+    If no class of this kind is imported, the result is an `UnknownObservation` (or thought, or action), which keeps the
+    content. If the class rejects the content, a pydantic ValidationError is raised, which is a ValueError.
     """
     cls = _registry.get(kind)
     if cls is None:
@@ -321,12 +323,13 @@ def read_step(role: Role, kind: str, content: JsonValue) -> Step:
 
 
 def measure(step: Step) -> None:
-    """Unwritable if the step's text has more bytes than a record may have. To write it as JSON first takes seconds."""
+    """Raise Unwritable if the step's text has more bytes than a record may have. Writing the step as JSON just to find
+    out would take seconds."""
     for value in step.__dict__.values():
         if type(value) is not str or len(value) > 10_000:
             break
     else:
-        return  # most steps, for speed
+        return  # returns early for most steps, for speed
     left, values = MAX_BODY, [*step.__dict__.values()]
     while values and left >= 0:
         value = values.pop()
@@ -345,7 +348,7 @@ def measure(step: Step) -> None:
 
 
 def unwritable(step: Step, error: Exception) -> Unwritable:
-    """The error for a step that can't be written, with the field and the type of its value."""
+    """Return the error for a step that can't be written. It names the field and the type of its value."""
     for name in type(step).model_fields:
         try:
             step.model_dump_json(include={name})
@@ -368,7 +371,7 @@ def unwritable(step: Step, error: Exception) -> Unwritable:
 
 
 def _culprit(value: Any) -> Any:
-    """The innermost value that can't be serialized."""
+    """Return the innermost value that can't be serialized."""
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
     for part in inside:
         try:

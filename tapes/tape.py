@@ -1,7 +1,7 @@
 """Tape: the record of one episode, as immutable views that cost O(1).
 
-All views share one growing log and show its first n steps. An agent gets a view with the steps and the public part of
-the task; it can't reach rewards, labels and private parts through it.
+All views share one growing log, and each shows its first n steps. An agent gets a view with the steps and the public
+part of the task. It can't reach rewards, labels and private parts through this view.
 """
 
 from __future__ import annotations
@@ -39,68 +39,69 @@ from .steps import Action, Observation, Step, Thought, role_of
 
 
 class Entry(NamedTuple):
-    """A step with its bookkeeping."""
+    """A step with information about its origin."""
 
     step: Step
     by: str
     calls: tuple[tuple[str, int, int], ...]
     at: float
     turn: int
-    """Counted from 0; the environment's reaction belongs to the turn of the action."""
+    """Counted from 0. The environment's reaction belongs to the same turn as the action."""
     turns: int
-    """Actions taken up to and including this step."""
+    """Number of actions up to and including this step."""
 
 
 class Cut(NamedTuple):
-    """A place between turns: the number of steps and of records before it."""
+    """A point between turns, given by the number of steps and records before it."""
 
     steps: int
     records: int
 
 
 def new_tape_id() -> str:
-    """22 hex digits: 12 of milliseconds since 1970, so that names sort by time, and 10 random ones."""
+    """Return 22 hex digits: 12 for the milliseconds since 1970, so that names sort by time, and 10 random ones."""
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(5).hex()}"
 
 
 def step_record(tape: str, step: Step, *, by: str, calls: tuple[tuple[str, int, int], ...] = ()) -> StepRecord:
-    """The record around a step, stamped now."""
+    """Return the record for a step, with the current time."""
     return StepRecord(tape=tape, by=by, role=role_of(step), kind=step.kind, calls=calls, content=step, at=time.time())
 
 
 class TapeLog:
-    """The growing record of one episode. Records enter by `append` only, which checks their order."""
+    """The growing record of one episode. Records are added only by `append`, which checks their order."""
 
     def __init__(self, begin: Begin, *, parent: Tape | None = None, body: bytes | None = None) -> None:
         self.begin = begin
         self.parent = parent = _checked_parent(begin, parent)
         self.entries: list[Entry] = list(parent._log.entries[: parent._n]) if parent is not None else []
         self.inherited = len(self.entries)
-        """Steps at the front that belong to the parent."""
+        """Number of steps at the front that belong to the parent."""
         self.bodies: list[bytes] = []
         self.digests: list[bytes] = []
         self.rewards: list[tuple[int, Reward]] = []
-        """(number of records before it, reward)."""
+        """Pairs of a reward and the number of records before it, as (number, reward)."""
         self.layers: list[Record] = []
         self.shown: dict[str, Picture] = {}
-        """The pictures that the recorder has stored, by name; empty for a tape that was read from a store."""
+        """The pictures that the recorder has stored, by name. Empty for a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Gives the bytes of a media file of the run by its name; None if the tape is in no run. Blocks."""
+        """Function that returns the bytes of a media file in the run by its name. It blocks. None if the tape is in no
+        run."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
         self._conversations: dict[str, Conversation] = {}
         self.turn = begin.parent.turn if begin.parent is not None else 0
         self.cuts: list[Cut] = list(parent._log.cuts[: self.turn]) if parent is not None else []
-        """The start of each turn; for inherited turns it counts the parent's records."""
+        """The start of each turn. For inherited turns, it counts the parent's records."""
         self._in_turn = False
         self._fold(body if body is not None else begin.body())
 
     def append(self, record: Record, body: bytes | None = None) -> bytes:
-        """Add one record; returns its body. NotATape if the record is out of place.
+        """Add one record and return its body. Raises NotATape if the record is out of place.
 
-        `body`: the bytes as they were written, when the record is read from a store. The digest folds those bytes: to
-        serialise the record again could give other bytes after a change of the code.
+        When the record is read from a store, `body` is its bytes as they were written. The digest folds these bytes,
+        because serialising the record again could give other bytes after a change to the code.
         """
         if self.end is not None:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
@@ -108,7 +109,7 @@ class TapeLog:
         if part.tape != self.begin.tape:
             raise NotATape(f"a {type(record).__name__} of tape {part.tape!r} was given to tape {self.begin.tape!r}")
         written: bytes = record.body() if body is None else body
-        # By class, not isinstance: with pydantic's metaclass isinstance costs more than the rest of this method.
+        # This compares classes, because with pydantic's metaclass isinstance costs more than the rest of this method.
         if type(part) is StepRecord:
             self._add_step(part)
         elif type(part) is Call:
@@ -162,7 +163,7 @@ class TapeLog:
         self.call_order.append((len(self.bodies), call))
 
     def call(self, call: str) -> Call:
-        """The call with that id, of this tape or, for a fork, of its ancestors."""
+        """Return the call with that id, from this tape or, for a fork, from one of its ancestors."""
         log: TapeLog | None = self
         while log is not None:
             found = log._calls.get(call)
@@ -172,13 +173,13 @@ class TapeLog:
         raise NotATape(f"tape {self.begin.tape} has no call {call!r}")
 
     def prompt_length(self, call: Call) -> int:
-        """Prompt tokens of `call`, kept ones included."""
+        """Return the number of prompt tokens in `call`, including the kept ones."""
         return call.keep + len(call.prompt or ())
 
     def conversation(self, path: str, n: int) -> tuple[list[Message], int]:
-        """The append-only messages that `path` reads, and how many of them the first `n` steps make.
+        """Return the append-only messages that `path` reads, and how many of them come from the first `n` steps.
 
-        Each step is converted once a path, however often the path asks: an episode of n steps costs O(n).
+        Each step is converted once per path, however often the path asks, so an episode of n steps costs O(n).
         """
         conversation = self._conversations.get(path)
         if conversation is None:
@@ -207,10 +208,11 @@ def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:
 
 
 class Tape(Sequence[Step]):
-    """An immutable view of an episode: its steps up to the moment when the view was made.
+    """An immutable view of an episode. It shows the steps up to the moment when the view was made.
 
-    `tape[-1]`, `len(tape)` and iteration go over steps. A view handed to an agent has no rewards, labels or private
-    task parts (HiddenFromAgent). A closed tape round-trips as one document: `model_dump_json`, `model_validate_json`.
+    `tape[-1]`, `len(tape)` and iteration go over steps. In a view for an agent, rewards, labels and private parts of
+    the task raise HiddenFromAgent. A closed tape round-trips as one document through `model_dump_json` and
+    `model_validate_json`.
     """
 
     __slots__ = ("_k", "_log", "_n", "_open", "scope")
@@ -230,7 +232,7 @@ class Tape(Sequence[Step]):
         self._n = len(log.entries) if n is None else n
         self._k = len(log.bodies) if records is None else records
         self.scope = scope
-        """Path of the agent that this view is for; empty outside an agent."""
+        """Path of the agent that this view is for. Empty outside an agent."""
         self._open = not agent_view
 
     @classmethod
@@ -242,9 +244,11 @@ class Tape(Sequence[Step]):
         parent: Tape | None = None,
         file: Callable[[str], bytes] | None = None,
     ) -> Tape:
-        """The tape whose records have these bodies, in order. NotATape (a ValueError) if they don't make one.
+        """Return the tape whose records have these bodies, in order. Raises NotATape (a ValueError) if they don't make
+        one.
 
-        file: gives the bytes of a media file by its name (`picture`)."""
+        `file` returns the bytes of a media file by its name, for `picture`.
+        """
         if not isinstance(bodies, Iterable) or not isinstance(layers, Iterable):
             raise NotATape(f"bodies and layers are lists, not {type(bodies).__name__} and {type(layers).__name__}")
         log: TapeLog | None = None
@@ -297,12 +301,12 @@ class Tape(Sequence[Step]):
 
     @property
     def entries(self) -> list[Entry]:
-        """Steps with who spoke, when, in which turn and from which calls."""
+        """The steps, each with its speaker, time, turn and calls."""
         return self._log.entries[: self._n]
 
     @property
     def last(self) -> Step:
-        """The newest step; IndexError on an empty tape."""
+        """The newest step. Raises IndexError on an empty tape."""
         return self[-1]
 
     @property
@@ -319,19 +323,20 @@ class Tape(Sequence[Step]):
 
     @property
     def turns(self) -> int:
-        """Actions taken so far."""
+        """Number of actions so far."""
         return self._log.entries[self._n - 1].turns if self._n else 0
 
     def now(self) -> Tape:
-        """The tape at this moment, for the same agent. Inside `act` it includes the steps yielded so far."""
+        """Return the tape at this moment, for the same agent. Inside `act`, it includes the steps yielded so far."""
         return Tape(self._log, scope=self.scope, agent_view=not self._open)
 
     def within(self, path: str) -> Tape:
-        """This view, for the agent at `path`."""
+        """Return this view for the agent at `path`."""
         return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
-        """The conversation that the agent at `path` (default: this view's scope) reads, after a system prompt."""
+        """Return the conversation that the agent at `path` reads, after a system prompt. `path` defaults to this view's
+        scope."""
         items, n = self._log.conversation(self.scope if path is None else path, self._n)
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
@@ -340,7 +345,7 @@ class Tape(Sequence[Step]):
 
     @property
     def log(self) -> TapeLog:
-        """The log that this view shows: its records, calls and turns."""
+        """The log that this view shows, with its records, calls and turns."""
         return self._visible("log")
 
     def _visible(self, what: str) -> TapeLog:
@@ -366,7 +371,7 @@ class Tape(Sequence[Step]):
 
     @property
     def status(self) -> Status | None:
-        """How the episode ended; None while it runs."""
+        """How the episode ended. None while it runs."""
         end = self._end("status")
         return end.status if end is not None else None
 
@@ -377,20 +382,20 @@ class Tape(Sequence[Step]):
 
     @property
     def trains(self) -> bool:
-        """True when the episode ended in a way that may be trained on, if it is scored."""
+        """True if the episode ended in a way that allows training on it, provided that it is scored."""
         return trains(self.status, self.cause.type if self.cause is not None else None)
 
     @property
     def reward(self) -> float | None:
         """Sum of weight * value over the recorded components.
 
-        None, which is not zero, when nothing was scored or when a component failed.
+        None if nothing was scored or a component failed. This is not the same as zero.
         """
         return total_reward(r for k, r in self._visible("reward").rewards if k < self._k)
 
     @property
     def rewards(self) -> list[Reward]:
-        """Every component in the view's records, metrics (weight 0) included, in order."""
+        """All components in the view's records, in order, including metrics (weight 0)."""
         return [reward for k, reward in self._visible("rewards").rewards if k < self._k]
 
     @property
@@ -400,7 +405,7 @@ class Tape(Sequence[Step]):
 
     @property
     def calls(self) -> list[Call]:
-        """The view's own model calls, in order; a fork's inherited ones belong to its parent."""
+        """The view's own model calls, in order. The calls that a fork inherits belong to its parent."""
         return [call for k, call in self._visible("calls").call_order if k < self._k]
 
     @property
@@ -410,12 +415,12 @@ class Tape(Sequence[Step]):
 
     @property
     def inherited(self) -> int:
-        """How many steps belong to the parent."""
+        """The number of steps that belong to the parent."""
         return self._visible("inherited").inherited
 
     @property
     def digest(self) -> str:
-        """SHA-256 fold over this view's records (hex); layers never count."""
+        """The digest (hex) of this view's records, folded with SHA-256. Layers are never included."""
         return self._visible("digest").digests[self._k - 1].hex()
 
     @property
@@ -424,11 +429,11 @@ class Tape(Sequence[Step]):
         return self._visible("bodies").bodies[: self._k]
 
     def call(self, call: str) -> Call:
-        """The call of that id, on this tape or in its prefix."""
+        """Return the call with that id, from this tape or its prefix."""
         return self._visible("call").call(call)
 
     def call_messages(self, call: Call | str) -> list[Message]:
-        """Every message of a call's request."""
+        """Return all messages in a call's request."""
         log = self._visible("call_messages")
         chain = _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep_messages)
         messages: list[Message] = []
@@ -440,7 +445,7 @@ class Tape(Sequence[Step]):
         return messages
 
     def call_tools(self, call: Call | str) -> tuple[dict[str, JsonValue], ...] | None:
-        """The function schemas that a call offered; None without tools."""
+        """Return the function schemas that a call offered. Return None if it offered no tools."""
         log: TapeLog | None = self._visible("call_tools")
         offered = (log.call(call) if isinstance(call, str) else call).tools
         if offered is None or offered.schemas is not None:
@@ -453,7 +458,7 @@ class Tape(Sequence[Step]):
         raise NotATape(f"tape {self.id} names tools {offered.hash} that no call of it spells out")
 
     def call_prompt(self, call: Call | str) -> array[int]:
-        """Every prompt token id of a call; NotATape if its engine returned text only."""
+        """Return all prompt token ids of a call. Raises NotATape if its engine returned only text."""
         log = self._visible("call_prompt")
         ids = array("i")
         for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
@@ -466,7 +471,7 @@ class Tape(Sequence[Step]):
         return ids
 
     def call_places(self, call: Call | str) -> tuple[Place, ...]:
-        """The pictures in a call's prompt, in order; offsets count in `call_prompt(call)`."""
+        """Return the pictures in a call's prompt, in order. Offsets count in `call_prompt(call)`."""
         log = self._visible("call_places")
         places: list[Place] = []
         for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
@@ -474,13 +479,14 @@ class Tape(Sequence[Step]):
         return tuple(places)
 
     def picture(self, name: str) -> bytes:
-        """The PNG of a picture that a step or a request shows, by its file's name. BadPicture for any other name.
-        Blocks."""
+        """Return the PNG of a picture that a step or a request shows, by its file's name. This call blocks. Raises
+        BadPicture for any other name."""
         log = self._log
         picture = log.shown.get(name) or next((p for step in self for p in pictures_of(step) if p.name == name), None)
         if picture is not None and picture.data is not None:
             return picture.data
-        # A step whose class this process hasn't imported has no fields of type Picture; the places name its pictures.
+        # A step whose class this process hasn't imported has no fields of type Picture, but the places name its
+        # pictures.
         named = ((call.media, *(place.media for place in call.places)) for _, call in log.call_order)
         if picture is None and not any(name in media for names in named for media in names):
             if log.parent is not None:
@@ -491,7 +497,8 @@ class Tape(Sequence[Step]):
         return log.file(name)
 
     def at_turn(self, turn: int) -> Tape:
-        """The tape after `turn` whole turns (0: after the first observation), to fork from. ValueError if too large."""
+        """Return the tape after `turn` whole turns, to fork from. 0 means after the first observation. Raises
+        ValueError if `turn` is too large."""
         log = self._visible("at_turn")
         cuts = log.cuts
         if 0 <= turn < len(cuts):
@@ -506,7 +513,7 @@ class Tape(Sequence[Step]):
     # One document
 
     def model_dump(self) -> dict[str, JsonValue]:
-        """The whole tape as plain values: what `model_dump_json` writes."""
+        """Return the whole tape as plain values, in the form that `model_dump_json` writes."""
         log = self._visible("model_dump")
         return {
             "schema": SCHEMA,
@@ -517,14 +524,15 @@ class Tape(Sequence[Step]):
         }
 
     def model_dump_json(self, *, indent: int | None = None) -> str:
-        """The whole tape as one JSON document. NotATape while it runs."""
+        """Return the whole tape as one JSON document. Raises NotATape while the tape runs."""
         if not self.closed:
             raise NotATape(f"tape {self.id} is still running; only a closed tape is a document")
         return to_json(self.model_dump(), indent=indent).decode()
 
     @classmethod
     def model_validate(cls, document: object) -> Tape:
-        """The tape in a document, its digest checked. NotATape (a ValueError) for an invalid document."""
+        """Return the tape in a document after checking its digest. Raises NotATape (a ValueError) if the document is
+        invalid."""
         if isinstance(document, Tape):
             return document
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -545,7 +553,7 @@ class Tape(Sequence[Step]):
 
     @classmethod
     def model_validate_json(cls, text: str | bytes) -> Tape:
-        """As `model_validate`, from JSON."""
+        """Return the tape in a JSON document, as `model_validate` does."""
         try:
             document = from_json(text)
         except ValueError as error:
@@ -559,7 +567,7 @@ class Tape(Sequence[Step]):
         )
 
     def __eq__(self, other: object) -> bool:
-        """Views are equal when they show the same records of the same episode."""
+        """Views are equal if they show the same records of the same episode."""
         if not isinstance(other, Tape):
             return NotImplemented
         mine, theirs = self._log.digests[self._k - 1], other._log.digests[other._k - 1]
@@ -574,7 +582,7 @@ class Tape(Sequence[Step]):
 
 
 class Ending(Tape):
-    """The view of a running tape for the code that scores it. It has the end that is written after the scores."""
+    """A view of a running tape for the code that scores it. It shows the end that is written after the scores."""
 
     __slots__ = ("_its_end",)
 
@@ -587,7 +595,8 @@ class Ending(Tape):
 
 
 def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
-    """`call` and the calls it is built on, oldest first, back to the first one that keeps nothing of its base."""
+    """Return `call` and the calls that it is built on, oldest first, back to the first one that keeps nothing from its
+    base."""
     chain = [call]
     while chain[-1].base is not None and keep(chain[-1]) > 0:
         chain.append(log.call(chain[-1].base))

@@ -1,7 +1,7 @@
-"""A tape for people: a summary, and one line a step with its rewards and the number of its tokens.
+"""A human-readable form of a tape: a summary, and one line per step with its rewards and its number of tokens.
 
-It shows rewards and private parts, so it is for users, not for agents. All functions are pure, from a `Tape` to
-immutable values; the command line and the viewer format them.
+It shows rewards and private parts, so it is meant for users, not for agents. All functions are pure and convert a
+`Tape` to immutable values. The command line and the viewer format these values.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from .value import Value
 
 
 class TapeSummary(Value):
-    """A tape in a list of tapes."""
+    """The entry for a tape in a list of tapes."""
 
     id: str
     status: str
     """A `Status`, or `running`."""
     cause: str | None
-    """Who caused the end, or which limit, and the message; None for an end without a cause."""
+    """Who caused the end or which limit was reached, and the message. None if the end has no cause."""
     raised_at: str | None
-    """`file:line in function`; None if no code raised an exception."""
+    """Where the exception was raised, as `file:line in function`. None if no code raised one."""
     reward: float | None
-    """None: unscored."""
+    """None if the tape is unscored."""
     split: str
     agent: str
     env: str
     group: str | None
     attempt: int
     parent: str | None
-    """`tape@turn` that this one was forked from."""
+    """The point that this tape was forked from, as `tape@turn`."""
     steps: int
     turns: int
     calls: int
     sampled: int
-    """Completion tokens with a log-prob."""
+    """Number of completion tokens with a log-prob."""
     authored: int
-    """Completion tokens without log-probs, which no model sampled."""
+    """Number of completion tokens without log-probs. No model sampled them."""
     versions: tuple[str, ...]
-    """Policy versions that sampled, in order of first use."""
+    """The policy versions that sampled tokens, in order of first use."""
     seconds: float | None
     began: float
     """Seconds since 1970."""
@@ -62,11 +62,11 @@ class StepLine(Value):
     rewards: dict[str, float]
     """weight * value of each component that this step earned."""
     metrics: dict[str, float]
-    """Components with weight 0."""
+    """The values of the components with weight 0."""
     tokens: int
-    """Completion tokens that the step was parsed from."""
+    """Number of completion tokens that the step was parsed from."""
     inherited: bool
-    """True in the prefix of a fork: the step belongs to the parent."""
+    """True if the step is in the prefix of a fork and so belongs to the parent."""
 
 
 class CallLine(Value):
@@ -76,9 +76,9 @@ class CallLine(Value):
     by: str
     engine: str
     prompt: int | None
-    """Prompt tokens, kept ones included; None if the engine returned text only."""
+    """Number of prompt tokens, including the kept ones. None if the engine returned only text."""
     kept: int
-    """Prompt tokens shared with the call that this one is built on."""
+    """Number of prompt tokens shared with the call that this one is built on."""
     completion: int | None
     finish: str | None
     temperature: float
@@ -92,7 +92,7 @@ class CallLine(Value):
 
 
 def summarise(tape: Tape) -> TapeSummary:
-    """The summary of an open or closed tape."""
+    """Return the summary of an open or closed tape."""
     begin, end, calls = tape.begin, tape.end, tape.calls
     versions = dict.fromkeys(version for call in calls for version, _, _ in call.spans)
     return TapeSummary(
@@ -119,7 +119,7 @@ def summarise(tape: Tape) -> TapeSummary:
 
 
 def step_lines(tape: Tape) -> list[StepLine]:
-    """Every step, in order."""
+    """Return the lines for all steps, in order."""
     rewards: dict[int, dict[str, float]] = {}
     metrics: dict[int, dict[str, float]] = {}
     for reward in tape.rewards:
@@ -144,17 +144,17 @@ def step_lines(tape: Tape) -> list[StepLine]:
 
 
 def episode_rewards(tape: Tape) -> dict[str, float]:
-    """weight * value of the components of the whole episode; a metric (weight 0) counts with its value."""
+    """Return weight * value of the components for the whole episode. For a metric (weight 0), return its value."""
     return {r.name: (r.weight or 1.0) * r.value for r in tape.rewards if r.step is None}
 
 
 def call_lines(tape: Tape) -> list[CallLine]:
-    """Every model call of the tape, in order, without its parent's calls."""
+    """Return the lines for all model calls on the tape, in order, without the calls of its parent."""
     return [call_line(call) for call in tape.calls]
 
 
 def call_line(call: Call) -> CallLine:
-    """One model call."""
+    """Return the line for one model call."""
     known = [x for x in call.logprobs or () if x == x]
     return CallLine(
         call=call.call,
@@ -181,12 +181,12 @@ def _cause(tape: Tape) -> str | None:
 
 
 def kind_of(step: Step) -> str:
-    """The step's kind on the tape, even if its class is not imported."""
+    """Return the step's kind on the tape, even if its class is not imported."""
     return getattr(step, "original", None) or step.kind
 
 
 def reads(step: Step) -> str:
-    """`str(step)`; for a step whose class is not imported, the result of `Step.__str__` on its content."""
+    """Return `str(step)`. For a step whose class is not imported, apply `Step.__str__` to its content."""
     if getattr(step, "original", None) is None:
         return str(step)
     content: dict[str, Any] = step.content  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Base class for immutable pydantic models that reject unknown fields, and the words of a check's result."""
+"""Base class for immutable pydantic models that reject unknown fields, and the words for a check's result."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pydantic import BaseModel, ConfigDict
 
 Standing = Literal["holds", "broken", "undecided"]
 STANDINGS: tuple[Standing, ...] = ("holds", "broken", "undecided")
-"""The verdict of a check by its exit code: 0, 1 and 2."""
+"""The verdicts of a check in the order of their exit codes 0, 1 and 2."""
 
 
 class Value(BaseModel):
-    """An immutable model; an unknown field is an error."""
+    """An immutable model that rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
