@@ -1,4 +1,4 @@
 """Answers about a run: its costs, its unusual episodes, its differences from another run, and verdicts of checks.
 
-Imports `tapes`, `tapes.common` and `tapes.store`. It never changes a tape.
+This folder imports `tapes`, `tapes.common` and `tapes.store`. It never changes a tape.
 """

@@ -1,7 +1,7 @@
-"""Advice: signs of trouble in a run's numbers, one sentence each, with the next step.
+"""Advice: signs of trouble in a run's numbers, one sentence for each, with the next step.
 
-It is printed at the end of `run` and `train`, and shown on the run's overview. It comes from summaries, metrics and the
-newest tapes. No advice means that none of these signs was found, not that the run is right.
+Advice is printed at the end of `run` and `train`, and shown on the run's overview. It is based on summaries, metrics
+and the newest tapes. If there is no advice, none of these signs was found. This doesn't mean that the run is right.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from ..store.store import Store
 from ..tape import Tape
 
 NEWEST = 50
-"""How many of the newest tapes are read, for signs that no metric shows."""
+"""Number of newest tapes that are read to find signs that no metric shows."""
 OFTEN = 0.1
-"""Cut-off answers are reported above this share of all answers."""
+"""Cut-off answers are reported if their share of all answers is above this value."""
 MOST = 0.5
-"""Unreadable answers are reported above this share of all answers."""
+"""Unreadable answers are reported if their share of all answers is above this value."""
 NEAR = 0.1
-"""Cut-off answers aren't reported if they earn less than the best by at most this share of the range of rewards."""
+"""Cut-off answers aren't reported if the difference between the best reward and theirs is below this share of the range
+of rewards."""
 FEW = 4
-"""Minimum number of rewards or answers for advice about them."""
+"""Minimum number of rewards or answers that advice about them needs."""
 SHORT = 16
-"""Tokens. A lower limit of an answer is taken to be intended."""
+"""Tokens. A limit on answers that is below this value is assumed to be intended."""
 LOOP = 10
-"""Minimum number of updates for advice about their reward: its interval compares five updates with five."""
+"""Minimum number of updates for advice about their reward, because its interval compares five updates with five
+others."""
 GONE = 0.05
-"""Nats per token. Below it the attempts of a group are copies of each other."""
+"""Nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
 
 Lines = Sequence[Mapping[str, JsonValue]]
 
@@ -42,8 +44,8 @@ Lines = Sequence[Mapping[str, JsonValue]]
 def advice(
     store: Store, split: str | None = None, updates: Lines = (), held_out: Evaluations | None = None
 ) -> tuple[str, ...]:
-    """Advice about the closed tapes of `split` (None for all), the loop's `updates` (lines of the metrics) and the
-    evaluation at its end, one sentence each."""
+    """Return advice, one sentence each, about the closed tapes in `split` (None for all), the loop's `updates` (lines
+    of the metrics) and the evaluation at its end."""
     try:
         return (
             *_tapes(store, split),
@@ -81,7 +83,7 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
             f"{problem[:200]!r}. Does the prompt show the format, and is the fault in the answer and not in your "
             "agent's `parse`?"
         )
-    # A limit of a few tokens, or one that the agent sets itself (`max_tokens=1`), is meant to cut answers.
+    # A limit of a few tokens, or one that the agent sets itself (`max_tokens=1`), is meant to cut off answers.
     limits = [tape.begin.sampling.max_tokens if tape.begin.sampling else 0 for tape in newest]
     answers = [
         (call.finish == "length", tape.reward)
@@ -100,15 +102,15 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
 
 
 def _earns(cut: Sequence[float | None], every: Sequence[float | None]) -> bool:
-    """Whether answers that were cut off, by their rewards, come near the best of `every` answer; if all were cut off,
-    near 1 at least."""
+    """Return whether the rewards of answers that were cut off come near the best reward of `every` answer. If all
+    answers were cut off, they must also come near 1."""
     known, scored = ([reward for reward in rewards if reward is not None] for rewards in (cut, every))
     best, worst = max([*scored, *[1.0] * (len(known) == len(scored))]), min([*scored, 0.0])
     return bool(known) and best - mean(known) < NEAR * (best - worst)
 
 
 def _called(tape: Tape) -> bool:
-    """Whether a tool of the episode was called: by an action, or by a program whose requests have a result."""
+    """Return whether a tool of the episode was called by an action, or by a program whose requests have a result."""
     names = {"tool_calls"}
     for call in tape.calls:
         schemas = (call.tools.schemas if call.tools is not None else None) or ()
@@ -124,7 +126,7 @@ def _updates(lines: Lines) -> Iterator[str]:
     first, last = lines[:some], lines[-some:]
     low, high = _rise(_values(first, "reward"), _values(last, "reward"))
     if low > 0:
-        return  # it learns, and a run that succeeds also has few groups that differ and little entropy
+        return  # The run learns. Even successful runs have few groups that differ and little entropy.
     known = len(lines) >= LOOP and math.isfinite(high)
     if known:
         yield (
@@ -134,7 +136,7 @@ def _updates(lines: Lines) -> Iterator[str]:
     trained = [line for line in last if line.get("trained_tokens")]
     moves = [a * b for a, b in zip(_values(trained, "grad_norm"), _values(trained, "lr"), strict=False)]
     flat = _values(last, "group/flat")
-    # The entropy of all own tokens. Earlier versions wrote only the entropy of the tokens with an advantage.
+    # The entropy over all of the policy's own tokens. Earlier versions wrote it only for the tokens with an advantage.
     surprise = _values(last, "entropy/sampled") or _values(last, "entropy") or [-x for x in _values(last, "logprob")]
     still = bool(moves) and not any(moves)
     alike = bool(flat) and mean(flat) > (0.5 if known else 0.99)
@@ -179,10 +181,11 @@ def _values(lines: Lines, key: str) -> list[float]:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the difference of two means; infinite if one of them has fewer than two values."""
+    """Return the 95 % interval of the difference between two means. It is infinite if one of them has fewer than two
+    values."""
     if len(before) < 2 or len(after) < 2:
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))
-    t = 1.96 + 2.8 / (len(before) + len(after) - 2)  # Student's, within 2 % from 8 degrees of freedom on
+    t = 1.96 + 2.8 / (len(before) + len(after) - 2)  # Student's t, within 2 % from 8 degrees of freedom on
     difference = mean(after) - mean(before)
     return difference - t * error, difference + t * error

@@ -2,24 +2,25 @@
 
 | kind | reported when |
 |---|---|
-| constant reward | every score of a component has the same value (two scores at least) |
-| flat in groups | a component differs within no group, though it differs within the run |
-| flat groups | groups whose tapes have equal rewards: they teach nothing where rewards are compared within a group |
-| repeated actions | a path does an equal action, content included, `repeats` times in a row |
-| cut completions | more than `OFTEN` of the completions reached their limit of tokens |
-| cut episodes | more than `OFTEN` of the episodes ended as truncated or at a limit |
-| impossible log-probs | above 0 by more than rounding |
-| unknown log-probs | sampled tokens without a log-prob |
-| log-prob mismatch | an update whose trainer and sampler differ on a token (`MISMATCH`), which no update explains |
-| reward without evidence | a component that has evidence elsewhere |
+| constant reward | all scores of a component have the same value, and there are at least two |
+| flat in groups | a component has equal values within each group, although it differs within the run |
+| flat groups | all tapes in a group have equal rewards, so comparing rewards within the group teaches nothing |
+| repeated actions | a path repeats the same action with the same content at least `repeats` times in a row |
+| cut completions | the share of completions that reached their token limit is above `OFTEN` |
+| cut episodes | the share of episodes that were truncated or ended at a limit is above `OFTEN` |
+| impossible log-probs | a log-prob is above 0 by more than rounding can explain |
+| unknown log-probs | a sampled token has no log-prob |
+| log-prob mismatch | trainer and sampler differ on a token by more than `MISMATCH`, and no update explains it |
+| reward without evidence | a score has no evidence, although other scores of its component have some |
 | reward without action | a tape without actions earned a reward other than 0 |
-| reward that is no number | NaN or an infinity |
-| group never closed | an attempt still runs, or a number below the highest is missing |
+| reward that is no number | a reward is NaN or infinite |
+| group never closed | an attempt still runs, or an attempt number below the highest is missing |
 | group closed short | an attempt ended, and none of its episodes may be trained on |
-| retries, failed calls | calls that were tried again, calls whose last try failed |
-| failed tries | tries that failed, by error |
+| retries | a call was tried again |
+| failed calls | the last try of a call failed |
+| failed tries | a try of a call failed; listed by error |
 
-`AuditFold` feeds it with records.
+`AuditFold` passes the records to this module.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from ..store.summary import CallFacts, RewardFacts, Summary, TapeFold, column_le
 from ..value import Value
 
 OFTEN = 0.1
-"""Share of all above which cut completions and episodes are reported."""
+"""Cut completions and cut episodes are reported if their share is above this value."""
 MISMATCH = 0.1
-"""Nats. Differences by rounding stay far below, in bfloat16 almost always."""
+"""Nats. Differences caused by rounding are far below this value, and in bfloat16 almost always below it."""
 ROUNDING = 1e-6
 """Nats. A log-softmax in float32 may exceed 0 by this much."""
 
@@ -50,24 +51,24 @@ class Component(Value, frozen=False):
     layer: str | None
     """None for rewards that were recorded with the tapes."""
     metric: bool
-    """Has weight 0: reported, never part of a reward."""
+    """True if the weight is 0. A metric is reported, but it is never part of a reward."""
     scores: int = 0
     unknown: int = 0
-    """Scores that are NaN or infinite; they are in no sum."""
+    """Number of scores that are NaN or infinite. They are in none of the sums."""
     evidence: int = 0
-    """Scores with evidence."""
+    """Number of scores with evidence."""
     low: float | None = None
     mean: float | None = None
     """Mean of the values without their weights."""
     high: float | None = None
     total: float = 0.0
-    """Sum of weight * value; scaled by `DOWN`, like `_sum`, until `sealed`."""
+    """Sum of weight * value. Like `_sum`, it is scaled by `DOWN` until `sealed` is called."""
     share: float | None = None
-    """|total| divided by the sum of |total| over all components; None for metrics and layers, or if that sum is 0."""
+    """|total| divided by the sum of |total| over all components. None for metrics and layers, or if that sum is 0."""
     _sum: float = 0.0
 
     def add(self, one: RewardFacts) -> None:
-        """Count a score. `mean` and `share` need all scores: `sealed`."""
+        """Count a score. `mean` and `share` need all scores, so `sealed` computes them."""
         self.scores += 1
         self.evidence += one.evidence
         if not math.isfinite(one.value):
@@ -79,7 +80,7 @@ class Component(Value, frozen=False):
         self.total += DOWN * one.weight * one.value
 
     def sealed(self, whole: float) -> Component:
-        """A copy with the mean and the total of the scores so far, and the share of `whole`."""
+        """Return a copy with the mean and the total of the scores so far, and the component's share of `whole`."""
         n = self.scores - self.unknown
         counts = whole and self.layer is None and not self.metric
         mean, share = self._sum / n / DOWN if n else None, abs(self.total) / whole if counts else None
@@ -92,15 +93,15 @@ class Anomaly(Value):
     kind: str
     """The first column of the table above."""
     what: str
-    """The component, action or error; empty if the kind has only one."""
+    """The component, action or error. Empty if the anomaly has no such part."""
     count: int
-    """How many times."""
+    """Number of times that the anomaly occurred."""
     of: int | None
-    """How many could have shown it; None if that number has no meaning."""
+    """Number of cases in which it could have occurred. None if that number has no meaning."""
     detail: str
-    """A sentence."""
+    """A description in words."""
     tapes: tuple[str, ...]
-    """Some tapes that show it."""
+    """Some of the tapes that show the anomaly."""
 
 
 @dataclass(slots=True)
@@ -115,14 +116,15 @@ class _Group:
     """The attempts of one group so far."""
 
     running: dict[int, int] = field(default_factory=dict)
-    """attempt -> its tapes without an end."""
+    """Maps each attempt to the number of its tapes without an end."""
     tapes: dict[int, bool] = field(default_factory=dict)
-    """attempt -> whether one of its ended tapes may be trained on."""
+    """Maps each attempt to whether one of its ended tapes may be trained on."""
     first: list[str] = field(default_factory=list)
     values: dict[str, tuple[float, int, bool]] = field(default_factory=dict)
-    """Component -> (first value, number of tapes, whether all have that value), of tapes that may be trained on."""
+    """Maps each component to (first value, number of tapes, whether all have that value). Only tapes that may be
+    trained on are counted."""
     equal: tuple[float, int, bool] | None = None
-    """The same for the sum of all components."""
+    """The same tuple for the sum of all components."""
 
 
 _NOTED: dict[str, tuple[str | None, str]] = {
@@ -142,25 +144,27 @@ _NOTED: dict[str, tuple[str | None, str]] = {
     "reward that is no number": (None, "NaN or an infinity; in none of the sums"),
     "reward without action": (None, "scores other than 0 on tapes that did nothing"),
 }
-"""Kind -> (the count that it is a part of, its sentence)."""
+"""Maps each kind to the count that it is a part of, and to its description."""
 
 
 class Anomalies:
     """Counts anomalies while `AuditFold` feeds it one run."""
 
     def __init__(self, examples: int, repeats: int, diverged: Container[str] = ()) -> None:
-        """examples: how many tapes each anomaly names. repeats, diverged: as for `AuditFold`."""
+        """`examples` is the number of tapes that each anomaly names. `repeats` and `diverged` are the same as for
+        `AuditFold`."""
         self._examples, self._repeats, self._diverged = examples, repeats, diverged
         self._odd: dict[tuple[str, str], _Odd] = {}
         self._groups: dict[str, _Group] = {}
         self._tapes_of: dict[str, list[str]] = {}
         self._bare: dict[str, list[str]] = {}
         self._oldest: dict[str, list[str]] = {}
-        """call -> the versions that sampled it."""
+        """Maps each call to the versions that sampled it."""
         self._uses: list[tuple[Use, float, list[str]]] = []
-        """(update, largest difference of any of its tokens in nats, its tapes)."""
+        """For each update: the update, the largest difference in nats on any of its tokens, and its tapes."""
         self._seen: Counter[str] = Counter()
-        """Calls, sampled completions and their tokens, ended tapes and updates so far. Anomalies are parts of them."""
+        """Counts of calls, sampled completions, their tokens, ended tapes and updates so far. Anomalies are parts of
+        these counts."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())
@@ -175,17 +179,17 @@ class Anomalies:
             if tape not in known:
                 known.append(tape)
 
-    # Feeding
+    # Adding records
 
     def begun(self, tape: Summary) -> None:
-        """A tape began."""
+        """Count a tape that began."""
         if tape.group is not None:
             of = self._groups.setdefault(tape.group, _Group())
             of.running[tape.attempt] = of.running.get(tape.attempt, 0) + 1
             self._name(of.first, [tape.id])
 
     def call(self, tape: str, call: CallFacts) -> None:
-        """A call of a tape."""
+        """Count a call of a tape."""
         self._seen["calls"] += 1
         errors = [one.get("error") for one in call.attempts]
         for error in filter(None, errors):
@@ -205,7 +209,8 @@ class Anomalies:
         n = column_length(call.completion)
         self._seen["tokens"] += n
         values = decode("f", call.logprobs) if call.logprobs is not None else None
-        # NaN is an unknown log-prob. A sum is NaN iff one of its values is, so the slow count runs only then.
+        # NaN is an unknown log-prob. A sum is NaN if and only if one of its values is, so the slow count runs only
+        # then.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
             self._note("unknown log-probs", "", [tape], n=unknown)
@@ -214,7 +219,7 @@ class Anomalies:
             self._note("impossible log-probs", "", [tape], n=len(high), most=max(high))
 
     def update(self, use: Use, only: Container[str] | None) -> None:
-        """Count an update, if it trained on a tape in `only` (None means any tape)."""
+        """Count an update if it trained on a tape in `only`. None means any tape."""
         tapes = [tape for tape in dict.fromkeys(item[0] for item in use.items) if only is None or tape in only]
         moved = use.info.get("moved", use.info.get("mismatch"))
         if not isinstance(moved, int | float) or not tapes:
@@ -224,12 +229,13 @@ class Anomalies:
             self._uses.append((use, moved, tapes))
 
     def _mismatches(self) -> None:
-        """Report updates with a mismatch. Runs last: segments may hold a `use` before the calls it trained on.
+        """Report updates with a mismatch. This runs last, because segments may hold a `use` before the calls it trained
+        on.
 
         The trainer compares with its present weights, so a mismatch on tokens that these weights sampled has no
-        explanation. Older tokens may differ by as much as the updates since then moved the policy, and that has no
-        bound. They count only if `replay model`, which uses the weights that sampled them, found their tape diverged.
-        A record without `moved` doesn't tell the two apart.
+        explanation. On older tokens, the difference may be as large as the change that the updates since then made to
+        the policy, which has no bound. Older tokens count only if `replay model`, which uses the weights that sampled
+        them, found that their tape diverged. A record without `moved` doesn't tell the two apart.
         """
         for use, moved, tapes in self._uses:
             own = use.info.get("mismatch") if "moved" in use.info else None
@@ -242,7 +248,8 @@ class Anomalies:
         self._uses.clear()
 
     def ended(self, tape: TapeFold, repeats: tuple[int, str], rewards: Sequence[RewardFacts]) -> None:
-        """A tape ended; `repeats` is the length of its longest row of equal actions, and their kind."""
+        """Count a tape that ended. `repeats` is the length of its longest run of equal actions and the kind of these
+        actions."""
         name = tape.begun.id
         self._seen["ended"] += 1
         if tape.status in (Status.TRUNCATED, Status.LIMIT):
@@ -278,7 +285,7 @@ class Anomalies:
     # The result
 
     def found(self, components: Iterable[Component]) -> tuple[Anomaly, ...]:
-        """All anomalies. components: the components of the run's rewards."""
+        """Return all anomalies. `components` are the components of the run's rewards."""
         self._mismatches()
         recorded = [one for one in components if one.layer is None and not one.metric]
         made = [*self._rewards(recorded), *self._noted(), *self._unclosed_groups()]
@@ -307,7 +314,8 @@ class Anomalies:
         return made
 
     def _compared(self, name: str) -> list[bool]:
-        """For each group with that component on two tapes or more: whether it is the same on all."""
+        """Return, for each group in which two or more tapes have that component, whether it is the same on all of
+        them."""
         found = [group.values[name] for group in self._groups.values() if name in group.values]
         return [same for _, n, same in found if n > 1]
 
@@ -342,9 +350,10 @@ class Anomalies:
 
 
 def _age(version: str, lineage: str, update: int) -> int:
-    """The staleness of a version: updates between it and the weights that update `update` (from 0) changes.
+    """Return the staleness of a version: the number of updates between it and the weights that update `update` (counted
+    from 0) changes.
 
-    0 for a version of another lineage: its staleness is unknown, so it can't explain a mismatch.
+    Return 0 for a version from another lineage. Its staleness is unknown, so it can't explain a mismatch.
     """
     name, _, n = version.rpartition(":")
     return max(0, update - int(n)) if name == lineage and n.isdigit() else 0

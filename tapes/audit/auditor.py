@@ -1,16 +1,17 @@
 """The audit of a run's tapes: attrition, the cost of calls, the actions that earned the reward, and anomalies.
 
-One pass over the records, in order, feeds everything. It keeps only sums of an ended tape and a few numbers of a
-group, so memory grows with open tapes and groups, not with tapes or tokens. The rules:
+The audit reads all records in order in one pass. It keeps only sums for each ended tape and a few numbers for each
+group. Memory therefore grows with the number of open tapes and groups, but not with the number of tapes or tokens. The
+rules are:
 
-1. Sums over rewards include ended tapes only; the cost of calls includes open tapes.
-2. A call and its prompt count at the version under which it began. Its completion is divided among the versions that
-   sampled it, its seconds and dollars in proportion.
-3. Unknown values are counted apart and are in no sum: unscored tapes, calls without a cost or a time, rewards that are
-   NaN or infinite. A tape on which a reward source failed is unscored: its other components count as metrics.
-4. The rewards of a layer (a later scoring) are listed by themselves and have no share of the total.
+1. Sums over rewards include only ended tapes. The cost of calls also includes open tapes.
+2. A call and its prompt count at the version under which the call began. Its completion is divided among the versions
+   that sampled it, and its seconds and dollars are divided in proportion.
+3. Unknown values are counted separately and are in no sum: unscored tapes, calls without a cost or a time, rewards that
+   are NaN or infinite. A tape on which a reward source failed is unscored, and its other components count as metrics.
+4. The rewards in a layer (a later scoring) are listed separately and have no share of the total.
 
-The audit doesn't decide whether an anomaly is a fault: a person looks at the tapes.
+The audit doesn't decide whether an anomaly is a fault. A person decides this by looking at the tapes.
 """
 
 from __future__ import annotations
@@ -39,60 +40,61 @@ if TYPE_CHECKING:
     from ..store.store import Store
 
 EXAMPLES = 5
-"""How many tapes each line of the audit names."""
+"""Number of tapes that each line of the audit names."""
 INHERITED = "(before the fork)"
 """The kind that is listed for an action that a fork inherited from its parent."""
 
 
 class Ended(Lost, frozen=False):
-    """The same, with sums that only an audit needs. `sampled` includes authored completions that have token ids."""
+    """Episodes that ended the same way, with sums that only an audit needs. `sampled` includes authored completions
+    that have token ids."""
 
     unscored: int = 0
-    """Episodes among these that have no reward."""
+    """Number of these episodes that have no reward."""
     seconds: float = 0.0
-    """Sum over the episodes, as their `end` records state it."""
+    """Sum over the episodes, taken from their `end` records."""
     tokens: dict[str, int] = Field(default={})
-    """Episodes by completion tokens, in the buckets of `turns`."""
+    """Number of episodes by completion tokens, in the same buckets as `turns`."""
     tapes: tuple[str, ...] = ()
     """Some of these episodes."""
 
 
 class Spent(Value, frozen=False):
-    """Cost of the calls of one agent path to one engine, sampled by one policy version."""
+    """The cost of the calls that one agent path made to one engine and that one policy version sampled."""
 
     by: str
-    """The agents' path."""
+    """The path of the agent."""
     engine: str
-    """Empty if the calls don't name it."""
+    """Empty if the calls don't name an engine."""
     version: str | None
     """None for calls that name no version."""
     calls: int = 0
     prompt: int | None = None
-    """Tokens; None when no call has a known number."""
+    """Number of prompt tokens. None if no call has a known number."""
     completion: int | None = None
-    """Tokens; None when no call has a known number."""
+    """Number of completion tokens. None if no call has a known number."""
     uncounted: int = 0
-    """Calls with an unknown number of prompt or completion tokens."""
+    """Number of calls with an unknown number of prompt or completion tokens."""
     seconds: float | None = None
-    """Sum over all tries; None when no call was timed."""
+    """Sum over all tries. None if no call was timed."""
     untimed: int = 0
     cost: float | None = None
-    """US dollars; None when no call has a known cost."""
+    """US dollars. None if no call has a known cost."""
     unpriced: int = 0
 
 
 class Earned(Value):
-    """What one kind of action earned from one component."""
+    """What actions of one kind earned from one component."""
 
     name: str
     kind: str | None
-    """The action's kind; None for the episode as a whole."""
+    """The action's kind. None for rewards of the episode as a whole."""
     scores: int
     mean: float
     """Mean of weight * value."""
     total: float
     share: float | None
-    """|total| divided by the sum of |total| over the component's kinds; None if that sum is 0."""
+    """|total| divided by the sum of |total| over the component's kinds. None if that sum is 0."""
     tapes: tuple[str, ...]
     """Some of the tapes that earned most."""
 
@@ -101,10 +103,10 @@ class Audit(Value):
     """The audit of a run's tapes."""
 
     tapes: int
-    """Tapes that began."""
+    """Number of tapes that began."""
     open: int
     unscored: int
-    """Tapes that ended without a reward."""
+    """Number of tapes that ended without a reward."""
     ends: tuple[Ended, ...]
     spent: tuple[Spent, ...]
     components: tuple[Component, ...]
@@ -112,7 +114,8 @@ class Audit(Value):
     anomalies: tuple[Anomaly, ...]
 
     def lost_by(self, length: str) -> dict[str, tuple[int, int]]:
-        """Bucket of `turns` or `tokens` -> (episodes that ended, how many of them are never trained on)."""
+        """Return, for each bucket of `turns` or `tokens`, how many episodes ended and how many of them are never
+        trained on."""
         found: dict[str, tuple[int, int]] = {}
         for end in self.ends:
             for name, n in getattr(end, length).items():
@@ -131,13 +134,14 @@ class _Tape(TapeFold):
         self.kinds: list[str] = [INHERITED] * inherited
         """The kind of every step."""
         self.last: dict[str, tuple[str, JsonValue, int]] = {}
-        """Path -> kind and content of its last action, and how often in a row the path did it."""
+        """Maps each path to the kind and content of its last action, and to the number of times in a row that the path
+        did it."""
         self.repeats: tuple[int, str] = 0, ""
-        """Length of the longest row of equal actions, and their kind."""
+        """Length of the longest run of equal actions, and the kind of these actions."""
         self.rewards: list[RewardFacts] = []
 
     def act(self, step: StepFacts) -> None:
-        """Compare an action with the path's last one."""
+        """Compare an action with the path's previous action."""
         content = step.content
         before = self.last.get(step.by)
         same = before is not None and before[:2] == (step.kind, content)
@@ -146,7 +150,7 @@ class _Tape(TapeFold):
         self.repeats = max(self.repeats, (times, step.kind))
 
     def kind(self, step: int | None) -> str | None:
-        """The kind of the action at that index."""
+        """Return the kind of the action with index `step`."""
         if step is None:
             return None
         return self.kinds[step] if 0 <= step < len(self.kinds) else "(missing step)"
@@ -154,13 +158,13 @@ class _Tape(TapeFold):
 
 @dataclass(slots=True)
 class _Earnings:
-    """What one kind of action earned from one component so far."""
+    """What actions of one kind earned from one component so far."""
 
     scores: int = 0
     total: float = 0.0
     """Scaled by `DOWN`."""
     most: list[tuple[float, str]] = field(default_factory=list)
-    """(reward, tape) of the tapes that earned most, the most first."""
+    """(reward, tape) pairs for the tapes that earned most, in descending order."""
 
     def add(self, tape: str, earned: float) -> None:
         self.scores += 1
@@ -172,7 +176,7 @@ class _Earnings:
 
 
 class AuditFold:
-    """Feed it every record of a run, in order; then call `audit()`."""
+    """Computes an audit. Pass every record of a run to `take`, in order, and then call `audit()`."""
 
     def __init__(
         self,
@@ -182,10 +186,10 @@ class AuditFold:
         inherited: Callable[[str], int] | None = None,
         diverged: Container[str] = (),
     ) -> None:
-        """only: ids of the tapes that count; None for all.
+        """`only` holds the ids of the tapes that count. None means all tapes.
 
-        repeats: from how many equal actions in a row a tape is reported. inherited: gives, for the id of a fork, how
-        many steps it has from its parent; a run with forks needs it. diverged: ids of the tapes that
+        A tape is reported if it has at least `repeats` equal actions in a row. `inherited` returns, for the id of a
+        fork, how many steps it has from its parent. A run with forks needs it. `diverged` holds the ids of tapes that
         `replay model` found to differ from the weights that sampled them.
         """
         self._only, self._inherited = only, inherited
@@ -198,7 +202,7 @@ class AuditFold:
         self._odd = Anomalies(EXAMPLES, repeats, diverged)
 
     def take(self, name: str, facts: Facts | None) -> None:
-        """One record, by its tape's id and its facts."""
+        """Add one record, given by its tape's id and its facts."""
         if isinstance(facts, Use):
             self._odd.update(facts, self._only)
         elif self._only is not None and name not in self._only:
@@ -209,7 +213,8 @@ class AuditFold:
             self._component(facts, facts.layer or "")
         elif (tape := self._open.get(name)) is not None and facts is not None:
             self._add_to(tape, facts)
-        # The remaining records follow their tape's end, or their tape never began: the books report both.
+        # The remaining records come after the end of their tape, or their tape never began. The books report both
+        # cases.
 
     def _begin(self, begun: Summary) -> None:
         self._tapes += 1
@@ -263,7 +268,7 @@ class AuditFold:
         spans: Sequence[tuple[str | None, int, int]] = call.spans or [(None, 0, n or 0)]
         whole = sum(end - start for _, start, end in call.spans)
         for k, (version, start, end) in enumerate(spans):
-            # An answer without tokens has no proportion to divide by: its spans share its cost equally.
+            # An answer without tokens gives no proportion to divide by, so its spans share its cost equally.
             part = (end - start) / whole if whole else 1 / len(spans)
             self._spend(
                 (call.by, call.engine or "", version),
@@ -291,10 +296,10 @@ class AuditFold:
         made = Component(name=one.name, layer=layer, metric=not one.weight)
         self._components.setdefault((layer is not None, layer or "", one.name, made.metric), made).add(one)
 
-    # The account
+    # The result
 
     def audit(self) -> Audit:
-        """The audit of the records so far."""
+        """Return the audit of the records so far."""
         whole = total(abs(one.total) for one in self._components.values() if one.layer is None)
         components = tuple(one.sealed(whole) for _, one in sorted(self._components.items()))
         ends = sorted(self._ends.values(), key=lambda one: (one.status, one.cause or ""))
@@ -332,7 +337,7 @@ def _part(value: float | None, part: float) -> float | None:
 
 
 _EVERY = 2_000
-"""Records between two reports of progress."""
+"""Number of records between two reports of progress."""
 
 
 def audit_run(
@@ -343,10 +348,11 @@ def audit_run(
     repeats: int = 3,
     progress: Progress | None = None,
 ) -> tuple[Books, Audit]:
-    """The books of the whole run, and the audit of its tapes. Reads every record once.
+    """Return the books of the whole run and the audit of its tapes. Every record is read once.
 
-    `split`: audit the tapes of this split only. `limit`: audit the newest `limit` of these, and the other tapes of
-    their groups, without which comparisons within a group would be wrong.
+    If `split` is given, only the tapes in this split are audited. If `limit` is given, only the newest `limit` of these
+    tapes and the other tapes in their groups are audited. Without these other tapes, comparisons within a group would
+    be wrong.
     """
     store.refresh()
     only = None if split is None and limit is None else _chosen(store, split, limit)
@@ -377,7 +383,7 @@ def audit_run(
 
 
 def _diverged(run: Path) -> frozenset[str]:
-    """The tapes whose newest kept verdict of `replay model`, by the run's own weights, is `diverged`."""
+    """Return the tapes whose newest verdict from `replay model` with the run's own weights is `diverged`."""
     checks = Checks(run)
     found: set[str] = set()
     for tape in checks.refresh():

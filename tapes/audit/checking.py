@@ -1,6 +1,6 @@
-"""Checks of many tapes: which tapes, in how many processes, and the verdicts in order.
+"""Checks of many tapes: which tapes are checked, in how many processes, and the verdicts in order.
 
-A check is a function from a tape to a verdict. A plan is picklable and makes the check in each process.
+A check is a function from a tape to a verdict. A plan is picklable and creates the check in each process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from ..tape import Tape
 
 PER_JOB = 250
-"""Tapes that justify the start of another process."""
+"""Number of tapes that justify starting another process."""
 
 Plan = Callable[["Store"], Callable[["Tape"], Verdict]]
-"""Picklable: makes, in each process, the check of a tape of an open store."""
+"""A picklable function that receives an open store in each process and returns the check for its tapes."""
 
 
 def check_run(
@@ -40,9 +40,9 @@ def check_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Check the named tapes of a run, or all closed tapes of a split.
+    """Check the named tapes of a run, or all closed tapes in a split.
 
-    jobs: number of processes; None means one for each `PER_JOB` tapes. UsageError or NoSuchTape if the
+    `jobs` is the number of processes. None means one for each `PER_JOB` tapes. Raises UsageError or NoSuchTape if the
     arguments name no tape.
     """
     from ..store.store import Store
@@ -71,20 +71,22 @@ def check_run(
 
 
 def chosen_tapes(store: Store, names: Sequence[str], split: str | None) -> list[str]:
-    """Ids of the named tapes, or of all closed tapes of the split. NoSuchTape, or UsageError for an unknown split."""
+    """Return the ids of the named tapes, or of all closed tapes in the split. Raises NoSuchTape for an unknown tape and
+    UsageError for an unknown split."""
     check_split(store, split)
     return [store.tape(name).id for name in names] or [one.id for one in store.summaries(split=split, closed=True)]
 
 
 def check_split(store: Store, split: str | None) -> None:
-    """UsageError if no tape has the split `split`; the error lists the splits."""
+    """Raise UsageError if no tape has the split `split`. The error lists the existing splits."""
     if split is not None and not store.summaries(split=split):
         known = ", ".join(dict.fromkeys(one.split for one in store.summaries())) or "none: it holds no tape"
         raise UsageError(f"{store.path} has no tape of the split {split!r}; its splits are {known}")
 
 
 def torn_tails(store: Store) -> list[str]:
-    """A sentence for each segment whose last bytes can't be read: no verdict covers their records."""
+    """Return a sentence for each segment whose last bytes can't be read. No verdict covers the records in these
+    bytes."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
         f"see tapereel verify {store.path}"
@@ -97,7 +99,7 @@ def _verdicts(run: Path, plan: Plan, ids: Sequence[str], jobs: int) -> Iterator[
         yield from _work(run, plan, ids)
         return
     size = max(1, min(PER_JOB, -(-len(ids) // jobs)))
-    # Spawned: a forked child of a process with threads (a tokenizer's, torch's) may hang.
+    # The processes are spawned, because a child forked from a process with threads (a tokenizer's or torch's) may hang.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=guard_terminal) as pool:
         parts = [pool.submit(_work_all, run, plan, ids[k : k + size]) for k in range(0, len(ids), size)]
         for part in as_completed(parts):

@@ -1,7 +1,8 @@
 """Diff: two tapes aligned at their first difference, and two runs compared task by task.
 
-It compares what happened: the steps, their tokens, the rewards and the end. Settings that were made beforehand (agent,
-seeds, sampling ...) are listed separately. Times and ids are never compared. No agent or environment runs.
+A diff compares what happened: the steps, their tokens, the rewards and the end. Settings that were made beforehand,
+such as agent, seeds and sampling, are listed separately. Times and ids are never compared. No agent or environment
+runs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Setting(Value):
     """A setting that differs between the two tapes."""
 
     field: str
-    """`sampling.temperature`, `agent.config.system`, `seed` ..."""
+    """The name of the setting, such as `sampling.temperature`, `agent.config.system` or `seed`."""
     first: JsonValue
     """None if the tape doesn't have the setting."""
     second: JsonValue
@@ -42,21 +43,24 @@ class Parting(Value):
     """The first place where two tapes differ."""
 
     turn: int | None
-    """Counted from 0; None at the end of the episode."""
+    """Counted from 0. None at the end of the episode."""
     step: int | None
-    """Index of the step, in both tapes; None at the end of the episode."""
+    """Index of the step in both tapes. None at the end of the episode."""
     by: str | None
-    """The path that spoke on the first tape, or on the second if the first is shorter; None at the end."""
+    """The path that produced the step on the first tape, or on the second tape if the first is shorter. None at the
+    end."""
     field: str
-    """`answer.text`, `kind`, `tokens[3]`, `reward.exact`, `step` (one has no more of them), `end.status` ..."""
+    """What differs, such as `answer.text`, `kind`, `tokens[3]`, `reward.exact` or `end.status`. `step` means that one
+    tape has no more steps."""
     first: JsonValue
-    """None if the tape lacks the value. Long strings are cut around the difference."""
+    """None if the tape doesn't have the value. Long strings are cut around the difference."""
     second: JsonValue
 
     @computed_field
     @property
     def diff(self) -> list[str]:
-        """Both values, line by line: `-` is the first tape's, `+` the second's, ` ` is in both."""
+        """Both values, line by line. `-` marks lines in the first value, `+` lines in the second, and ` ` lines in
+        both."""
         return diff_lines(self.first, self.second)
 
 
@@ -67,14 +71,14 @@ class TapeDiff(Value):
     second: TapeSummary
     same_task: bool
     shared: int
-    """Equal steps at the front."""
+    """Number of equal steps at the front."""
     shared_turns: int
-    """Equal whole turns at the front."""
+    """Number of equal whole turns at the front."""
     parting: Parting | None
-    """None: the episodes are equal."""
+    """None if the episodes are equal."""
     settings: tuple[Setting, ...]
     steps: tuple[tuple[StepLine | None, StepLine | None], ...]
-    """The steps after the shared ones, in pairs; None if one tape has no more."""
+    """The steps after the shared ones, in pairs. A step is None if its tape has no more."""
 
     @computed_field
     @property
@@ -90,21 +94,21 @@ class TaskDiff(Value):
     """One task in two runs."""
 
     task: str
-    """Its hash."""
+    """The task's hash."""
     name: str
-    """Empty when the task has no name."""
+    """Empty if the task has no name."""
     change: Change
-    """Seen from the second run. `won`: its mean reward is higher. `changed`: the mean reward is equal or unknown, and
-    the tapes or their number differ."""
+    """The change from the first run to the second. `won`: its mean reward is higher in the second run. `changed`: the
+    mean reward is equal or unknown, and the tapes or their number differ."""
     first: float | None
-    """Mean reward of the scored attempts; None without one."""
+    """Mean reward of the scored attempts. None if there are none."""
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
-    """Two attempts, one of each run: for `won` and `lost` the best and the worst, otherwise the first pair that
-    differs. None if there isn't one."""
+    """Two attempts, one from each run. For `won` and `lost`, they are the best and the worst attempt. Otherwise they
+    are the first pair that differs, or None if no pair does."""
     parting: Parting | None
-    """The first difference of these two."""
+    """The first difference between these two attempts."""
 
 
 class RunDiff(Value):
@@ -113,16 +117,16 @@ class RunDiff(Value):
     first: str
     second: str
     splits: tuple[str | None, str | None]
-    """None: all splits."""
+    """None means all splits."""
     counts: dict[Change, int]
     scored: int
-    """Tasks with a scored attempt in both."""
+    """Number of tasks with a scored attempt in both runs."""
     mean_first: float | None
-    """Mean over those tasks of the mean reward of their scored attempts; None without such tasks."""
+    """Mean over those tasks of the mean reward of their scored attempts. None if there are no such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
-    """Every task that differs: lost, changed, won, then the tasks of one run only; each part by the size of the
-    difference, largest first."""
+    """All tasks that differ, in the order lost, changed, won, then tasks that only one run has. Each part is sorted by
+    the size of the difference, largest first."""
 
     @computed_field
     @property
@@ -152,7 +156,7 @@ def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
 
 
 def parting_of(first: Tape, second: Tape) -> Parting | None:
-    """The first place where two tapes differ; None if the episodes are equal."""
+    """Return the first place where two tapes differ. Return None if the episodes are equal."""
     a, b = first.entries, second.entries
     earned = _earned(first), _earned(second)
     both = min(len(a), len(b))
@@ -183,11 +187,11 @@ def _first(then: Any, now: Any) -> dict[str, Any] | None:
 
 
 Earned = dict[int | None, dict[str, float]]
-"""Step (None: the episode) -> component -> value."""
+"""Maps a step, or None for the episode, to the values of its components by name."""
 
 
 def _earned(tape: Tape) -> Earned:
-    """The recorded rewards of a tape, including the rewards that a fork's parent earned in the prefix."""
+    """Return the recorded rewards of a tape, including the rewards that a fork's parent earned in the prefix."""
     earned: Earned = _earned(tape.parent) if tape.parent is not None else {}
     for reward in tape.rewards:
         earned.setdefault(reward.step, {})[_component(reward)] = reward.value
@@ -200,7 +204,7 @@ def _component(reward: Reward) -> str:
 
 def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Earned]) -> dict[str, Any] | None:
     tokens = _tokens(first, k), _tokens(second, k)
-    compared = None not in tokens  # an engine that returns text only records no ids: that alone is not a difference
+    compared = None not in tokens  # an engine that returns only text records no ids, and that alone is not a difference
     sides: list[dict[str, Any]] = []
     for tape, own, ids in zip((first, second), earned, tokens, strict=True):
         step: Step = tape[k]
@@ -218,7 +222,7 @@ def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Ea
 
 
 def _tokens(tape: Tape, k: int) -> list[int] | None:
-    """The completion tokens that a step was parsed from; None if its calls have no token ids."""
+    """Return the completion tokens that a step was parsed from. Return None if its calls have no token ids."""
     ids: list[int] = []
     for call, start, end in tape.entries[k].calls:
         completion = tape.call(call).completion
@@ -270,7 +274,7 @@ def diff_runs(
 ) -> RunDiff:
     """Compare the closed tapes of two runs task by task.
 
-    `split`: of both runs, unless `against_split` names another split for the second.
+    `split` selects the split in both runs, unless `against_split` names another split for the second run.
     """
     splits = split, against_split or split
     a, b = (
@@ -302,7 +306,7 @@ def diff_runs(
 
 
 SHOWN_FIRST: tuple[Change, ...] = ("lost", "changed", "won", "only_first", "only_second")
-"""Order of the differences in a report: losses come first, so that many wins can't hide them."""
+"""Order of the differences in a report. Losses come first, so that many wins can't hide them."""
 
 
 def _size(task: TaskDiff) -> tuple[int, float]:

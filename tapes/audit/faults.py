@@ -1,4 +1,4 @@
-"""Faults: the errors that ended episodes, each listed once, with who caused it, its line and a tape to inspect."""
+"""Faults: the errors that ended episodes. Each is listed once, with who caused it, its line and a tape to inspect."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Fault(Value):
     """An error that ended episodes."""
 
     cause: str
-    """Who caused it: a `CauseType`."""
+    """Who caused the error, as a `CauseType`."""
     error: str
-    """Class and message."""
+    """Class and message of the error."""
     raised_at: str | None
-    """`file:line in function`; None if it isn't known."""
+    """Where the error was raised, as `file:line in function`. None if this isn't known."""
     episodes: int
     tape: str
-    """The first tape that it ended."""
+    """The first tape that the error ended."""
 
     def __str__(self) -> str:
         at = f" ({self.raised_at})" if self.raised_at else ""
@@ -25,7 +25,8 @@ class Fault(Value):
 
 
 class Faults:
-    """Counts faults. Errors of one class that were raised at one place are one fault, with the first one's message."""
+    """Counts faults. Errors with the same class and place of origin count as one fault, which has the first error's
+    message."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None, str | None], Fault] = {}
@@ -39,5 +40,5 @@ class Faults:
         self._found[key] = fault.model_copy(update={"episodes": fault.episodes + 1})
 
     def most(self, n: int = 10) -> tuple[Fault, ...]:
-        """The `n` faults that ended most episodes, the most frequent first."""
+        """Return the `n` faults that ended most episodes, the most frequent first."""
         return tuple(sorted(self._found.values(), key=lambda fault: -fault.episodes)[:n])

@@ -1,7 +1,7 @@
-"""Verdicts: the outcome of a check of a tape, and the place of its first divergence.
+"""Verdicts: the outcome of checking a tape, and the place of its first divergence.
 
 A check has one of three outcomes: `verified`, `diverged` (with the place, both values and the likely cause), or
-`unverifiable` (with the reason). The models are frozen and consist of JSON values, for scripts and viewers.
+`unverifiable` (with the reason). The models are frozen and consist of JSON values, so scripts and viewers can use them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ if TYPE_CHECKING:
     from ..tape import Tape
 
 CLIP = 4000
-"""Characters of a value that a divergence keeps; a longer one is cut around the first difference."""
+"""Number of characters that a divergence keeps from a value. A longer value is cut around the first difference."""
 
 
 class Likely(StrEnum):
-    """The likely cause of a divergence: a guess from the field that differs, as a start for debugging."""
+    """The likely cause of a divergence. It is a guess based on the field that differs, meant as a start for
+    debugging."""
 
     CODE = "code"
-    """The agent's code: another step, another setting, a new error."""
+    """The agent's code took another step, used another setting or raised a new error."""
     PROMPT = "prompt"
-    """The agent's prompt: its system prompt, or messages that it writes itself."""
+    """The agent's prompt differs: its system prompt, or messages that it writes itself."""
     TOOLS = "tools"
-    """The functions that are offered, or their order."""
+    """The functions that are offered differ, or their order does."""
     PARSER = "parser"
-    """The model's answer equals the recorded one, and is parsed as another step."""
+    """The model's answer equals the recorded one, but was parsed as another step."""
     ORDER = "order"
-    """The same requests or steps, in another order."""
+    """The requests or steps are the same, but in another order."""
     RENDERING = "rendering"
-    """The same messages as other token ids: the tokenizer, the chat template or the renderer."""
+    """The messages are the same, but their token ids differ. The cause is the tokenizer, the chat template or the
+    renderer."""
     EXHAUSTED = "exhausted"
     """The agent made more or fewer requests than the tape holds."""
     NONDETERMINISM = "nondeterminism"
-    """The agent reads a clock, randomness, a socket or another process; `where` has the line."""
+    """The agent reads a clock, randomness, a socket or another process. `where` names the line."""
     ENVIRONMENT = "environment"
-    """The environment reacts differently from the recording."""
+    """The environment reacted differently than in the recording."""
     WEIGHTS = "weights"
     """The model differs from the one that sampled the tape."""
     REWARD = "reward"
@@ -56,43 +58,45 @@ class Divergence(Value):
 
     tape: str
     turn: int | None = None
-    """Counted from 0; None if the place has no turn."""
+    """Counted from 0. None if the place has no turn."""
     record: int | None = None
-    """Index of the record in the tape (its `begin` is 0); None if nothing was recorded."""
+    """Index of the record in the tape, whose `begin` has index 0. None if nothing was recorded."""
     step: int | None = None
-    """Index of the step in the tape; None if the place is a call or the end."""
+    """Index of the step in the tape. None if the place is a call or the end."""
     call: str | None = None
-    """Id of the call; None if the place is not a call."""
+    """Id of the call. None if the place is not a call."""
     by: str | None = None
-    """The path that spoke (`planner/searcher`), or `env`."""
+    """The path of the agent that produced it (`planner/searcher`), or `env`."""
     field: str
-    """What differs: `messages[1].content`, `prompt[17]`, `observation.text`, `reward.exact`, `logprobs[3]`."""
+    """What differs, such as `messages[1].content`, `prompt[17]`, `observation.text`, `reward.exact` or
+    `logprobs[3]`."""
     recorded: JsonValue = None
     """None if nothing was recorded. Long strings are cut around the difference."""
     observed: JsonValue = None
     """None if nothing was observed."""
     cause: Likely
     sentence: str
-    """What happened, for people."""
+    """A human-readable description of what happened."""
     where: str | None = None
-    """`file:line in function` of the code that caused it; None if no line is known."""
+    """The code that caused it, as `file:line in function`. None if no line is known."""
 
     @computed_field
     @property
     def diff(self) -> list[str]:
-        """Both values, line by line: `-` is recorded, `+` is observed, ` ` is in both."""
+        """Both values, line by line. `-` marks recorded lines, `+` observed lines, and ` ` lines in both."""
         return diff_lines(self.recorded, self.observed)
 
 
 class Failure(Value):
-    """Code whose result a check needed, and that raised, took too long or returned an unusable value."""
+    """A failure of code whose result a check needed. The code raised an error, took too long or returned an unusable
+    value."""
 
     source: str
-    """The name of the code; for a reward, the name of its source."""
+    """The name of the code. For a reward, this is the name of its source."""
     error: str
     """What happened, with the exception's name and message."""
     where: str | None = None
-    """`file:line in function` of the code that caused it; None if no line is known."""
+    """The code that caused it, as `file:line in function`. None if no line is known."""
 
 
 class Verdict(Value):
@@ -103,24 +107,25 @@ class Verdict(Value):
     tape: str
     outcome: Literal["verified", "diverged", "unverifiable"]
     digest: str | None = None
-    """The tape's digest when it was checked; None for an open tape."""
+    """The tape's digest when it was checked. None for an open tape."""
     divergence: Divergence | None = None
-    """The place of the divergence; None for the other outcomes."""
+    """The place of the divergence. None for the other outcomes."""
     reason: str | None = None
-    """Why it can't be verified; None for the other outcomes."""
+    """Why the tape can't be verified. None for the other outcomes."""
     checked: dict[str, int] = Field(default={})
-    """Kind of value (calls, steps, observations, rewards, tokens) -> how many were compared and found equal."""
+    """Maps each kind of value (calls, steps, observations, rewards, tokens) to the number of values that were compared
+    and found equal."""
     not_checked: tuple[str, ...] = ()
     """Parts of the tape that the verdict doesn't cover."""
     failures: tuple[Failure, ...] = ()
-    """Failures of code in this check that concern a part of it only."""
+    """Failures of code in this check that affect only a part of it."""
     measured: dict[str, float] = Field(default={})
-    """Measurements of the check, such as the largest difference of log-probs."""
+    """Measurements made by the check, such as the largest difference between log-probs."""
     proposed: dict[str, str | None] = Field(default={})
-    """Field that varies between executions -> the declaration for it (`Environment.varies`)."""
+    """Maps each field that varies between executions to the declaration for it (`Environment.varies`)."""
 
     def of(self, tape: Tape) -> Verdict:
-        """This verdict with the digest of `tape`, on which it was made."""
+        """Return this verdict with the digest of `tape`, the tape that was checked."""
         return self.model_copy(update={"digest": tape.digest if tape.closed else None})
 
     def __str__(self) -> str:
@@ -132,7 +137,7 @@ class Verdict(Value):
 
 
 class Verdicts(Value):
-    """The verdicts of one verb on a run, or on some of its tapes."""
+    """The verdicts of one verb on a run or on some of its tapes."""
 
     verb: str
     run: str
@@ -140,14 +145,14 @@ class Verdicts(Value):
     torn: tuple[str, ...] = ()
     """A sentence for each segment whose tail can't be read."""
     turn: int | None = None
-    """The only turn that was checked; None for all."""
+    """The only turn that was checked. None if all turns were."""
     seconds: float = 0.0
-    """Wall clock time of the check."""
+    """Wall-clock seconds that the check took."""
 
     @computed_field
     @property
     def counts(self) -> dict[str, int]:
-        """Tapes by outcome."""
+        """Number of tapes by outcome."""
         counts = {"verified": 0, "diverged": 0, "unverifiable": 0}
         for verdict in self.verdicts:
             counts[verdict.outcome] += 1
@@ -165,12 +170,13 @@ class Verdicts(Value):
     @computed_field
     @property
     def verdict(self) -> Standing:
-        """The exit code in words: `broken` if a tape diverged, `undecided` if one can't be verified."""
+        """The exit code in words: `holds`, `broken` if a tape diverged, or `undecided` if a tape can't be verified or
+        none was checked."""
         return STANDINGS[self.exit_code]
 
 
 class Covered(TypedDict, total=False):
-    """The coverage of a verdict, as fields of `Verdict`."""
+    """What a verdict covers, as fields of `Verdict`."""
 
     checked: dict[str, int]
     not_checked: tuple[str, ...]
@@ -180,17 +186,17 @@ class Covered(TypedDict, total=False):
 
 
 def verified(verb: str, tape: str, **more: Unpack[Covered]) -> Verdict:
-    """A verdict `verified`."""
+    """Return a verdict with the outcome `verified`."""
     return Verdict(verb=verb, tape=tape, outcome="verified", **more)
 
 
 def diverged(verb: str, divergence: Divergence, **more: Unpack[Covered]) -> Verdict:
-    """A verdict `diverged`."""
+    """Return a verdict with the outcome `diverged`."""
     return Verdict(verb=verb, tape=divergence.tape, outcome="diverged", divergence=divergence, **more)
 
 
 def unverifiable(verb: str, tape: str, reason: str, **more: Unpack[Covered]) -> Verdict:
-    """A verdict `unverifiable`."""
+    """Return a verdict with the outcome `unverifiable`."""
     return Verdict(verb=verb, tape=tape, outcome="unverifiable", reason=reason, **more)
 
 
@@ -208,9 +214,9 @@ class Difference(NamedTuple):
 
 
 def differences(recorded: object, observed: object, field: str = "") -> Iterator[Difference]:
-    """The fields in which two plain values differ, in order. Of two lists, the common length is compared first.
+    """Yield the fields in which two plain values differ, in order. For two lists, the common length is compared first.
 
-    Then follow the items that only one of the lists has.
+    The items that only one of the lists has follow.
     """
     if isinstance(recorded, dict) and isinstance(observed, dict):
         for key in dict.fromkeys([*recorded, *observed]):
@@ -227,12 +233,12 @@ def differences(recorded: object, observed: object, field: str = "") -> Iterator
 
 
 def plain(value: object) -> JsonValue:
-    """A value as JSON holds it."""
+    """Return a value in the form that JSON represents it."""
     return to_jsonable_python(value, inf_nan_mode="strings", fallback=repr)
 
 
 def clipped(recorded: object, observed: object) -> tuple[JsonValue, JsonValue]:
-    """Both values as JSON, with long strings cut around their first difference."""
+    """Return both values as JSON, with long strings cut around their first difference."""
     then, now = plain(recorded), plain(observed)
     if not isinstance(then, str) or not isinstance(now, str):
         return _clip(then), _clip(now)
@@ -241,12 +247,13 @@ def clipped(recorded: object, observed: object) -> tuple[JsonValue, JsonValue]:
 
 
 def diff_lines(recorded: object, observed: object) -> list[str]:
-    """Two plain values, line by line: `-` is the first, `+` the second, ` ` is in both."""
+    """Compare two plain values line by line. `-` marks lines in the first value, `+` lines in the second, and ` ` lines
+    in both."""
     return list(_marked(_text_lines(recorded), _text_lines(observed)))
 
 
 def _same(recorded: Any, observed: Any) -> bool:
-    # NaN equals NaN here: an unknown log-prob that is unknown again isn't a divergence. And True is not 1, as in JSON.
+    # NaN equals NaN here, because a log-prob that is unknown both times isn't a divergence. As in JSON, True is not 1.
     if isinstance(recorded, float) and isinstance(observed, float) and recorded != recorded:
         return observed != observed
     return isinstance(recorded, bool) == isinstance(observed, bool) and recorded == observed

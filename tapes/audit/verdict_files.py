@@ -1,9 +1,9 @@
 """Kept verdicts: what `replay`, `reexec`, `rescore` and `requery` found about a run's tapes, for later readers.
 
-Each check writes a new file in the folder `verdicts/` of the run, named by verb, time and the hash of its bytes. No
-file is ever changed. The store is not opened for writing: a verdict is a statement about a tape, not a part of it.
-Each verdict names the digest of its tape; verdicts on open tapes, which have no digest yet, are not kept. A file whose
-bytes don't match the hash in its name is not read.
+Each check writes a new file to the run's `verdicts/` folder. The file is named after the verb, the time and the hash of
+its bytes, and no file is ever changed. The store is not opened for writing, because a verdict is a statement about a
+tape and not a part of it. Each verdict names the digest of its tape. Verdicts on open tapes, which have no digest yet,
+are not kept. A file whose bytes don't match the hash in its name is not read.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from ..value import Value
 from .verdict import Verdict, Verdicts
 
 FOLDER = "verdicts"
-"""Below the run directory."""
+"""Folder below the run directory."""
 LARGEST = 2**29
-"""Bytes of a file that is read."""
+"""Largest file that is read, in bytes."""
 _NAME = re.compile(r"(replay|reexec|rescore|requery)-\d{8}T\d{6}Z-([0-9a-f]{16})\.jsonl")
 
 
 class Check(Value):
-    """The first line of a file: one check of some tapes."""
+    """The first line of a file. It describes one check of some tapes."""
 
     verb: Literal["replay", "reexec", "rescore", "requery"]
     at: float
     """Seconds since 1970."""
     turn: int | None = None
-    """The only turn of each tape that was checked; None for all."""
+    """The only turn that was checked on each tape. None if all turns were."""
     given: dict[str, str] = Field(default={})
-    """Parts that the caller named (agent, environment, reward, model). The check took all others from the run."""
+    """Parts that the caller named (agent, environment, reward, model). All other parts came from the run."""
 
 
 class _Line(NamedTuple):
-    """One verdict, as its file has it."""
+    """One verdict in the form in which its file holds it."""
 
     check: Check
     outcome: str
@@ -51,9 +51,10 @@ class _Line(NamedTuple):
 
 
 def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Path | None:
-    """Write the verdicts on closed tapes to a new file, durable when this returns; None if there are none.
+    """Write the verdicts on closed tapes to a new file, which is durable when this call returns. Return its path, or
+    None if there are no such verdicts.
 
-    given: the parts that the caller named, as in `Check.given`. OSError if the run can't be written to.
+    `given` holds the parts that the caller named, as in `Check.given`. Raises OSError if the run can't be written to.
     """
     kept = [verdict for verdict in verdicts.verdicts if verdict.digest is not None]
     if not kept:
@@ -75,7 +76,7 @@ def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Pa
 
 
 class Checks:
-    """The verdicts that a run keeps. `refresh()` reads new files; a verdict stays JSON until it is asked for."""
+    """The verdicts that a run keeps. `refresh()` reads new files. A verdict stays JSON until it is requested."""
 
     def __init__(self, run: Path) -> None:
         self.problems: list[str] = []
@@ -85,7 +86,7 @@ class Checks:
         self._lines: dict[str, list[_Line]] = {}
 
     def refresh(self) -> set[str]:
-        """Read new files, or all files if one was removed; returns the tapes whose verdicts changed."""
+        """Read new files, or all files if one was removed. Return the tapes whose verdicts changed."""
         try:
             names = {name for name in os.listdir(self._folder) if _NAME.fullmatch(name)}
         except OSError:
@@ -100,8 +101,8 @@ class Checks:
         return changed
 
     def summary(self, tape: str) -> str:
-        """The newest verdict of each verb on the whole tape, as `replay verified, requery diverged`; empty for a tape
-        that was not checked."""
+        """Return the newest verdict of each verb on the whole tape, in a form such as `replay verified, requery
+        diverged`. Return an empty string for a tape that was not checked."""
         newest: dict[str, _Line] = {}
         for line in self._lines.get(tape, ()):
             if line.check.turn is None and (
@@ -111,12 +112,12 @@ class Checks:
         return ", ".join(f"{verb} {newest[verb].outcome}" for verb in sorted(newest))
 
     def of(self, tape: str) -> list[tuple[Check, Verdict]]:
-        """Every verdict on the tape, newest first."""
+        """Return all verdicts on the tape, newest first."""
         lines = sorted(self._lines.get(tape, ()), key=lambda line: -line.check.at)
         return [(line.check, Verdict.model_validate_json(line.data)) for line in lines]
 
     def _read(self, name: str) -> set[str]:
-        """Read one file completely, or add a problem; returns its tapes."""
+        """Read one file completely, or add a problem. Return the tapes that the file has verdicts on."""
         path = self._folder / name
         try:
             size = path.stat().st_size
