@@ -1,4 +1,4 @@
-"""Helpers for every room: settings files, text for people, progress callbacks, redaction, optional packages.
+"""Helpers for all packages: settings files, formatted text, progress callbacks, redaction, optional packages.
 
-Imports only `tapes.errors` from the package. Any room may import it.
+From Tapereel, this folder imports only `tapes.errors`. Any other folder may import it.
 """

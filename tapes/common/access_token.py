@@ -1,7 +1,7 @@
-"""Access tokens of HTTP servers: their form, and the file by which a server hands its token to its own user.
+"""Access tokens of HTTP servers: their form, and the file through which a server passes its token to its own user.
 
-A server that is started without a token makes one. It writes the token to a file that only its user can read. Clients
-of that user on the same machine find the file by the address of the server. All other clients need the token itself.
+A server that is started without a token creates one. It writes the token to a file that only its user can read. This
+user's clients on the same machine find the file through the server's address. All other clients need the token itself.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from urllib.parse import urlsplit
 from ..errors import UsageError
 
 SHORTEST_TOKEN = 16
-"""Minimum number of characters of a token; a shorter token can be guessed."""
+"""Minimum number of characters in a token. A shorter token could be guessed."""
 HOW_FOUND = (
     "A client of the server's user on the same machine finds it by the address that the server printed; any other "
     "client names the environment variable that holds it (key_variable)"
 )
-"""Ends the error for a client whose token was refused: how a client finds the token."""
+"""Explains how a client finds the token. It ends the error message for a client whose token was rejected."""
 
 
 def new_token() -> str:
-    """A token of 192 random bits, which an address can hold unescaped."""
+    """Return a token of 192 random bits whose characters need no escaping in an address."""
     return secrets.token_urlsafe(24)
 
 
 def check_token(token: str) -> str:
-    """The token, unchanged. UsageError if it is too short, or has characters that a header can't hold."""
+    """Return the token unchanged. Raises UsageError if it is too short, or has characters that a header can't hold."""
     if not re.fullmatch(rf"[\x21-\x7e]{{{SHORTEST_TOKEN},1000}}", token):
         raise UsageError(
             f"a token needs at least {SHORTEST_TOKEN} printable ASCII characters without spaces, and this one has "
@@ -43,12 +43,12 @@ def check_token(token: str) -> str:
 
 
 def private_file(name: str, text: str) -> Path:
-    """Write a file that only this user can read, in the folder of this user's running servers. UsageError if it can't
-    be written."""
+    """Write a file that only this user can read, in the folder for this user's running servers. Raises UsageError if it
+    can't be written."""
     try:
         path = state_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # `mkstemp` makes files of mode 0600. The rename replaces a link in place of the file instead of following it.
+        # `mkstemp` creates files with mode 0600. The rename replaces a link at this path instead of following it.
         handle, made = tempfile.mkstemp(dir=path.parent)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -62,19 +62,19 @@ def private_file(name: str, text: str) -> Path:
 
 
 def token_path(url: str) -> str:
-    """The name of the file with the token of the server at `url`.
+    """Return the name of the file that holds the token of the server at `url`.
 
     The name uses the host exactly as `url` has it, because `localhost` may reach another user's server on that port.
     """
     at = urlsplit(url)
-    # Home folders may be shared by several machines, so the name of the machine is part of it.
+    # Several machines may share a home folder, so the name of the machine is part of the file's name.
     return f"{socket.gethostname()}_{at.hostname}_{at.port or 80}"
 
 
 def token_for(url: str) -> str | None:
-    """The token of a server that this user runs at `url` on this machine; None if there is none.
+    """Return the token of a server that this user runs at `url` on this machine. Return None if there is none.
 
-    PermissionError if another user owns the file or can read it, because the token isn't secret then.
+    Raises PermissionError if another user owns the file or can read it, because the token isn't secret then.
     """
     try:
         path = state_folder() / token_path(url)
@@ -96,7 +96,7 @@ def drop_token(url: str, token: str) -> None:
 
 
 def state_folder() -> Path:
-    """The folder of the files that Tapereel keeps for this user between processes: `$XDG_STATE_HOME/tapereel`.
+    """Return the folder where Tapereel keeps this user's files between processes: `$XDG_STATE_HOME/tapereel`. Raises
     RuntimeError if the user has no home."""
     state = os.environ.get("XDG_STATE_HOME")
     return (Path(state) if state else Path.home() / ".local" / "state") / "tapereel"

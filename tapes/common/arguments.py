@@ -1,7 +1,7 @@
-"""Checks the arguments of public functions against their annotations, so that an error names a wrong argument.
+"""Checks the arguments of public functions against their annotations. The error identifies the invalid argument.
 
-Arguments are compared, never converted, copied or consumed. Pydantic's `validate_call` refuses `range(3)` for a
-`Sequence[int]`, looks at no item of an `Iterable[str]`, and reads a `Tape` as a document.
+Arguments are compared, never converted, copied or consumed. Pydantic's `validate_call` isn't used, because it rejects
+`range(3)` for a `Sequence[int]`, doesn't look at the items of an `Iterable[str]`, and reads a `Tape` as a document.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .redact import without_secrets
 
 TargetT = TypeVar("TargetT", bound=Callable[..., object])
 Part = tuple[str, Any, Any]
-"""The place in the call, the value there, and its type by the annotation."""
+"""A value with its place in the call and its type, as (place, value, type). The type comes from the annotation."""
 MOST = 10_000_000
-"""Items of a collection: `range(10**9)` would fill the memory."""
+"""Most items that a collection may have. Without this limit, `range(10**9)` would fill the memory."""
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
 _PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
 NO_LONE = "a str without lone surrogates"
-"""The type of every string that Tapereel accepts: UTF-8, and so a record, can't hold lone surrogates."""
-# The other surrogates stand for the bytes of a file name that isn't UTF-8.
+"""The type of every string that Tapereel accepts. UTF-8 can't hold lone surrogates, and so a record can't either."""
+# The surrogates that aren't listed stand for the bytes of a file name that isn't UTF-8.
 _BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
 _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
 
 
 def check_arguments(target: TargetT) -> TargetT:
-    """Decorator of a public function, or of a class: its constructor and its public methods.
+    """Decorate a public function, or the constructor and the public methods of a class, to check their arguments.
 
-    BadArgument if an argument doesn't fit its annotation. A check takes about 20 microseconds, too long for a method
-    that runs in every turn.
+    The decorated function raises BadArgument if an argument doesn't fit its annotation. A check takes about 20
+    microseconds, which is too long for a method that runs in every turn.
     """
     if isinstance(target, type):
         for name, member in list(vars(target).items()):
@@ -66,7 +66,7 @@ def check_arguments(target: TargetT) -> TargetT:
 
 
 def shown(value: object) -> str:
-    """A value of any type, cut and without secrets, with its type."""
+    """Return a shortened form of any value, without secrets, followed by its type."""
     return f"{without_secrets(short_repr(value))} ({type(value).__qualname__})"
 
 
@@ -79,7 +79,8 @@ def _expected(hint: Any) -> str:
 
 
 def _lacking(value: object, hint: Any) -> str:
-    """The members of the protocol in `hint` that `value` lacks, as the end of a message. Empty without a protocol."""
+    """Return the end of a message that lists the members of the protocol in `hint` that `value` lacks. Return an empty
+    string if `hint` has no protocol."""
     for kind in (hint, *get_args(hint)):
         if is_protocol(kind):
             return f", and it lacks {', '.join(_missing(value, kind))}"
@@ -91,7 +92,7 @@ def _missing(value: object, protocol: type) -> list[str]:
 
 
 class _Absent(type):
-    """A class that is imported for type checkers only. It knows its instances by its name."""
+    """Stands for a class that is imported only for type checkers. It recognises its instances by its name."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return cls.__name__ in (one.__name__ for one in type(value).__mro__)
@@ -104,13 +105,13 @@ class _Names(dict[str, Any]):
 
 @cache
 def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]]:
-    """The names of the positional parameters, and the types of all that can be checked."""
+    """Return the names of the positional parameters, and the types of all parameters that can be checked."""
     known, hints = _Names({**vars(builtins), **function.__globals__}), dict[str, Any]()
     parameters = inspect.signature(function).parameters.values()
     for one in parameters:
         try:
             hint = eval(one.annotation, {}, known)
-        except (AttributeError, TypeError):  # a name in a module that is imported for type checkers only; `self`
+        except (AttributeError, TypeError):  # `self`, or a name that only type checkers import
             continue
         hints |= get_type_hints(get_args(hint)[0]) if get_origin(hint) is Unpack else {one.name: hint}
     return [one.name for one in parameters if one.kind < one.VAR_POSITIONAL], hints
@@ -118,7 +119,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]
 
 @cache
 def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The class of a type, and its parameters. Every notation for a union gives `Union`."""
+    """Return the class of a type and its parameters. For every notation for a union, the class is `Union`."""
     kind, args = get_origin(hint) or hint, get_args(hint)
     if isinstance(hint, TypeVar):
         return _apart(hint.__bound__ or Any)
@@ -128,7 +129,7 @@ def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _wrong(part: Part) -> Part | None:
-    """The first part of `part` that doesn't fit its type; None if all fits."""
+    """Return the first part of `part` that doesn't fit its type. Return None if everything fits."""
     place, value, hint = part
     kind, args = _apart(hint)
     if kind is Any or kind is object or (kind is type(value) and kind not in (int, str) and not args):
@@ -159,7 +160,7 @@ def _wrong(part: Part) -> Part | None:
 
 
 def _is_a(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
-    """Whether `value` is of this type, whatever its items are."""
+    """Return whether `value` is of this type, regardless of the types of its items."""
     if kind is Literal:
         return any(type(value) is type(one) and value == one for one in args)
     if kind is type:
@@ -175,7 +176,7 @@ def _is_a(value: Any, kind: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _items(place: str, value: Any, kind: Any, args: tuple[Any, ...]) -> Iterator[Part]:
-    """The items that a collection holds already; an iterator is left as it is."""
+    """Yield the items that a collection already holds. Nothing is taken from an iterator."""
     if isinstance(value, Mapping) and len(args) == 2:
         for key, one in value.items():
             yield f"a key of {place}", key, args[0]

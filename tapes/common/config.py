@@ -1,9 +1,9 @@
 """Configuration: pydantic models with values from Python, a YAML or TOML file, and `key.sub=value` settings.
 
 Later sources override earlier ones, in this order. `load_config` returns a validated model, or raises a `ConfigError`
-that names each wrong key, its origin and the nearest existing keys. An unknown key is always an error, so a model that
-would ignore one is refused. `dump_config` writes every setting, and `load_config` reads that back as an equal model.
-If this version can't read a run's record, the error names a version that can.
+that names each invalid key, its origin and the nearest existing keys. An unknown key is always an error, so a model
+that would ignore one is rejected. `dump_config` writes every setting, and `load_config` reads the result back as an
+equal model. If this version can't read a run's record, the error names a version that can.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from .config_yaml import DEPTH, LARGEST, YamlProblem, nested, read_value, read_y
 from .redact import holds_secret, without_secrets
 
 FORMAT = 1
-"""Format of the settings in a run's `config.yaml`, which `results.json` names. Another format isn't read."""
+"""Format of the settings in a run's `config.yaml`. `results.json` states the format, and no other format is read."""
 NAME = "NAME"
-"""Placeholder for any key of a mapping of groups, as in `players.NAME.lr`."""
+"""Placeholder for any key in a mapping of groups, as in `players.NAME.lr`."""
 AT_RESUME = "at resume"
-"""The context of `model_dump` in which every `FreeAtResume` setting is None, so that it compares equal."""
+"""The context of `model_dump` in which every `FreeAtResume` setting is None, so that these settings compare equal."""
 FreeAtResume = WrapSerializer(lambda value, write, info: None if info.context == AT_RESUME else write(value))
-"""Annotates a setting that may differ when a run is resumed, such as a server's address: it changes neither samples nor
-updates."""
+"""Annotates a setting that may differ when a run is resumed, such as a server's address. Such a setting affects neither
+samples nor updates."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
 Setting = str | tuple[str, object] | tuple[str, object, str]
-"""A setting: (key, value), or (key, value, origin) with the words that errors name it by. The key is dotted, as
-`train.lr`. Text is `KEY=VALUE` of a command line, whose value is read as YAML."""
+"""A setting: (key, value) or (key, value, origin). Error messages use the words in `origin` to name it. The key is
+dotted, as in `train.lr`. A string has the form `KEY=VALUE` as on a command line, and its value is read as YAML."""
 _LONE = re.compile("[\ud800-\udfff]")
 
 
 class Config(BaseModel):
-    """Base of a group of settings: immutable, and an unknown key is an error."""
+    """Base class for a group of settings. It is immutable, and an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="before")
     @classmethod
     def _onto_defaults(cls, data: Any) -> Any:
-        """A group that is set in part keeps the other values of the field's default. The field's default may differ
-        from the defaults of the group's own class, which pydantic would take."""
+        """If a group is set only in part, keep the other values from the field's default. This default may differ from
+        the defaults of the group's own class, which pydantic would use."""
         if not isinstance(data, Mapping):
             return data
         partly = {
@@ -75,7 +75,7 @@ class Config(BaseModel):
 
 
 def _is_group(info: FieldInfo) -> bool:
-    """Whether the field's type is one model class, and its default is an instance of it."""
+    """Return whether the field's type is a single model class and its default is an instance of this class."""
     return isinstance(info.default, BaseModel) and info.annotation is type(info.default)
 
 
@@ -89,7 +89,8 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The strings in a setting, and the keys of its mappings. Groups inside it are skipped: they validate their own."""
+    """Yield the strings in a setting, and the keys of its mappings. Groups inside it are skipped, because they validate
+    their own."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -98,19 +99,19 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class ConfigError(UsageError):
-    """Invalid settings; the message has one line for each."""
+    """The settings are invalid. The message has one line for each problem."""
 
 
 def check_version(folder: Path) -> bool:
-    """Whether `folder` is a run's directory. OtherVersion if another version wrote its `config.yaml`."""
-    # A run directory gets `results.json` before its `config.yaml`, so the two are together in every run.
+    """Return whether `folder` is a run's directory. Raises OtherVersion if another version wrote its `config.yaml`."""
+    # A run directory gets `results.json` before its `config.yaml`, so a run never has `config.yaml` alone.
     path = folder / "results.json"
     if not path.is_file():
         return False
     try:
         results = json.loads(path.read_bytes())
-    except (ValueError, RecursionError):  # deep brackets
-        return True  # `Results.read` says what is wrong with the file
+    except (ValueError, RecursionError):  # RecursionError: deeply nested brackets
+        return True  # `Results.read` reports what is wrong with the file
     found = results.get("format", 0) if isinstance(results, dict) else FORMAT
     if found != FORMAT:
         raise OtherVersion(str(folder / "config.yaml"), f"it has format {short_repr(found)}, and not {FORMAT}")
@@ -118,16 +119,16 @@ def check_version(folder: Path) -> bool:
 
 
 class _Layers(dict[Keys, tuple[Any, str]]):
-    """The settings of all sources so far: path of keys -> (value, origin)."""
+    """The settings from all sources so far. Maps each path of keys to (value, origin)."""
 
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}
-        """The characters of a setting on a command line, for string fields: `--set name=123` sets "123"."""
+        """Settings on a command line as they were typed, for string fields: `--set name=123` sets "123"."""
         self.record: Path | None = None
-        """The file, if it is the record of a run."""
+        """Path of the file if it is the record of a run."""
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
-        """Set one value. A mapping is merged into the present one, any other value replaces it."""
+        """Set one value. A mapping is merged into the present one. Any other value replaces it."""
         if isinstance(value, Mapping) and (value or not keys):
             for key, item in value.items():
                 self.put((*keys, str(key)), item, origin)
@@ -135,18 +136,19 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         if any(map(_LONE.search, (*keys, *_texts(value)))):
             name = ".".join(keys)
             raise ConfigError(f"{ascii(name)[1:-1]} is {value!a:.80} ({ascii(origin)[1:-1]}); it must be {NO_LONE}")
-        # Settings inside the new value, and a value that is a group from now on (`x: null`, then `x.y`), are replaced.
+        # This replaces settings inside the new value, and a value that becomes a group (`x: null`, then `x.y`).
         for other in [k for k in self if k != keys and (k[: len(keys)] == keys or keys[: len(k)] == k)]:
             del self[other]
         self[keys] = value, origin
         self.typed.pop(keys, None)
 
     def data(self) -> dict[str, Any]:
-        """The settings as groups in groups."""
+        """Return the settings as nested groups."""
         return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:
-        """The origin of a key: its own, or the nearest group's above it, or the settings' inside it."""
+        """Return the origin of a key. This is its own, that of the nearest group above it, or that of the settings
+        inside it."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
@@ -156,7 +158,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
 @check_arguments
 def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, sets: Sequence[Setting] = ()) -> ModelT:
-    """The configuration from `base` (a model class, or an instance with values), `file` and `sets`, in this order."""
+    """Load the configuration from `base` (a model class, or an instance with values), `file` and `sets`, in this
+    order."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
     layers = _Layers()
@@ -174,12 +177,13 @@ def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, set
 
 
 def setting_key(setting: Setting) -> str:
-    """The dotted key of a setting."""
+    """Return the dotted key of a setting."""
     return setting.partition("=")[0].strip() if isinstance(setting, str) else setting[0]
 
 
 def dump_config(config: BaseModel) -> str:
-    """Every setting with its value, as YAML that `load_config` reads as an equal model. ConfigError if too long."""
+    """Return every setting with its value, as YAML that `load_config` reads as an equal model. Raises ConfigError if
+    the YAML is too long."""
     text = write_yaml(config.model_dump(mode="json"))
     if (size := len(text.encode())) > LARGEST:
         raise ConfigError(
@@ -190,7 +194,7 @@ def dump_config(config: BaseModel) -> str:
 
 
 def config_keys(cls: type[BaseModel]) -> list[str]:
-    """Every key of `cls`, dotted: `train.lr`."""
+    """Return every key of `cls` in dotted form, such as `train.lr`."""
     return [".".join(keys) for keys, _ in _walk(cls, (), ())]
 
 
@@ -212,7 +216,7 @@ def _add_file(layers: _Layers, path: Path) -> None:
     if path.suffix in (".toml", ".json"):
         try:
             values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:  # a long number, deep brackets
+        except (ValueError, RecursionError) as error:  # a long number, or deeply nested brackets
             raise ConfigError(f"{path} is not {path.suffix[1:].upper()}: {error}") from None
         if not isinstance(values, dict):
             raise ConfigError(f"{path} is {short_repr(values)}, and a configuration is an object of settings")
@@ -230,7 +234,8 @@ def _add_file(layers: _Layers, path: Path) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The pairs of one JSON object. ValueError for a repeated key, of which `json` would drop all but the last."""
+    """Return the pairs of one JSON object as a dict. Raises ValueError for a repeated key, because `json` would drop
+    all but the last value."""
     for key, n in Counter(key for key, _ in pairs).items():
         if n > 1:
             raise ValueError(f"the key {key!r} appears {n} times in one object")
@@ -290,7 +295,8 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
 
 
 def _path(data: Any, loc: Sequence[int | str]) -> Keys:
-    """The keys in the location of a pydantic error, without the names of union members, which aren't keys."""
+    """Return the keys in the location of a pydantic error. The names of union members are left out, because they aren't
+    keys."""
     keys: list[str] = []
     for item in loc:
         listed = isinstance(data, list | tuple) and isinstance(item, int) and item < len(data)
@@ -320,10 +326,10 @@ def _is_beside(group: list[str], above: list[str]) -> bool:
 
 
 def _explicit(value: Any, whole: bool = False) -> Any:
-    """The values of a model that Python code set, as plain groups, without the model's defaults.
+    """Return the values of a model that Python code set, as plain groups, without the model's defaults.
 
-    Literal fields are included, because they tell the members of a union apart. With `whole` all values are: of a
-    group that is a field's default, a missing value would be taken from another default.
+    Literal fields are included, because they tell the members of a union apart. With `whole`, all values are included.
+    This is for a group that is a field's default, where a missing value would be taken from another default.
     """
     if isinstance(value, BaseModel):
         return {
@@ -346,7 +352,8 @@ def _refuse_open_models(cls: type[BaseModel]) -> None:
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
-    """(keys, model classes inside) of each field of `cls` and of the models in it; a recursive model is walked once."""
+    """Yield (keys, model classes inside) for each field of `cls` and of the models in it. A recursive model is walked
+    once."""
     for name, info in cls.model_fields.items():
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))

@@ -1,8 +1,8 @@
 """YAML for settings: line numbers are kept, a repeated key is an error, and plain values follow YAML 1.2.
 
 Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
-written: a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
-digits have limits, and an alias, with which 600 bytes can stand for any amount of data, is an error.
+written, and a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
+digits are limited. An alias is an error, because 600 bytes with aliases can stand for any amount of data.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import yaml
 
 Keys = tuple[str, ...]
 Group = dict[str, Any]
-"""Settings as groups in groups: a value is plain data, or a group."""
+"""Settings as nested groups. Each value is plain data or a group."""
 
 
 LARGEST = 1_000_000
-"""Maximum size of a configuration, in characters; files are refused by their bytes."""
+"""Maximum size of a configuration in characters. For files, the limit applies to their bytes."""
 DEPTH, DIGITS = 64, 1000
-"""Maximum groups and lists inside each other, and characters of a number."""
+"""Maximum nesting of groups and lists, and maximum number of characters in a number."""
 
 
 class YamlProblem(ValueError):
-    """Text that is not YAML of settings; the message says where."""
+    """The text is not YAML with settings. The message says where."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain data by the rules and within the limits of this module. YamlProblem beyond them."""
+    """Reads plain data by the rules and within the limits of this module. Raises YamlProblem for anything else."""
 
     def __init__(self, text: str) -> None:
         if len(text) > LARGEST:
@@ -67,13 +67,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, data: str) -> yaml.ScalarNode:
-        # In any other style a reader folds these rare line breaks into spaces; double quotes keep them.
+        # In any other style, a reader folds these rare line breaks into spaces. Double quotes keep them.
         quoted = any(c in "\x85\u2028\u2029\ufeff" for c in data)
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
 
 
 _Dumper.add_representer(str, _Dumper.text)
-# YAML 1.1, which PyYAML reads by default, takes `no` for false and `1e-3` for text.
+# YAML 1.1, which PyYAML reads by default, reads `no` as false and `1e-3` as text.
 _OURS = {
     "tag:yaml.org,2002:bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     "tag:yaml.org,2002:float": (
@@ -94,7 +94,7 @@ for _tag, (_rule, _first) in _OURS.items():
 
 
 def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
-    """(keys, value, line) of each setting of a document, in order; lists are values."""
+    """Yield (keys, value, line) for each setting in a document, in order. Lists are values."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -109,7 +109,7 @@ def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
 
 
 def nested(settings: Iterable[tuple[Keys, object]]) -> Group:
-    """Settings by path of keys as groups in groups; `settings_of` is the way back."""
+    """Return settings, given with their paths of keys, as nested groups. `settings_of` is the inverse."""
     data: Group = {}
     for keys, value in settings:
         group = data
@@ -120,7 +120,7 @@ def nested(settings: Iterable[tuple[Keys, object]]) -> Group:
 
 
 def settings_of(data: Mapping[str, object], above: Keys = ()) -> Iterator[tuple[Keys, object]]:
-    """(keys, value) of each setting in groups in groups; an empty group is a value."""
+    """Yield (keys, value) for each setting in nested groups. An empty group is a value."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from settings_of(value, (*above, key))
@@ -129,7 +129,7 @@ def settings_of(data: Mapping[str, object], above: Keys = ()) -> Iterator[tuple[
 
 
 def read_value(text: str) -> object:
-    """The value that `text` has after `key: ` in a file; an empty text is an empty string."""
+    """Return the value that `text` would have after `key: ` in a file. An empty text is an empty string."""
     try:
         return yaml.load(text, _Loader) if text.strip() else text
     except (yaml.YAMLError, YamlProblem):
@@ -137,7 +137,7 @@ def read_value(text: str) -> object:
 
 
 def write_yaml(data: object) -> str:
-    """`data` as YAML, in the order of its keys."""
+    """Return `data` as YAML, in the order of its keys."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 

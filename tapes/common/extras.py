@@ -1,4 +1,4 @@
-"""Which extra installs an optional package, from the metadata of the installed Tapereel."""
+"""Finds the extra that installs an optional package, from the metadata of the installed Tapereel."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import NoReturn
 from ..errors import MissingExtra
 
 BUNDLES = ("dev", "demo")
-"""Extras made of other extras: named only if no other extra has the package."""
+"""Extras that consist of other extras. They are named only if no other extra has the package."""
 
 
 def extra_of(module: str) -> str | None:
-    """The extra that installs the package of `module`; None if it is not an optional dependency of Tapereel."""
+    """Return the extra that installs the package of `module`. Return None if it is not an optional dependency of
+    Tapereel."""
     try:
         needs = requires("tapereel") or []
     except PackageNotFoundError:  # a bare checkout has no metadata
@@ -29,7 +30,8 @@ def extra_of(module: str) -> str | None:
 
 
 def raise_missing(error: ModuleNotFoundError, purpose: str) -> NoReturn:
-    """Raise MissingExtra if the module belongs to an optional dependency of Tapereel, otherwise `error` itself."""
+    """Raise MissingExtra if the module belongs to an optional dependency of Tapereel. Otherwise raise `error`
+    itself."""
     extra = extra_of(error.name or "")
     if extra is None:
         raise error

@@ -1,11 +1,12 @@
-"""The life cycle of every HTTP server of Tapereel, and the checks that a request passes before its route.
+"""The life cycle of all HTTP servers in Tapereel, and the checks that a request passes before its route.
 
 The viewer, the embedded engine's server, the environment service and the gateway are subclasses. They import `web` from
-here: without aiohttp, this module names the extra that installs it.
+here, so that without aiohttp the error names the extra that installs it.
 
-A server always has a token, on loopback too: every user of a machine can connect to its loopback addresses. A request
-reaches its route only with the right Host, Origin and token (`request_checks.py`), and with a body of bounded size,
-depth and time, which is read and parsed before. So a route that is added later is protected as the others are.
+A server always has a token, even on loopback, because every user of a machine can connect to its loopback addresses. A
+request reaches its route only with the right Host, Origin and token (`request_checks.py`). Its body must be within
+limits of size, depth and time, and is read and parsed before the route runs. So a route that is added later is
+protected like the others.
 """
 
 from __future__ import annotations
@@ -31,39 +32,42 @@ except ModuleNotFoundError as _error:
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Wildcard listen address -> the loopback address that reaches it from the same machine."""
+"""Maps each wildcard listen address to the loopback address that reaches it from the same machine."""
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
-"""`request[BODY]` is the JSON object in the body of a request that may change something; {} without a body."""
+"""`request[BODY]` is the JSON object in the body of a request that may change something. It is {} if there is no
+body."""
 MOST_VALUES = 500_000
-"""Largest number of values in a body. The parser holds the interpreter lock, so it must end soon also in a thread."""
+"""Largest number of values in a body. The parser holds the interpreter lock, so it must end soon, even in a thread."""
 _IN_PLACE = 1 << 16
-"""Bytes of a body that the event loop parses itself, since a thread would take longer."""
+"""Largest body, in bytes, that the event loop parses itself. For such a body, a thread would take longer."""
 
 
 class HttpService:
-    """One server on one address: `async with service.serving(port): service.url`.
+    """One server on one address. Use it as `async with service.serving(port)`, and then read `service.url`.
 
     A subclass defines `routes`, and may extend `admit`, `answer` and `stop`.
     """
 
     body_bytes = 8 << 20
-    """Maximum size of a request body."""
+    """Maximum size of a request body in bytes."""
     body_seconds = 30.0
-    """Time limit for a request's body."""
+    """Time limit for receiving a request's body, in seconds."""
     header_seconds = 30.0
-    """Time limit for a request's headers, counted from the connection or the previous answer. Clients must keep idle
-    connections for a shorter time (aiohttp keeps them for 15 seconds)."""
+    """Time limit in seconds for a request's headers, counted from the connection or the previous answer. Clients must
+    keep idle connections for a shorter time. aiohttp keeps them for 15 seconds."""
     no_token = f"a valid token is required. {HOW_FOUND}"
     """The answer to a request without the token."""
     token_in_file = False
-    """Whether clients of the same user find a token that the server made by a file (`access_token.py`)."""
+    """Whether the server writes a token that it created to a file, where clients of the same user find it
+    (`access_token.py`)."""
 
     def __init__(self, host: str, token: str | None = None) -> None:
-        """token: every request must have it; by default a new one is made. UsageError if it is too short."""
+        """`token` must be part of every request. By default, a new one is created. Raises UsageError if it is too
+        short."""
         self.host, self.port = host, 0
         self.token = new_token() if token is None else check_token(token)
         self.token_file: str | None = None
-        """The file with the token, while the server serves; None without one."""
+        """The file with the token while the server is running. None if there is no such file."""
         self._made = token is None
 
     @property
@@ -73,13 +77,13 @@ class HttpService:
 
     @property
     def address(self) -> str:
-        """Scheme, host and port for clients on this machine."""
+        """The scheme, host and port for clients on this machine."""
         host = EVERYWHERE.get(self.host, self.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Self]:
-        """Serve inside the block; port 0 takes a free port."""
+        """Serve inside the block. Port 0 selects a free port."""
         guard_log("aiohttp.server")  # aiohttp logs headers that it can't parse, and they may hold a token
         app = web.Application(middlewares=[self._guard], client_max_size=self.body_bytes)
         app.add_routes(self.routes())
@@ -106,14 +110,15 @@ class HttpService:
             await runner.cleanup()
 
     def routes(self) -> Iterable[web.RouteDef]:
-        """The routes."""
+        """Return the server's routes."""
         raise NotImplementedError(f"{type(self).__qualname__} must define routes()")
 
     async def stop(self) -> None:
-        """End the work of the server's routes. Called at the end of `serving`, while requests are still answered."""
+        """End the work of the server's routes. This is called at the end of `serving`, while requests are still
+        answered."""
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """The answer to a request that must not reach its route; None if it may."""
+        """Return the answer to a request that must not reach its route. Return None if it may."""
         sent = request.headers
         site = () if self.is_page(request) else sent.getall("Sec-Fetch-Site", ())
         why = refused_origin(sent.getall("Host", ()), sent.getall("Origin", ()), site, self.host)
@@ -125,22 +130,22 @@ class HttpService:
         return self.refusal(request, 415, why) if why is not None else None
 
     def is_page(self, request: web.Request) -> bool:
-        """Whether the request opens this server's own page, to which a link on any other page may lead."""
+        """Return whether the request opens this server's own page. Links on other pages may lead to this page."""
         return False
 
     def has_token(self, request: web.Request) -> bool:
-        """Whether the request has the token."""
+        """Return whether the request has the token."""
         return same_token(bearer(request.headers.get("Authorization")), self.token)
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """The answer of the route's handler to an admitted request."""
+        """Return the answer of the route's handler to an admitted request."""
         try:
             return await handler(request)
         except web.HTTPException as error:
             return self.refusal(request, error.status, error.reason)
 
     def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
-        """The answer to a refused request."""
+        """Return the answer to a rejected request."""
         return web.json_response({"error": {"message": why, "code": status}}, status=status)
 
     @web.middleware
@@ -157,7 +162,8 @@ class HttpService:
         return refused
 
     async def _take_body(self, request: web.Request) -> web.StreamResponse | None:
-        """Read and parse the body. Returns the refusal of a body that is too large or slow, or isn't plain JSON."""
+        """Read and parse the body. Return a refusal if the body is too large, takes too long or isn't plain JSON, and
+        otherwise None."""
         too_large = f"a request has at most {self.body_bytes} bytes and {MOST_VALUES} values here"
         if (request.content_length or 0) > self.body_bytes:
             return self.refusal(request, 413, too_large)

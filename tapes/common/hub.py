@@ -1,7 +1,7 @@
-"""Names of models and datasets: a folder, or a repository of the Hugging Face hub as `org/name` or `org/name@revision`.
+"""Names of models and datasets: a folder, or a repository on the Hugging Face hub as `org/name` or `org/name@revision`.
 
-The hub's own library finds and downloads repositories, so its environment variables hold: `HF_HOME`, `HF_HUB_OFFLINE`,
-`HF_TOKEN` and the others. Code in a repository is neither downloaded nor run. Doesn't import torch.
+The hub's own library finds and downloads repositories, so its environment variables apply: `HF_HOME`, `HF_HUB_OFFLINE`,
+`HF_TOKEN` and the others. Code in a repository is neither downloaded nor run. This module doesn't import torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..errors import MissingExtra, UsageError
 
 _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 _FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]
-"""The files that a model's folder needs. Weights in other formats, and code, are not downloaded."""
+"""The files that a model's folder needs. Weights in other formats and code are not downloaded."""
 Kind = Literal["model", "dataset"]
 
 
@@ -25,15 +25,17 @@ class NotFound(UsageError):
 
 
 def split_name(name: str) -> tuple[str, str | None] | None:
-    """(repository, revision or None) of a name on the hub; None if the name can't be one."""
+    """Split a name on the hub into (repository, revision or None). Return None if it can't be a name on the hub."""
     match = _NAME.fullmatch(name)
     return None if match is None else (match[1], match[2])
 
 
 def model_folder(name: str | Path) -> Path:
-    """The folder of a model or tokenizer: the folder with this name, otherwise the hub's model, downloaded if needed.
+    """Return the folder of a model or tokenizer: the folder with this name, or else the model on the hub, downloaded if
+    needed.
 
-    NotFound gives the reason in one sentence if there is none. MissingExtra if the hub's library isn't installed.
+    Raises NotFound with the reason in one sentence if there is no such model, and MissingExtra if the hub's library
+    isn't installed.
     """
     found = Path(name).expanduser()
     if found.is_dir():
@@ -51,7 +53,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def _nearest(missing: Path) -> str:
-    """The folders with nearly this path, as a question; empty without any."""
+    """Return the folders whose paths are close to this one, as a question. Return an empty string if there are none."""
     close = " or ".join(map(str, _near(missing)))
     return f"; did you mean {close}?" if close else ""
 
@@ -63,7 +65,8 @@ def _near(missing: Path) -> list[Path]:
 
 
 def local_folder(name: str | Path) -> Path | None:
-    """As `model_folder`, without the network: None if the model isn't on this machine."""
+    """Return the folder as `model_folder` does, without using the network. Return None if the model isn't on this
+    machine."""
     found, parts = Path(name).expanduser(), split_name(str(name))
     if found.is_dir() or parts is None:
         return found if found.is_dir() else None
@@ -73,9 +76,10 @@ def local_folder(name: str | Path) -> Path | None:
         return None
 
 
-@cache  # one commit for the whole process, even if the repository changes on the hub
+@cache  # uses one commit for the whole process, even if the repository changes on the hub
 def snapshot(id: str, revision: str | None, kind: Kind = "model", *, local: bool = False) -> Path:
-    """The folder of a repository in the hub's cache; with `local`, without the network. NotFound, MissingExtra."""
+    """Return the folder of a repository in the hub's cache. With `local`, the network isn't used. Raises NotFound or
+    MissingExtra."""
     try:
         from huggingface_hub import constants, snapshot_download
         from huggingface_hub import errors as hub

@@ -1,7 +1,7 @@
-"""Reading JSON from a model or a client, so that the value can be written again as valid JSON.
+"""Reads JSON from a model or a client, so that the value can be written again as valid JSON.
 
-Python's parser accepts more than JSON (NaN, numbers beyond all floats, lone surrogates), and deeply nested JSON
-exceeds the recursion limit of later code. `read_plain` refuses both with a ValueError for the author of the JSON.
+Python's parser accepts more than JSON (NaN, numbers beyond all floats, lone surrogates), and deeply nested JSON exceeds
+the recursion limit of later code. `read_plain` rejects both with a ValueError for the author of the JSON.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from pydantic import JsonValue
 
 DEPTH = 64
-"""Largest nesting of arrays and objects."""
+"""Maximum nesting of arrays and objects."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
 
 
 def read_plain(text: str | bytes) -> JsonValue:
-    """The value that a JSON string holds. ValueError names the fault in the string."""
+    """Return the value that a JSON string holds. Raises a ValueError that names the fault in the string."""
     if isinstance(text, bytes):
         text = text.decode()
     try:
         value = json.loads(text, parse_constant=_no_number, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ValueError(f"more than {DEPTH} arrays and objects inside each other") from None
-    # Counting brackets is cheap and never counts too few, so most strings skip the walk.
+    # Counting brackets is cheap and never gives too small a depth, so most strings skip the walk.
     if text.count("[") + text.count("{") > DEPTH:
         _check_depth(value)
     if _SURROGATE.search(text):
@@ -39,7 +39,8 @@ def read_plain(text: str | bytes) -> JsonValue:
 
 
 def _check_depth(value: Any) -> None:
-    """ValueError if the value is nested too deeply. Goes level by level, since it guards against recursion."""
+    """Raise ValueError if the value is nested too deeply. This works level by level, because it must not recurse
+    itself."""
     level = [value]
     for _ in range(DEPTH):
         level = [
@@ -64,7 +65,7 @@ def _float(digits: str) -> float:
 
 
 def _int(digits: str) -> int:
-    # Python's conversion of digits takes quadratic time, and refuses more than 4,300 with an error about itself.
+    # Python takes quadratic time to convert digits, and refuses more than 4,300 digits with an error of its own.
     if len(digits) > 1000:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)

@@ -1,9 +1,9 @@
-"""Redaction: text from outside passes here before it is recorded, logged or printed.
+"""Redaction: text from outside passes through here before it is recorded, logged or printed.
 
-A server may echo the key it received, an exception may quote an address with a password, a settings object may hold a
-token. This module recognises values of environment variables with a secret's name, values of settings with a
-secret's name, addresses with user and password, bearer tokens, and keys with a known prefix. It can't recognise any
-other secret, so it is the second defence. The first is that settings hold the name of a variable, never a key.
+A server may echo the key it received, an exception may quote an address with a password, and a settings object may hold
+a token. This module recognises values of environment variables and settings whose names suggest a secret, addresses
+with user and password, bearer tokens, and keys with a known prefix. It can't recognise any other secret, so it is only
+the second defence. The first is that settings hold the name of a variable, never a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import unquote
 HIDDEN = "[secret]"
 """The text that replaces a secret."""
 SHORTEST = 8
-"""Characters. Shorter environment values are not treated as secrets: they may be parts of ordinary words."""
+"""In characters. Shorter environment values are not treated as secrets, because they may be parts of ordinary words."""
 
 _NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)$", re.I)
 _SHAPES = (
@@ -35,7 +35,8 @@ _SHAPES = (
         HIDDEN,
     ),
 )
-"""(strings of which one must occur, pattern, replacement). Searching for plain strings skips most patterns."""
+"""The patterns of secrets, as (strings of which one must occur, pattern, replacement). Searching for plain strings
+first skips most patterns."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _LOGIN = re.compile(r"(?:https?|wss?)://[^/?#]*@", re.I)
 _QUERY = re.compile(r"[?&;]([^=&;]+)=[^&;]")
@@ -45,14 +46,16 @@ ValueT = TypeVar("ValueT")
 
 
 def names_secret(name: str) -> bool:
-    """Whether a setting or variable of this name holds a secret: `OPENAI_API_KEY`, `token`, but not `max_tokens`."""
+    """Return whether a setting or variable with this name holds a secret, such as `OPENAI_API_KEY` or `token`, but not
+    `max_tokens`."""
     return _NAMES.search(name) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """Whether the string is an address that contains a secret: a user, a query like `?api_key=`, or a recognised key.
+    """Return whether the string is an address that contains a secret: a user, a query like `?api_key=`, or a recognised
+    key.
 
-    False for longer text that quotes an address.
+    Return False for longer text that quotes an address.
     """
     if not _ADDRESS.fullmatch(text):
         return False
@@ -61,7 +64,8 @@ def holds_secret(text: str) -> bool:
 
 
 def refuse_secret(url: str, what: str) -> None:
-    """ValueError for an address that contains a secret, which would be recorded. what: its name in the message."""
+    """Raise ValueError for an address that contains a secret, because the secret would be recorded. `what` is the
+    address's name in the message."""
     if holds_secret(url):
         raise ValueError(
             f"{what} {without_secrets(url)!r} holds a user, a password or a key, which would be recorded; give the "
@@ -70,16 +74,17 @@ def refuse_secret(url: str, what: str) -> None:
 
 
 def environment_secrets() -> list[str]:
-    """Values of the environment variables with a secret's name, longest first.
+    """Return the values of environment variables whose names suggest a secret, longest first.
 
-    Longest first, because one secret may contain another: hiding the short one first would leave the rest visible.
+    One secret may contain another, and hiding the shorter one first would leave the rest of the longer one visible.
     """
     found = {value for name, value in os.environ.items() if len(value) >= SHORTEST and names_secret(name)}
     return sorted(found, key=len, reverse=True)
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """`text` with every recognised secret hidden, and those in `known`. Applying it again changes nothing."""
+    """Return `text` with every recognised secret and all secrets in `known` hidden. Applying it again changes
+    nothing."""
     return _hidden(text, [*known, *environment_secrets()])
 
 
@@ -95,7 +100,7 @@ class _Filter(logging.Filter):
 def guard_log(name: str) -> None:
     """Hide secrets in everything that the logger of a library writes from now on.
 
-    Of a logged exception only the message is kept, because a traceback quotes lines of code and their values.
+    For a logged exception, only the message is kept, because a traceback quotes lines of code and their values.
     """
     logger = logging.getLogger(name)
     if not any(isinstance(one, _Filter) for one in logger.filters):
@@ -103,9 +108,9 @@ def guard_log(name: str) -> None:
 
 
 def hide(value: ValueT) -> ValueT:
-    """A JSON value with secrets in its strings hidden, and with every text under a secret's name hidden.
+    """Return a JSON value with the secrets in its strings hidden, and with all text under a secret's name hidden.
 
-    It runs for every episode, so it reads the environment only if a string looks like a key.
+    This runs for every episode, so it reads the environment only if a string looks like a key.
     """
     hidden: object = value
     if isinstance(value, str):

@@ -1,8 +1,8 @@
 """The checks of every HTTP request before its route: Host, Origin, Sec-Fetch-Site, token and content type.
 
-`HttpService` applies them to the servers of this package. `Guard` applies them to a vLLM server, as ASGI middleware:
-vLLM's own API key leaves some of its routes open, among them those that take weights. `LocalServer` copies this file to
-a folder from which vLLM imports it, so it imports the standard library only.
+`HttpService` applies them to the servers in this package. `Guard` applies them to a vLLM server as ASGI middleware,
+because vLLM's own API key leaves some of its routes open, including those that receive weights. `LocalServer` copies
+this file to a folder from which vLLM imports it, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ PRIVATE = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers of every answer: no cache keeps it, and no page of another origin embeds it. None allows CORS."""
+"""Headers that every answer has. With them, no cache keeps the answer, and no page from another origin embeds it. None
+of them allows CORS."""
 _Message = MutableMapping[str, object]
 _App = Callable[[_Message, Callable[..., object], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
 
 
 def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[str], at: str) -> str | None:
-    """Why a request with these values of Host, Origin and Sec-Fetch-Site is refused; None if it isn't.
+    """Return why a request with these values of Host, Origin and Sec-Fetch-Site is rejected. Return None if it isn't.
 
-    at: the address on which the server listens. Without the check of Host, a web page could reach the server by a name
-    that resolves to this machine (DNS rebinding). A browser sets the other two, and no script can change them.
+    `at` is the address on which the server listens. Without the check of Host, a web page could reach the server
+    through a name that resolves to this machine (DNS rebinding). A browser sets the other two headers, and no script
+    can change them.
     """
     if len(host) != 1 or not names_server(host[0], at):
         shown = ", ".join(host)[:80]
@@ -46,9 +48,9 @@ def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[st
 
 
 def refused_change(method: str, content_type: str) -> str | None:
-    """Why a request that may change something is refused for its content type; None if it isn't.
+    """Return why a request that may change something is rejected because of its content type. Return None if it isn't.
 
-    A page of another origin can't send JSON without asking first (CORS), and no server here answers that with yes.
+    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here grants it.
     """
     if method in SAFE or content_type.partition(";")[0].strip().lower() == "application/json":
         return None
@@ -56,25 +58,27 @@ def refused_change(method: str, content_type: str) -> str | None:
 
 
 def bearer(header: str | None) -> str:
-    """The token of an Authorization header with the scheme Bearer (any case); empty without one."""
+    """Return the token in an Authorization header with the scheme Bearer (in any case). Return an empty string if there
+    is none."""
     found = re.fullmatch(r"bearer ([\x21-\x7e]{1,1000})", header or "", re.IGNORECASE)
     return found[1] if found else ""
 
 
 def same_token(sent: str, token: str) -> bool:
-    """Whether the strings are equal. Constant time: the time of `==` would tell how many leading characters match."""
+    """Return whether the strings are equal, in constant time. The time that `==` takes would reveal how many leading
+    characters match."""
     return hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode())
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server at `host`."""
+    """Return whether only this machine can reach a server at `host`."""
     return host.lower() == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def names_server(header: str, host: str) -> bool:
-    """Whether the `Host` header names a server that listens on this host; the port may be a forwarded one.
+    """Return whether the `Host` header names a server that listens on this host. The port may be a forwarded one.
 
-    Accepts only names that a foreign name server can't resolve to this machine: the loopback names for a loopback
+    This accepts only names that a foreign name server can't resolve to this machine: the loopback names for a loopback
     server, and otherwise bare addresses, this machine's names, names without a dot and names below private domains.
     """
     found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?", header.lower())
@@ -99,7 +103,8 @@ def _is_address(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware: the same checks for each route of a vLLM server, whose key is in `VLLM_API_KEY`."""
+    """ASGI middleware that applies the same checks to all routes of a vLLM server. The server's key is in
+    `VLLM_API_KEY`."""
 
     def __init__(self, app: _App) -> None:
         self._app, self._token, self._at = app, os.environ["VLLM_API_KEY"], os.environ["TAPEREEL_GUARDED"]
@@ -107,7 +112,7 @@ class Guard:
     async def __call__(
         self, scope: _Message, receive: Callable[..., object], send: Callable[[_Message], Awaitable[None]]
     ) -> None:
-        """Pass the request on, or refuse it."""
+        """Pass the request on, or reject it."""
         found = None if scope["type"] == "lifespan" else self._refused(scope)
         if found is None:
             return await self._app(scope, receive, send)

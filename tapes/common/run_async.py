@@ -1,6 +1,7 @@
-"""Runs a coroutine to its end from synchronous code, in a script and in a notebook.
+"""Runs a coroutine to its end from synchronous code, in a script or in a notebook.
 
-The end doesn't wait for foreign code: tasks and threads that agents and environments left behind have `GRACE` seconds.
+The end doesn't wait for foreign code without a limit. Tasks and threads that agents and environments left behind have
+`GRACE` seconds.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ from .text import logger
 log = logger("run_async")
 
 GRACE = 5.0
-"""Seconds that cancelled code has to end. After them it is left running, and its caller continues."""
+"""Seconds that cancelled code has to end. After that it is left running, and its caller continues."""
 THREADS = 20.0
-"""Seconds that the threads of `asyncio.to_thread` have to end: a cancelled update of the trainer runs in one."""
+"""Seconds that the threads of `asyncio.to_thread` have to end. A cancelled update of the trainer runs in one of
+them."""
 _left: set[asyncio.Task[Any]] = set()
-"""Tasks that were left running. They are referenced here, because nothing else may refer to them."""
+"""Tasks that were left running. They are kept here, because nothing else may refer to them."""
 ResultT = TypeVar("ResultT")
 
 
 def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
-    """The result of `main`, which runs in an event loop of its own.
+    """Run `main` in an event loop of its own and return its result.
 
-    `asyncio.run` refuses to start inside a running event loop, and a notebook has one in its main thread. There `main`
-    runs in a fresh thread, and this function blocks the calling thread (and so the caller's event loop) until it ends.
+    `asyncio.run` refuses to start inside a running event loop, and a notebook has one in its main thread. There, `main`
+    runs in a new thread. This function blocks the calling thread, and so the caller's event loop, until `main` ends.
     """
     try:
         asyncio.get_running_loop()
@@ -42,7 +44,7 @@ def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
 
 
 def leave(task: asyncio.Task[ResultT]) -> None:
-    """Leave a task running that ignores its cancellation: the end of the event loop won't wait for it."""
+    """Leave a task running that ignores its cancellation, so that the end of the event loop doesn't wait for it."""
     # `asyncio.run` cancels every registered task at its end and waits for all of them, without a limit.
     asyncio._unregister_task(task)  # pyright: ignore[reportAttributeAccessIssue]
     task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -53,13 +55,14 @@ def leave(task: asyncio.Task[ResultT]) -> None:
 def _forget(task: asyncio.Task[Any]) -> None:
     _left.discard(task)
     if not task.cancelled():
-        task.exception()  # without this call asyncio logs the error, since no caller awaits it
+        task.exception()  # without this call, asyncio logs the error, because no caller awaits the task
 
 
 def _run(
     main: Coroutine[Any, Any, ResultT], began: Callable[[asyncio.Task[ResultT]], object] = lambda _: None
 ) -> ResultT:
-    """As `asyncio.run`, with an end that doesn't wait for others. `began` is called with the task of `main`."""
+    """Run `main` as `asyncio.run` does, with an end that doesn't wait for others. `began` is called with the task of
+    `main`."""
     runner = shared_runner()  # it turns Ctrl-C into a cancellation
     task = runner.get_loop().create_task(main)
     began(task)
@@ -72,14 +75,15 @@ def _run(
 
 
 def shared_runner() -> asyncio.Runner:
-    """A runner with a SharedLoop as this thread's event loop. `end` ends it."""
+    """Return a runner with a SharedLoop as this thread's event loop. Use `end` to end it."""
     runner = asyncio.Runner(loop_factory=SharedLoop)
     asyncio.set_event_loop(runner.get_loop())
     return runner
 
 
 def end(runner: asyncio.Runner, *first: asyncio.Task[object]) -> None:
-    """Close the loop. Waits at most `GRACE` seconds for tasks and `THREADS` for threads, but for `first` to its end."""
+    """Close the loop. It waits for the `first` tasks without a limit, and then at most `GRACE` seconds for other tasks
+    and `THREADS` seconds for threads."""
     try:
         complete(runner, runner.get_loop().create_task(_end(*first)))
     finally:
@@ -88,14 +92,14 @@ def end(runner: asyncio.Runner, *first: asyncio.Task[object]) -> None:
 
 
 def complete(runner: asyncio.Runner, task: asyncio.Task[ResultT]) -> ResultT:
-    """The result of a task of the runner's loop, even if code that runs in the loop stops the loop."""
+    """Return the result of a task in the runner's loop, even if code that runs in the loop stops the loop."""
     while True:
         try:
             runner.run(_join(task))
             return task.result()
         except (SystemExit, RuntimeError) as error:
-            # The loop ends with the SystemExit of any task, also of a helper of an agent or environment, and with a
-            # RuntimeError after `loop.stop()`. Code that awaits the helper gets its SystemExit as well.
+            # The loop ends if any task raises SystemExit, even a helper task of an agent or environment, and it ends
+            # with a RuntimeError after `loop.stop()`. Code that awaits the helper gets its SystemExit as well.
             if task.done() and not task.cancelled() and task.exception() is error:
                 raise
             log.warning("code of an agent or environment ended the event loop (%r); it continues", error)
@@ -105,10 +109,10 @@ async def _join(task: asyncio.Task[Any]) -> None:
     here, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert here is not None
     assert isinstance(loop, SharedLoop)
-    here.add_done_callback(_forget)  # the loop may end before it
+    here.add_done_callback(_forget)  # the loop may end before this task does
     loop.tasks.discard(here)
-    # With KeyboardInterrupt or SystemExit, the task has ended the loop itself. Raised here too, they would end it again
-    # when it runs for the last time, before `_end` has begun.
+    # If the task raised KeyboardInterrupt or SystemExit, the exception has already ended the loop. If it were raised
+    # here too, it would end the loop again on its last run, before `_end` has begun.
     with suppress(KeyboardInterrupt, SystemExit):
         await task
 
@@ -116,8 +120,8 @@ async def _join(task: asyncio.Task[Any]) -> None:
 async def _end(*first: asyncio.Task[object]) -> None:
     loop, here = asyncio.get_running_loop(), asyncio.current_task()
     assert isinstance(loop, SharedLoop)
-    await asyncio.sleep(0)  # until the task that waits for this one has left `loop.tasks`
-    for task in first:  # open after Ctrl-C was pressed twice: it closes the run, and nothing limits that time
+    await asyncio.sleep(0)  # waits until the task that awaits this one has left `loop.tasks`
+    for task in first:  # still open if Ctrl-C was pressed twice; it closes the run, without a time limit
         task.cancel()
         await asyncio.wait([task])
     rest = {task for task in loop.tasks if task is not here and task not in _left and not task.done()}
@@ -149,13 +153,13 @@ def _run_in_thread(main: Coroutine[Any, Any, ResultT]) -> ResultT:
         except BaseException as error:  # raised again in the calling thread
             found.set_exception(error)
 
-    # A new thread begins with an empty context: without the copy, context variables of the caller would be lost.
+    # A new thread begins with an empty context. Without the copy, the caller's context variables would be lost.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="tapereel-run-async")
     thread.start()
     try:
         thread.join()
     except BaseException:
-        # Ctrl-C reaches the main thread only. Without the cancellation `main` would keep running in the background,
+        # Only the main thread receives Ctrl-C. Without the cancellation, `main` would keep running in the background,
         # with its run directory open for writing.
         either: list[Future[Any]] = [began, found]
         wait(either, return_when=FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """SharedLoop: the event loop that Tapereel's tasks share with the code of agents and environments, its guests.
 
-A guest may cancel, stop or exhaust everything in its event loop, and expects to find only its own tasks and threads.
-So this loop hides the others: `asyncio.all_tasks()` doesn't list them, guests have their own threads, and a call that
-would change the loop for everyone raises in the guest. A child process that a guest forks never runs the loop.
+A guest may cancel, stop or exhaust everything in its event loop, and expects to find only its own tasks and threads. So
+this loop hides the other tasks from `asyncio.all_tasks()` and gives guests their own threads. A call that would change
+the loop for everyone raises an error in the guest. A child process that a guest forks never runs the loop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, Never, TypeVar, cast
 
 ResultT = TypeVar("ResultT")
 FORKED = 70
-"""Exit code of a forked child that returns from a guest."""
+"""Exit code of a forked child that returns from guest code."""
 guest: ContextVar[bool] = ContextVar("guest", default=False)
-"""Whether the code that runs, and the tasks that it creates, belong to an agent or an environment."""
+"""Whether the running code, and the tasks that it creates, belong to an agent or an environment."""
 _executor: ContextVar[Executor | None] = ContextVar("executor", default=None)
 _DEPTH = sys.getrecursionlimit()
 
 
 def settle(process: int) -> None:
-    """Called when a guest returns or waits. Ends a process other than `process`, which is a child that the guest forked
-    and that shares the run's files and sockets. Undoes a lower recursion limit."""
+    """Clean up when a guest returns or waits. If the current process isn't `process`, it is a child that the guest
+    forked and that shares the run's files and sockets, so it is ended. A lowered recursion limit is restored."""
     if os.getpid() != process:
         os._exit(FORKED)
     if sys.getrecursionlimit() < _DEPTH:
@@ -35,7 +35,7 @@ def settle(process: int) -> None:
 
 
 class SharedLoop(asyncio.SelectorEventLoop):
-    """An event loop whose tasks are in `tasks`, and not in `asyncio.all_tasks()`."""
+    """An event loop whose tasks are in `tasks` and not in `asyncio.all_tasks()`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class SharedLoop(asyncio.SelectorEventLoop):
         self.guests: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """The tasks that guests created."""
         self._threads: dict[bool, ThreadPoolExecutor] = {}
-        """The threads of guests (True) and of Tapereel (False), from their first use."""
+        """The threads of guests (True) and of Tapereel (False), once they have been used."""
         self._process = os.getpid()
         _loops.add(self)
 
     def create_task(
         self, coro: Generator[object, None, ResultT] | Coroutine[object, Never, ResultT], **settings: object
     ) -> asyncio.Task[ResultT]:
-        """As every event loop."""
+        """Create a task as every event loop does."""
         task: asyncio.Task[ResultT] = asyncio.Task(cast(Any, coro), loop=self, **cast(Any, settings))
         asyncio._unregister_task(task)  # pyright: ignore[reportAttributeAccessIssue]
         self.tasks.add(task)
@@ -63,13 +63,13 @@ class SharedLoop(asyncio.SelectorEventLoop):
         settle(self._process)
 
     def set_default_executor(self, executor: ThreadPoolExecutor) -> None:
-        """As in every event loop, but for the caller's episode only."""
+        """Set the executor as in every event loop, but only for the caller's episode."""
         _executor.set(executor)
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., ResultT], *args: object
     ) -> asyncio.Future[ResultT]:
-        """As every event loop."""
+        """Run the function as every event loop does."""
         if executor is not None:
             return super().run_in_executor(executor, func, *args)
         kind = guest.get()
@@ -79,7 +79,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
         return super().run_in_executor(executor, _settled, self._process, func, *args)
 
     def call_exception_handler(self, context: dict[str, object]) -> None:
-        """As in every event loop, but closing a generator that a task is still running in is not an error."""
+        """Handle the error as in every event loop, except that closing a generator in which a task is still running is
+        not an error."""
         if not getattr(context.get("asyncgen"), "ag_running", False):
             super().call_exception_handler(context)
 
@@ -91,8 +92,8 @@ class SharedLoop(asyncio.SelectorEventLoop):
     shutdown_default_executor: Any = _refuse
 
     async def shutdown(self, seconds: float, thread_seconds: float) -> None:
-        """Close the generators and end the threads. Waits at most `seconds` for each kind, and `thread_seconds` for
-        Tapereel's own threads."""
+        """Close the generators and end the threads. This waits at most `seconds` for the generators and for the guests'
+        threads, and at most `thread_seconds` for Tapereel's own threads."""
         await asyncio.wait([self.create_task(super().shutdown_asyncgens())], timeout=seconds)
         for kind, limit in ((True, seconds), (False, thread_seconds)):
             self._default_executor = self._threads.get(kind)
@@ -110,7 +111,7 @@ _loops: weakref.WeakSet[SharedLoop] = weakref.WeakSet()
 
 
 def _leave_child() -> None:
-    for loop in _loops:  # no other callback of the parent may run in the child, so this one is the first
+    for loop in _loops:  # no other callback of the parent may run in the child, so this one is put first
         loop._ready.appendleft(asyncio.Handle(os._exit, (FORKED,), loop))  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,7 +1,8 @@
-"""The limit of rewards; sums, means and variances for people, and their formatting.
+"""The limit of rewards; sums, means and variances for display, and their formatting.
 
-Sums and means never raise, although metrics, and rewards of earlier versions, may be as large as a float can be.
-A result beyond the range of floats is infinite. NaN means too few values, a NaN value, or infinities of both signs.
+Sums and means never raise an error, although metrics and the rewards of earlier versions may be as large as a float can
+be. A result beyond the range of floats is infinite. The result is NaN if there are too few values, a NaN value, or
+infinities of both signs.
 """
 
 from __future__ import annotations
@@ -15,16 +16,18 @@ from ..errors import BadArgument
 from .arguments import shown
 
 REWARD_LIMIT = 1e15
-"""Largest absolute value of a reward, before and after its weight. Up to here floats tell whole numbers apart, and the
-square of a reward, which training computes, is finite in float32. A larger value is a mistake of the environment."""
+"""Largest absolute value of a reward, before and after its weight is applied. Up to this value, floats tell whole
+numbers apart, and the square of a reward, which training computes, is finite in float32. A larger value is a mistake in
+the environment."""
 DOWN = 2.0**-64
-"""Scales floats so that any number of the largest can be added up. A power of two, so the result is the same."""
+"""Scales floats so that any number of the largest can be added up. It is a power of two, so the result stays the
+same."""
 
 
 def check_reward(name: str, value: object, weight: float = 1.0) -> None:
-    """Raise unless `value` can be a component of a reward or, with the weight 0, a metric.
+    """Raise an error unless `value` can be a component of a reward or, with weight 0, a metric.
 
-    BadArgument if it isn't a finite number or, with a weight, lies beyond REWARD_LIMIT.
+    Raises BadArgument if `value` isn't a finite number or, with a weight, lies beyond REWARD_LIMIT.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadArgument(f"{name} must be a float, not {shown(value)}: write float(...) around it")
@@ -39,7 +42,7 @@ def check_reward(name: str, value: object, weight: float = 1.0) -> None:
 
 
 def total(values: Iterable[float], n: int = 1) -> float:
-    """The sum divided by `n`; 0.0 without values."""
+    """Return the sum divided by `n`. Return 0.0 if there are no values."""
     values = [*values]
     try:
         return math.fsum(values) / n
@@ -49,17 +52,17 @@ def total(values: Iterable[float], n: int = 1) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean; NaN without values."""
+    """Return the arithmetic mean. Return NaN if there are no values."""
     return total(values, len(values)) if values else math.nan
 
 
 def mean_of(values: Sequence[float]) -> float | None:
-    """The arithmetic mean; None without values."""
+    """Return the arithmetic mean. Return None if there are no values."""
     return mean(values) if values else None
 
 
 def variance(values: Sequence[float]) -> float:
-    """The variance with the divisor n - 1; NaN for fewer than two values."""
+    """Return the variance with the divisor n - 1. Return NaN for fewer than two values."""
     try:
         return statistics.variance(values) if len(values) > 1 else math.nan
     except OverflowError:
@@ -67,19 +70,21 @@ def variance(values: Sequence[float]) -> float:
 
 
 def fixed(value: float | None, spec: str = ".3f") -> str:
-    """`value` by a format such as `.3f` or `+.3f`, as `1e+200` if it is 1e12 or larger; `-` for None."""
+    """Return `value` in a format such as `.3f` or `+.3f`, or in a form such as `1e+200` if it is 1e12 or larger. Return
+    `-` for None."""
     if value is None:
         return "-"
     return format(value, spec if abs(value) < 1e12 else "+.4g" if spec[0] == "+" else ".4g")
 
 
 def number(value: float | None) -> str:
-    """A reward or a mean with at most three decimals; `-` for None."""
+    """Return a reward or a mean with at most three decimals. Return `-` for None."""
     text = fixed(value)
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
 def interval(value: float | None, low: float | None, high: float | None, spec: str = ".3f") -> str:
-    """`0.5 [0.4, 0.6]` by the format `spec`; the number alone if a bound is None."""
+    """Return the value with its interval, such as `0.5 [0.4, 0.6]`, in the format `spec`. Return the number alone if a
+    bound is None."""
     bounds = "" if low is None or high is None else f" [{fixed(low, spec)}, {fixed(high, spec)}]"
     return fixed(value, spec) + bounds

@@ -1,4 +1,4 @@
-"""Counts and untrusted text, formatted for people. The result holds no control sequence of a terminal."""
+"""Formats counts and untrusted text for people. The result holds no control sequence for a terminal."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from types import TracebackType
 
 
 def counted(n: int, word: str) -> str:
-    """`1 row`, `2,000 rows`."""
+    """Return a count with its noun, such as `1 row` or `2,000 rows`."""
     return f"{n:,} {word}" if n == 1 else f"{n:,} {word}s"
 
 
 def safe(text: str) -> str:
-    """`text` without control characters that a terminal would obey; newlines and tabs stay."""
+    """Return `text` without control characters that a terminal would obey. Newlines and tabs are kept."""
     return "".join(c if c in "\n\t" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
 def storable(text: str, limit: int = 2000) -> str:
-    """At most `limit` characters of `text`, without lone surrogates, which JSON can't hold."""
+    """Return at most `limit` characters of `text`, without lone surrogates, which JSON can't hold."""
     return text[:limit].encode("utf-8", "backslashreplace").decode()
 
 
@@ -38,7 +38,7 @@ def tell(text: str) -> None:
 
 
 class _Escaped(logging.Filter):
-    """Escapes a record's message and traceback: both quote environments, models and files."""
+    """Escapes a record's message and traceback, because both quote environments, models and files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = safe(record.getMessage()), None
@@ -48,7 +48,8 @@ class _Escaped(logging.Filter):
 
 
 def logger(name: str) -> logging.Logger:
-    """The logger `tapereel.NAME`. None of its handlers, a user's included, sends a control sequence to a terminal."""
+    """Return the logger `tapereel.NAME`. None of its handlers, including a user's own, sends a control sequence to a
+    terminal."""
     made = logging.getLogger(f"tapereel.{name}")
     if not any(isinstance(one, _Escaped) for one in made.filters):
         made.addFilter(_Escaped())
@@ -56,15 +57,16 @@ def logger(name: str) -> logging.Logger:
 
 
 class TerminalHandler(logging.Handler):
-    """Prints a record of any logger on stderr, escaped."""
+    """Prints a record from any logger on stderr, escaped."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tell(self.format(record))
 
 
 def guard_terminal() -> None:
-    """Escape what Python and its libraries print in this process: log records, warnings, and tracebacks of the process,
-    of threads and of finalisers. All of them quote environments, models and files. For the command line's processes."""
+    """Escape what Python and its libraries print in this process: log records, warnings, and tracebacks from the
+    process, from threads and from finalisers. All of them quote environments, models and files. The command line uses
+    this in its processes."""
     logging.getLogger().addHandler(TerminalHandler(logging.WARNING))
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
