@@ -1,7 +1,7 @@
-"""The viewer: a run in the browser, from a server, as a folder of files, or as one file (`report.html`).
+"""The viewer shows a run in the browser, either from a server or as one file (`report.html`).
 
-`RunView` answers the page's questions; `overview` computes the page that `report.html` opens with. The viewer only
-reads the run. Facts of training come from a provider that `finetune` passes in. Imports `tapes` only.
+`RunView` answers the page's questions, and `overview` computes the page that `report.html` opens with. The viewer only
+reads the run. Facts about training come from a provider that `finetune` passes in. This folder imports only `tapes`.
 """
 
 from .run_view import RunView

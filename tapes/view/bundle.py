@@ -1,9 +1,9 @@
-"""Writes the viewer without a server, as one file: `report.html` of a training run, or `tapereel view --out`.
+"""Writes the viewer as one file that needs no server: `report.html` of a training run, or `tapereel view --out`.
 
 The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host. It opens at the
-overview, and holds the tapes that the overview proposes to read, or those that were chosen. Its policy allows only its
-own script and style, each named by its hash. Everything that a model, a task or a file name wrote is JSON in a block
-that no browser runs, and the scripts show it as text nodes.
+overview, and holds the tapes that the overview proposes to read or the tapes that were chosen. Its policy allows only
+its own script and style, each identified by its hash. Everything that comes from a model, a task or a file name is JSON
+in a block that no browser runs, and the scripts show it as text nodes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .overview import Overview, overview_of
 from .run_view import PAGE, RunView
 
 NEWEST = 20
-"""Tapes of a file for which none are chosen, and to which the overview proposes none."""
+"""Number of newest tapes in a file if no tapes are chosen and the overview proposes none."""
 SCRIPTS = (
     "dom.js",
     "source.js",
@@ -46,7 +46,7 @@ SCRIPTS = (
     "tape.js",
     "app.js",
 )
-"""In the order in which the page loads them."""
+"""The scripts in the order in which the page loads them."""
 WORKER = "worker.js"
 """Runs search patterns in a worker, so that the page can stop a pattern that never ends."""
 
@@ -58,17 +58,18 @@ POLICY = (
 """Content-Security-Policy of the server."""
 
 IMAGES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".gif": "image/gif", ".webp": "image/webp"}
-"""Media shown as images, by suffix. All others are downloads: an SVG, for example, can hold a script."""
+"""File suffixes of media that are shown as images. All other files are offered as downloads, because some, such as
+SVGs, can contain scripts."""
 
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 CALLS = 50
-"""Calls in one part."""
+"""Number of calls in one part."""
 NOT_EXPLAINED = "left out of a report; `tapereel explain` and `tapereel view` show it"
 
 
 def static_files() -> dict[str, tuple[str, bytes]]:
-    """Name -> (content type, bytes) of every file of the page."""
+    """Return all files of the page as name -> (content type, bytes)."""
     names = ("index.html", "style.css", "icon.svg", *SCRIPTS, WORKER)
     folder = files(__name__.rpartition(".")[0]) / "static"
     return {name: (_KINDS[name[name.rindex(".") :]], (folder / name).read_bytes()) for name in names}
@@ -77,9 +78,9 @@ def static_files() -> dict[str, tuple[str, bytes]]:
 def write_report(
     path: str | PathLike[str], run: str | Path, overview: Overview, decode: Callable[[int], str] | None = None
 ) -> None:
-    """Write the page with the tapes that the overview names, replacing an earlier page at once.
+    """Write the page with the tapes that the overview names. An earlier page is replaced in one step.
 
-    decode: gives the text of a token id; None shows the ids.
+    `decode` returns the text of a token id. If it is None, the page shows the ids.
     """
     with RunView(run, insight=lambda store: _Decoder(store, decode)) as view:
         view.overview()  # reads the records that the index lacks
@@ -90,8 +91,8 @@ def write_report(
 def write_view(
     view: RunView, out: Path, *, tapes: Sequence[str] = (), progress: Progress = silent
 ) -> dict[str, object]:
-    """Write the page to the new file `out`, with `tapes`, or with those that the overview proposes to read, or with the
-    newest ones if it proposes none."""
+    """Write the page to the new file `out`. It holds `tapes` if any are given, otherwise the tapes that the overview
+    proposes to read, or the newest ones if it proposes none."""
     if out.exists():
         raise UsageError(f"{out} exists already: name another file, or remove it first")
     if out.suffix != ".html":
@@ -108,7 +109,7 @@ def write_view(
 
 
 def report_of(view: RunView, overview: Overview, rows: Sequence[Summary], progress: Progress = silent) -> str:
-    """The page with every answer that it may ask for about these tapes."""
+    """Return the page with all answers that it may request about these tapes."""
     about = view.overview()
     integrity = about["integrity"]
     integrity["not_checked"].append("this file itself: it can be edited, and nothing here would show it")
@@ -134,16 +135,16 @@ def report_of(view: RunView, overview: Overview, rows: Sequence[Summary], progre
 
 
 def json_texts(values: dict[str, object]) -> dict[str, str]:
-    """Each value as JSON text. NaN and infinity become strings, since JSON has neither."""
+    """Return each value as JSON text. NaN and infinity become strings, because JSON has neither."""
     return {key: to_json(value, inf_nan_mode="strings").decode() for key, value in values.items()}
 
 
 def one_file(data: dict[str, str]) -> str:
-    """The viewer with these data in one page."""
+    """Return the viewer with this data as one page."""
     static = {name: body.decode() for name, (_, body) in static_files().items()}
     style = static["style.css"]
     script = "\n".join(static[name] for name in SCRIPTS)
-    # `<` is escaped, so no text of the data can end the block or begin a comment.
+    # `<` is escaped, so that no text in the data can end the block or begin a comment.
     block = json.dumps(data).replace("<", "\\u003c")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; worker-src blob:; "
@@ -165,21 +166,22 @@ def _digest(text: str) -> str:
 
 
 class _Decoder:
-    """Decodes tokens, and explains nothing: a report is written each minute, and an explanation reads the ledger."""
+    """Decodes tokens, but explains nothing, because a report is written each minute and an explanation reads the
+    ledger."""
 
     def __init__(self, store: Store, decode: Callable[[int], str] | None) -> None:
         self.decode = decode
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Names the verbs that explain."""
+        """Name the verbs that explain."""
         return {"missing": NOT_EXPLAINED}
 
     def forget(self) -> None:
-        """Nothing is kept."""
+        """Do nothing, because nothing is kept."""
 
 
 def _parts(view: RunView, row: Summary) -> Iterator[tuple[str, Any]]:
-    """(name, answer) for every question about one tape."""
+    """Yield (name, answer) for every question about one tape."""
     tape = row.id
     tape_map = view.map(tape)
     calls = [call for call, record in tape_map.calls.items()]

@@ -1,8 +1,8 @@
-"""One model call for the inspector: its exact request, the difference to the call before, its tokens and their uses.
+"""One model call for the inspector: its exact request, the difference from the call before, its tokens and their uses.
 
-A call stores only its additions to its base call. `request` reads base calls only as far back as the window needs, so
-a long conversation costs no more than the part shown. The uses of tokens come from the ledger, for living lineages.
-Advantages are not in the ledger: `finetune/inspect/explainer.py` computes them.
+A call stores only its additions to its base call. `request` reads base calls only as far back as the window needs, so a
+long conversation costs no more than the part shown. The uses of tokens come from the ledger, for living lineages.
+Advantages are not in the ledger, so `finetune/inspect/explainer.py` computes them.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ..store.store import Store
 from .items import call_item
 
 WINDOW = 40
-"""Messages of a request in the first answer, counted from its end."""
+"""Number of messages of a request in the first answer, counted from its end."""
 MESSAGE = 40_000
-"""Characters of one message in an answer."""
+"""Most characters of one message in an answer."""
 PROMPT_TOKENS = 2_000
-"""New prompt tokens in an answer, counted from the end."""
+"""Most new prompt tokens in an answer, counted from the end."""
 
 Find = Callable[[str], Call]
 
 
 class TokenUse(NamedTuple):
-    """Completion tokens of a call in one update."""
+    """A range of completion tokens in a call and its use in one update."""
 
     call: str
     start: int
     end: int
     fate: Fate
     weight: float
-    """In the update's loss; 0 for tokens outside the loss."""
+    """Weight in the update's loss. 0 for tokens outside the loss."""
     lineage: str
     update: int
 
@@ -49,7 +49,7 @@ class Update(NamedTuple):
     update: int
     phase: str
     skipped: str | None
-    """Why the update was not applied; None if it was."""
+    """Why the update was not applied. None if it was."""
     tapes: tuple[str, ...]
 
 
@@ -65,7 +65,7 @@ class Uses:
             try:
                 uses = lineages.ledger(lineage).uses
             except NotATape:
-                continue  # the overview names the contradiction; the tapes can still be read
+                continue  # the overview reports the contradiction, and the tapes can still be read
             for use in uses:
                 tapes = _tapes(use)
                 for tape in tapes:
@@ -83,8 +83,8 @@ class Uses:
                 self._uses.append(use)
 
     def of(self, tape: str) -> list[TokenUse]:
-        """The tape's token ranges, update by update. Within an update the strongest fate comes last, so that a reader
-        who lets later ranges overwrite earlier ones keeps `trained` over `stale`."""
+        """Return the tape's token ranges, update by update. Within an update, the strongest fate comes last, so that a
+        reader who lets later ranges overwrite earlier ones keeps `trained` over `stale`."""
         found: list[TokenUse] = []
         for k in self._of_tape.get(tape, ()):
             use = self._uses[k]
@@ -98,7 +98,7 @@ class Uses:
         return found
 
     def taken_by(self, tape: str) -> list[dict[str, object]]:
-        """The updates that took the tape."""
+        """Return the updates that used the tape."""
         return [
             {"lineage": u.lineage, "update": u.update, "phase": u.phase, "skipped": u.skipped}
             for k in self._of_tape.get(tape, ())
@@ -121,7 +121,8 @@ def call_detail(
     decode: Callable[[int], str] | None = None,
     start: int | None = None,
 ) -> dict[str, object]:
-    """Everything known about `call`. find: gives a call by its id. before: the call that the same path made before."""
+    """Return everything known about `call`. `find` returns a call by its id. `before` is the previous call of the same
+    path."""
     total = call.keep_messages + len(call.messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
     shown = request(call, find, low)
@@ -144,11 +145,11 @@ def call_detail(
 
 
 def request(call: Call, find: Find, low: int = 0) -> list[Message]:
-    """The messages of a request from number `low` on.
+    """Return the messages of a request, starting with number `low`.
 
-    Walks from the call to its bases, newest first. Each call gives its own messages above the prefix that it keeps of
-    its base (`keep_messages`); if it keeps more than the base's request, the base's reply follows that request.
-    `high` is the number of messages that the calls after this one keep, so that no message comes twice.
+    This walks from the call to its bases, newest first. Each call contributes its own messages above the prefix that it
+    keeps from its base (`keep_messages`). If it keeps more than the base's request, the base's reply follows that
+    request. `high` is the number of messages that the calls after this one keep, so that no message is returned twice.
     """
     pieces: list[list[Message]] = []
     high = call.keep_messages + len(call.messages)
@@ -169,7 +170,8 @@ def request(call: Call, find: Find, low: int = 0) -> list[Message]:
 def _difference(
     call: Call, shown: list[Message], low: int, before: Call | None, find: Find
 ) -> dict[str, object] | None:
-    """The difference to the request before: the number of equal leading messages, and the messages that are gone."""
+    """Return the difference from the previous request: the number of equal leading messages, and the messages that are
+    gone."""
     if before is None:
         return None
     was = before.keep_messages + len(before.messages)
@@ -197,7 +199,8 @@ def _pretty(value: Any) -> str | None:
 
 
 def _tools(call: Call, find: Find) -> dict[str, object] | None:
-    """The offered functions. Only the first call that offers them records their schemas; later calls name the hash."""
+    """Return the offered functions. Only the first call that offers them records their schemas. Later calls name the
+    hash."""
     if call.tools is None:
         return None
     one = call

@@ -1,4 +1,4 @@
-"""The curves of a training run, from its metrics.jsonl and its results: numbers and names, no drawing.
+"""The curves of a training run, computed from its metrics.jsonl and its results as numbers and names.
 
 The overview page of the viewer draws them in the browser.
 """
@@ -15,7 +15,7 @@ from ..store.run_directory import Results, read_metrics
 from ..value import Value
 
 MEAN_OF = 5
-"""Updates that the thick line of a reward curve averages over."""
+"""Number of updates that the thick line of a reward curve averages over."""
 
 
 class Curve(Value):
@@ -25,15 +25,16 @@ class Curve(Value):
     x: tuple[float, ...]
     """Usually the number of the update."""
     y: tuple[float, ...]
-    """Same length as `x`. NaN for a missing number, which leaves a gap in the line."""
+    """Has the same length as `x`. NaN for a missing number, which leaves a gap in the line."""
     mean_of: int = 1
-    """Above 1: a thin line of the numbers, and a thick line of the mean over this many of them (itself and earlier)."""
+    """If this is above 1, a thin line shows the numbers, and a thick line shows the mean of each number and its
+    `mean_of - 1` predecessors."""
     points: bool = False
-    """Mark each number: the numbers are few, with many updates between them."""
+    """Whether each number is marked. This is for a few numbers with many updates between them."""
 
 
 class Level(Value):
-    """A horizontal line: one number to compare curves with."""
+    """A horizontal line at one number that curves are compared with."""
 
     name: str
     value: float
@@ -49,27 +50,27 @@ class Plot(Value):
     ylabel: str = "reward"
     caption: str = ""
     small: bool = False
-    """Drawn next to other figures, not over the whole width of the page."""
+    """Whether the figure is drawn next to other figures and not over the whole width of the page."""
 
 
 def reward_curve(name: str, metrics: Path) -> Curve:
-    """Mean reward of each update of the loop; NaN if a batch was not scored."""
+    """Return the mean reward of each update in the loop, with NaN if a batch was not scored."""
     return _curve(name, "reward", _loop(read_metrics(metrics)), MEAN_OF)
 
 
 _AGENT = "reward/agent/"
-"""The prefix of the metrics that are agents' rewards; the agent's path follows."""
+"""The prefix of metrics that are agents' rewards. The agent's path follows it."""
 
 
 def agent_curves(metrics: Path) -> list[Curve]:
-    """Mean reward of each agent that the metrics have a reward of."""
+    """Return the mean reward curve of each agent whose reward is in the metrics."""
     lines = _loop(read_metrics(metrics))
     keys = dict.fromkeys(key for line in lines for key in line if key.startswith(_AGENT))
     return [_curve(key.removeprefix(_AGENT), key, lines, MEAN_OF) for key in keys]
 
 
 def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Curve] = ()) -> Plot:
-    """Mean reward of each update, of each agent and of `others`, with the held-out rewards."""
+    """Return a plot of the mean reward of each update, each agent and `others`, with the held-out rewards."""
     curves = [reward_curve(name, metrics), *agent_curves(metrics), *others, *held_out_curve(results)]
     levels = [
         Level(name=f"held out, {when}", value=mean)
@@ -86,7 +87,8 @@ def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Cur
 
 
 def held_out_curve(results: Results) -> list[Curve]:
-    """The held-out reward over the updates of the loop; empty if it was measured only before and after training."""
+    """Return the held-out reward over the updates of the loop. Return an empty list if it was measured only before and
+    after training."""
     found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
     if not found:
         return []
@@ -97,8 +99,8 @@ def held_out_curve(results: Results) -> list[Curve]:
 
 
 def loss_plots(metrics: Path) -> list[Plot]:
-    """Loss of the imitation, then the measurements of the loop's updates, for the policy and each player. A quantity
-    that no update measured has no plot."""
+    """Return plots of the imitation loss and of what the loop's updates measured, for the policy and each player. A
+    quantity that no update measured has no plot."""
     lines = read_metrics(metrics)
     warm = [line for line in lines if str(line.get("phase", "")).startswith("sft")]
     loop = _loop(lines)
@@ -146,11 +148,11 @@ _MEASURED = (
     ("Critic", "value/loss value/explained", "Loss, and the share of the targets' variance that the values explain."),
     ("Tokens per second", "perf/*_per_second", "Of the engine's and of the trainer's work since the last update."),
 )
-"""(title, keys or patterns of keys, caption). docs/metrics.md defines the keys."""
+"""(title, keys or patterns of keys, caption) for each plot. docs/metrics.md defines the keys."""
 
 
 def _name_of(key: str, what: Sequence[str]) -> str | None:
-    """The curve's name for a key of the metrics; None if no pattern of `what` matches the key."""
+    """Return the curve's name for a key in the metrics. Return None if no pattern in `what` matches the key."""
     player, own = key.split("/", 2)[1:] if key.startswith("players/") else ("", key)
     if not any(fnmatchcase(own, pattern) for pattern in what):
         return None
@@ -163,7 +165,7 @@ def _curves(named: Mapping[str, str], lines: Sequence[Mapping[str, Any]]) -> lis
 
 
 def _curve(name: str, key: str, lines: Sequence[Mapping[str, Any]], mean_of: int = 1) -> Curve:
-    """One key of the metrics over these lines, counted from 1."""
+    """Return the curve of one key in the metrics over these lines, which are counted from 1."""
     x = tuple(float(k + 1) for k in range(len(lines)))
     return Curve(name=name, x=x, y=tuple(_number(line.get(key)) for line in lines), mean_of=mean_of)
 

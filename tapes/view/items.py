@@ -1,6 +1,6 @@
 """Plain values for the page: the items of a transcript, with long strings cut and marked, and the table of tapes.
 
-A record that can't be read is an item too, a hole with the reason: no record is skipped.
+A record that can't be read also becomes an item, a hole with the reason. No record is skipped.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ..store.summary import Summary
 from ..transcript import call_line, kind_of, reads
 
 SHARD = 8_192
-"""Tapes in one piece of the table."""
+"""Number of tapes in one piece of the table."""
 TEXT = 4_000
-"""Characters of one text in an item; the page asks for the rest."""
+"""Most characters of one text in an item. The page requests the rest."""
 
 
 def item(
     record: int, body: bytes, step: int = -1, rewards: Sequence[tuple[str, float, float]] = ()
 ) -> dict[str, object]:
-    """The item of one record. `t` is the type of the record, or `hole`."""
+    """Return the item for one record. `t` is the type of the record, or `hole`."""
     try:
         read = parse_record(body)
         found = _SHAPES[type(read)](read)
@@ -45,7 +45,7 @@ def item(
 
 
 def text_of(body: bytes) -> str:
-    """The whole text of which the item shows the beginning; empty for a record without text."""
+    """Return the whole text whose beginning the item shows. Return an empty string for a record without text."""
     try:
         read = parse_record(body)
     except ValueError:
@@ -62,20 +62,22 @@ def text_of(body: bytes) -> str:
 
 
 def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
-    """`times` -> seconds of each of a record's files, None for files that aren't frames; empty without a video."""
+    """Return `times` with the time in seconds of each of a record's files, or None for files that aren't frames. Return
+    an empty dict if there is no video."""
     times: list[float | None] = [None] * len(files)
     at = 0
     for video in videos_in(content) if files else ():
         names = tuple(frame.name for frame in video.frames)
         found = next((k for k in range(at, len(files)) if files[k : k + len(names)] == names), None)
-        if found is not None:  # otherwise a value that only looks like a video
+        if found is not None:  # otherwise, the value only looks like a video
             at = found + len(names)
             times[found:at] = video.times
     return {"times": times} if any(time is not None for time in times) else {}
 
 
 def _clip(name: str, text: str) -> dict[str, object]:
-    """`name` -> the text up to `TEXT` characters, and `cut` -> the whole length of a longer text."""
+    """Return `name` with the first `TEXT` characters of the text and, if the text is longer, `cut` with its whole
+    length."""
     return {name: text} if len(text) <= TEXT else {name: text[:TEXT], "cut": len(text)}
 
 
@@ -98,7 +100,7 @@ def _step(read: StepRecord) -> dict[str, object]:
 
 
 def call_item(read: Call) -> dict[str, object]:
-    """A call without its messages and tokens."""
+    """Return a call without its messages and tokens."""
     return {
         "t": "call",
         **call_line(read).model_dump(mode="json"),
@@ -133,7 +135,7 @@ def _identity(read: Identity) -> dict[str, object]:
 
 
 def _json(value: Any) -> str | None:
-    """A value as text to read; None for None."""
+    """Return a value as readable text. Return None for None."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
@@ -183,7 +185,8 @@ _SHAPES: dict[type, Any] = {
 def columns(
     summaries: Sequence[Summary], versions: dict[str, list[str]], checks: Callable[[str], str]
 ) -> dict[str, object]:
-    """The columns of these tapes. versions: tape -> policy versions that sampled it. checks: tape -> its verdicts."""
+    """Return the table's columns for these tapes. `versions` maps each tape to the policy versions that sampled it.
+    `checks` returns a tape's verdicts."""
     return {
         "n": len(summaries),
         "id": [s.id for s in summaries],
@@ -208,7 +211,7 @@ def columns(
 
 
 def coded(values: Iterable[str]) -> dict[str, object]:
-    """`words` has the distinct strings, and `at` has the number of each row's string."""
+    """Return `words` with the distinct strings, and `at` with the number of each row's string in `words`."""
     words: dict[str, int] = {}
     at = [words.setdefault(value, len(words)) for value in values]
     return {"words": list(words), "at": at}

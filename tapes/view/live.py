@@ -1,8 +1,8 @@
 """The live tail of a run (which tapes have changed since a revision), and the integrity of its bytes.
 
-A revision belongs to one `Live`. A revision of another `Live`, or one that is older than `REMEMBERED`, gives None: the
-page must reload. The integrity banner has `quick`, which uses the index only, or `whole`, the report of a `verify` of
-every byte. Both list the parts that they did not check.
+A revision belongs to one `Live`. For a revision of another `Live`, or one that is older than `REMEMBERED`, the answer
+is None, and the page must reload. The integrity banner has `quick`, which uses only the index, or `whole`, the report
+of a `verify` of every byte. Both list the parts that they did not check.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..store.store import Store
 from ..store.verifier import Report
 
 REMEMBERED = 2_000
-"""Revisions."""
+"""Number of revisions that are kept."""
 
 
 class Live:
@@ -31,19 +31,19 @@ class Live:
         self._rev = 0
         self._log: deque[tuple[int, frozenset[str]]] = deque(maxlen=REMEMBERED)
         self._lines: dict[str, tuple[int, str]] | None = None
-        """Segment -> (number of lines, hash of the first line); None before the first look."""
+        """Maps each segment to (number of lines, hash of the first line). None before the first look."""
         self.breaks: dict[str, Break] = {}
-        """Segments whose lines break, as of the last look."""
+        """The breaks in the lines of segments, as found by the last look."""
         self.training = False
         """Whether updates were recorded since this was last set to False."""
         self.replaced = False
         """Whether another run has replaced this run since this was last set to False."""
         self.grown: set[str] = set()
-        """Tapes with new records; the reader of a tape removes it."""
+        """Tapes with new records. The reader of a tape removes it from this set."""
 
     def now(self) -> str:
-        """Read the new records on the disk; returns the revision after them."""
-        # Not `Store.refresh`: a corrupt segment is shown up to its break and doesn't raise.
+        """Read the new records on the disk. Return the revision after them."""
+        # `Store.refresh` isn't used, because it raises for a corrupt segment, which is shown up to its break here.
         self.breaks = self._store.index.refresh()
         lines = {segment.name: (segment.n, segment.first) for segment in self._store.index.segments()}
         before, self._lines = self._lines, lines
@@ -52,7 +52,8 @@ class Live:
         return f"{self._era}.{self._rev}"
 
     def since(self, rev: str) -> tuple[set[str] | None, str]:
-        """(tapes with new records since `rev`, the present revision); (None, ...) if `rev` is unknown or too old."""
+        """Return (tapes with new records since `rev`, the present revision). The set is None if `rev` is unknown or too
+        old."""
         now = self.now()
         era, _, number = rev.partition(".")
         if era != self._era or not number.isdigit() or not self._oldest() <= int(number) <= self._rev:
@@ -60,7 +61,7 @@ class Live:
         return {tape for n, tapes in self._log if n > int(number) for tape in tapes}, now
 
     def touched(self, tapes: set[str]) -> None:
-        """Note a change of these tapes that is not in their records, such as a new verdict."""
+        """Note a change to these tapes that is not in their records, such as a new verdict."""
         self._rev += 1
         self._log.append((self._rev, frozenset(tapes)))
 
@@ -69,7 +70,8 @@ class Live:
 
     def _note(self, before: dict[str, tuple[int, str]], lines: dict[str, tuple[int, str]]) -> None:
         if any(lines.get(name, (0, ""))[0] < n or lines[name][1] != first for name, (n, first) in before.items()):
-            # Lines never vanish and never change: fewer lines or another first hash mean another run in this folder.
+            # Lines never vanish or change, so fewer lines or another first hash mean that this folder now holds another
+            # run.
             self._era, self._rev = os.urandom(4).hex(), 0
             self._log.clear()
             self.replaced = True
@@ -101,7 +103,8 @@ class Integrity(TypedDict):
 
 
 def quick(store: Store, breaks: Mapping[str, Break]) -> Integrity:
-    """From the index: the segments that were read, their breaks, and the missing segments."""
+    """Return the integrity according to the index: the segments that were read, their breaks, and the missing
+    segments."""
     segments = store.index.segments()
     numbers = {int(segment.name[:6]) for segment in segments}
     missing = sorted(set(range(1, max(numbers, default=0))) - numbers)
@@ -133,7 +136,7 @@ def quick(store: Store, breaks: Mapping[str, Break]) -> Integrity:
 
 
 def whole(report: Report) -> Integrity:
-    """The report of `verify`, for the banner."""
+    """Return the report of `verify` in the form that the banner needs."""
     return {
         "kind": "verify",
         "verdict": report.verdict,

@@ -1,7 +1,8 @@
 """The overview of a run: headline numbers, curves, where tokens and episodes went, tapes to read, commands to check.
 
-`overview_of` reads it from a run directory, of training or not, also while the run is written. The viewer shows it as
-its overview page, and `bundle` writes that page as one file. A training run adds what only its process knows.
+`overview_of` reads it from a run directory, whether the run trains or not, even while the run is being written. The
+viewer shows it as its overview page, and `bundle` writes that page as one file. A training run adds what only its
+process knows.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ UNTAUGHT = (
 
 
 class Score(Value):
-    """One line of the table of results: a policy on the held-out tasks."""
+    """One line in the table of results: a policy on the held-out tasks."""
 
     name: str
-    """For example `before`, `after`, `control: SFT only`."""
+    """The name of the line, such as `before`, `after` or `control: SFT only`."""
     sampled: float | None
-    """Mean reward at temperature 1; None if it was not measured."""
+    """Mean reward at temperature 1. None if it was not measured."""
     greedy: float | None
     """Mean reward at temperature 0."""
     n: int | None = None
-    """Scored episodes on held-out tasks."""
+    """Number of scored episodes on held-out tasks."""
     note: str = ""
 
 
 class Fact(Value):
-    """One number in large type at the head of the page."""
+    """One number in large type at the top of the page."""
 
     label: str
     value: str
@@ -61,7 +62,7 @@ class TapeToRead(Value):
 
     tape: str
     caption: str
-    """Why the page proposes it: `after training, a wrong answer`."""
+    """Why the page proposes it, such as `after training, a wrong answer`."""
 
 
 class Overview(Value):
@@ -70,26 +71,26 @@ class Overview(Value):
     title: str
     subtitle: str = ""
     notes: tuple[str, ...] = ()
-    """Shown above the numbers: that the run is still running, or why it ended early."""
+    """Notes above the numbers, which say that the run is still running or why it ended early."""
     facts: tuple[Fact, ...] = ()
     plots: tuple[Plot, ...] = ()
     scores: tuple[Score, ...] = ()
     seconds: dict[str, float] = Field(default={})
     """Wall-clock seconds by part."""
     tokens: dict[str, int] = Field(default={})
-    """Every sampled token by its fate; the values add up to all sampled tokens."""
+    """Number of sampled tokens by their fate. The values add up to all sampled tokens."""
     ends: tuple[Lost, ...] = ()
     faults: tuple[Fault, ...] = ()
     """The errors that ended episodes, most frequent first."""
     tapes: tuple[TapeToRead, ...] = ()
     checks: dict[str, str] = Field(default={})
-    """Command line -> the property that it checks."""
+    """Maps each command line to the property that it checks."""
     next: tuple[str, ...] = ()
     """Command lines to try on this run."""
     config: str = ""
     """The resolved configuration, as YAML."""
     versions: dict[str, str] = Field(default={})
-    """Name -> version of the software, as the newest tape has it."""
+    """Maps each software name to its version, according to the newest tape."""
 
 
 def overview_of(
@@ -101,10 +102,10 @@ def overview_of(
     seconds: Mapping[str, float] | None = None,
     notes: Sequence[str] = (),
 ) -> Overview:
-    """The overview of the run whose store this is.
+    """Return the overview of the run that this store belongs to.
 
-    The defaults are read from the run directory. A running run passes its present results, which may be newer
-    than the file, and its seconds so far.
+    The defaults are read from the run directory. A run in progress passes its present results, which may be newer than
+    the file, and its seconds so far.
     """
     path = store.path
     metrics = path / METRICS
@@ -149,8 +150,8 @@ def overview_of(
 
 
 def _books(store: Store) -> tuple[Books | None, tuple[str, ...]]:
-    """The accounting of the run's tokens, and sentences on its errors. None if it can't be made: an
-    unreadable record must not hide the other parts."""
+    """Return the accounting of the run's tokens, and sentences about its errors. The accounting is None if it can't be
+    made, because an unreadable record must not hide the other parts."""
     try:
         books = store.books()
     except TapereelError as error:
@@ -194,13 +195,13 @@ def _facts(
 
 
 _PARTS = {"demonstrations": "demonstrations", "restore": "restore", "sft": "imitation", "rl": "the loop"}
-"""Key in the results' seconds -> name. They follow each other; other keys lie inside these parts."""
+"""Maps keys in the results' seconds to names. These parts follow each other. Other keys lie inside them."""
 
 
 def parts_of_time(
     results: Results, total: float | None = None, rest: str = "evaluations before and after, and the rest"
 ) -> dict[str, float]:
-    """Wall-clock seconds by part, which add up to `total` (None: the recorded total)."""
+    """Return the wall-clock seconds by part. They add up to `total`, or to the recorded total if `total` is None."""
     known = results.seconds
     total = known.get("total") if total is None else total
     if total is None:
@@ -210,7 +211,7 @@ def parts_of_time(
 
 
 def held_out_scores(results: Results) -> tuple[Score, ...]:
-    """A line for each evaluation, in the order of the updates."""
+    """Return a line for each evaluation, in the order of the updates."""
     between = results.evaluations
     rows = [
         ("before", results.before),
@@ -243,7 +244,7 @@ def _faults(store: Store) -> tuple[Fault, ...]:
 
 
 def _tapes(store: Store) -> tuple[TapeToRead, ...]:
-    """Of the tapes of split `train`: the best, the worst and the newest. One tape may be several of them."""
+    """Return the best, the worst and the newest tape in the split `train`. One tape may be several of these."""
     closed = store.summaries(split="train", closed=True)
     scored = [summary for summary in closed if summary.reward is not None]
     chosen: dict[str, list[str]] = {}
@@ -274,17 +275,17 @@ def _versions(store: Store) -> dict[str, str]:
 
 
 def arrow(before: float | None, after: float | None) -> str:
-    """`before → after`, with three digits."""
+    """Return `before → after`, with three decimals."""
     return " → ".join("not measured" if value is None else fixed(value) for value in (before, after))
 
 
 def command(verb: str, *arguments: str) -> str:
-    """A command line, quoted for a shell."""
+    """Return a command line, quoted for a shell."""
     return " ".join(("tapereel", verb, *map(shlex.quote, arguments)))
 
 
 def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
-    """Command lines that check a run, of training or not."""
+    """Return command lines that check a run, whether it trains or not."""
     run = str(run)
     found = {
         command("verify", run): "every line of the record is as it was written",
@@ -297,5 +298,5 @@ def checks(run: str | Path, *, trained: bool = True) -> dict[str, str]:
 
 
 def next_commands(run: str) -> tuple[str, ...]:
-    """Command lines that show a run."""
+    """Return command lines that show a run."""
     return tuple(command(verb, run) for verb in ("show", "view", "explain"))

@@ -1,7 +1,7 @@
-"""RunView answers every question of the viewer about a run, with plain values. The server and the report call it.
+"""RunView answers all of the viewer's questions about a run with plain values. The server and the report call it.
 
-A RunView is for one caller at a time; the server queues its requests. Content is read page by page, so a
-large run or a long tape costs no more than the part shown. RunView writes nothing but the index, which is a cache.
+A RunView is for one caller at a time, so the server queues its requests. Content is read page by page, so a large run
+or a long tape costs no more than the part shown. RunView writes nothing but the index, which is a cache.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ from .overview import overview_of
 from .tape_map import TapeMap
 
 PAGE = 100
-"""Items, or turns, in one page."""
+"""Number of items or turns in one page."""
 PIECE = 100_000
-"""Characters of a long text in one answer."""
+"""Most characters of a long text in one answer."""
 KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
-"""Records, and tapes, of all maps that stay in memory; the map used longest ago goes first."""
+"""Most records and most tapes in the maps that stay in memory. The least recently used map is dropped first."""
 SEARCHED = 1_000_000
-"""Characters of one text that a search reads."""
+"""Most characters of one text that a search reads."""
 SEARCHED_AT_ONCE = 4_000_000
-"""Characters of all strings in one answer to a search. An answer has at least one tape."""
+"""An answer to a search ends when its strings have more characters than this. It has at least one tape."""
 
 
 DIGESTED = 20_000
-"""Records of the longest tape that is read whole to compare its digest with the digest that a check recorded."""
+"""Number of records in the longest tape that is read whole to compare its digest with the digest that a check
+recorded."""
 CHECKS, DIFF = 20, 40
-"""Newest checks of a tape, and lines of a difference, that an answer has."""
+"""Most checks of a tape (the newest) and most lines of a difference in an answer."""
 
 
 class RunFacts(TypedDict):
@@ -59,46 +60,46 @@ class RunFacts(TypedDict):
     page: int
     piece: int
     rev: str | None
-    """The revision from which `changes` continues; None if nothing changes."""
+    """The revision from which `changes` continues. None if nothing changes."""
     integrity: Integrity
     made: NotRequired[float]
-    """When these files were written, in seconds since 1970."""
+    """When the file with the page was written, in seconds since 1970. A server doesn't set it."""
 
 
 class Texts(TypedDict):
     """The strings of one page of items."""
 
     texts: list[tuple[int, str]]
-    """(item, text)."""
+    """The strings, as (item, text)."""
     short: int
-    """How many strings were cut to `SEARCHED` characters."""
+    """Number of strings that were cut to `SEARCHED` characters."""
     pages: int
 
 
 class Insight(Protocol):
-    """What only the training code knows about a tape. `finetune` provides it; the viewer works without it."""
+    """What only the training code knows about a tape. `finetune` provides it, and the viewer also works without it."""
 
     @property
     def decode(self) -> Callable[[int], str] | None:
-        """Gives the text of a token id; None without a tokenizer."""
+        """A function that returns the text of a token id. None if there is no tokenizer."""
         ...
 
     def explain(self, tape: str) -> dict[str, object]:
-        """`verdict`, `notes`, `rows`, and `advantages` and `ratios`: call -> a number or None for each completion
-        token. `ratios` is missing if no weights were named."""
+        """Return `verdict`, `notes`, `rows`, `advantages` and `ratios`. The last two map each call to a number or None
+        for each of its completion tokens. `ratios` is missing if no weights were named."""
         ...
 
     def forget(self) -> None:
-        """Drop everything that was read from the ledger: training has added updates."""
+        """Drop everything that was read from the ledger, because training has added updates."""
         ...
 
 
 class RunView:
-    """One run, open for reading. Use it as a context manager, once."""
+    """One run, open for reading. Use it as a context manager, and only once."""
 
     def __init__(self, run: str | Path, *, insight: Callable[[Store], Insight] | None = None) -> None:
-        """`insight` makes the provider of training facts, at the first question that needs it. UsageError if
-        `run` holds no run."""
+        """`insight` creates the provider of training facts when a question first needs it. Raises UsageError if `run`
+        holds no run."""
         self.store = Store.open(run)
         self._make_insight, self._insight = insight, None
         self._maps: OrderedDict[str, TapeMap] = OrderedDict()
@@ -116,7 +117,7 @@ class RunView:
     # The run
 
     def overview(self) -> RunFacts:
-        """Name, size and integrity of the run: the first answer that the page needs."""
+        """Return the run's name, size and integrity, the first answer that the page needs."""
         self._look_for_checks()
         rev = self.live.now()
         segments = self.store.index.segments()
@@ -143,12 +144,13 @@ class RunView:
             self.live.touched(tapes)
 
     def table(self, shard: int) -> dict[str, object]:
-        """The columns of the tapes number `shard * SHARD` and following, in the order in which they began."""
+        """Return the columns for the tapes in piece `shard` of the table, in the order in which the tapes began."""
         rows = self.store.index.tapes("1", (), limit=SHARD, offset=shard * SHARD)
         return {"from": shard * SHARD, **self.columns(rows)}
 
     def changes(self, rev: str) -> dict[str, object]:
-        """The rows that changed since revision `rev`, and the present revision. `reset`: the page must reload."""
+        """Return the rows that changed since revision `rev`, and the present revision. If `reset` is True, the page
+        must reload."""
         self._look_for_checks()
         ids, now = self.live.since(rev)
         if ids is None:
@@ -164,19 +166,19 @@ class RunView:
         return found
 
     def columns(self, rows: Sequence[Summary]) -> dict[str, object]:
-        """These rows of the table, as columns."""
+        """Return these rows of the table as columns."""
         return columns(rows, self.store.index.versions(row.id for row in rows), self.checks.summary)
 
     @property
     def uses(self) -> Uses:
-        """The updates in the ledger; read again after training added some."""
+        """The updates in the ledger. They are read again after training has added some."""
         if self._uses is None:
             self._uses = Uses(self.store)
         return self._uses
 
     def curve(self) -> dict[str, list[dict[str, object]]]:
-        """A point for each update: the mean recorded reward of its tapes. A run without updates has no points. If
-        several policies learned, the phase of a point names the policy's lineage."""
+        """Return a point for each update with the mean recorded reward of its tapes. A run without updates has no
+        points. If several policies learned, the phase of a point names the policy's lineage."""
         rewards = self.store.index.rewards()
         several = len({update.lineage for update in self.uses.updates}) > 1
         points = []
@@ -196,19 +198,20 @@ class RunView:
         return {"points": points}
 
     def behind(self, k: int) -> dict[str, list[str]]:
-        """The tapes of the update at point `k` of the curve."""
+        """Return the tapes of the update at point `k` of the curve."""
         updates = self.uses.updates
         if not 0 <= k < len(updates):
             raise NoSuchTape(f"the curve has no point {k}: the run has {len(updates)} updates")
         return {"tapes": list(updates[k].tapes)}
 
     def report(self) -> dict[str, object]:
-        """The overview page. Reads the whole run once, from a store of its own: safe to run in another thread."""
+        """Return the overview page. This reads the whole run once from a store of its own, so it can run in another
+        thread."""
         with Store.open(self.store.path) as store:
             return overview_of(store).model_dump()
 
     def verify(self) -> Integrity:
-        """Verify every byte of the run, which reads all of it. Safe to run in another thread."""
+        """Verify every byte of the run, which reads all of it. This can run in another thread."""
         found = whole(verify(self.store.path))
         found["holes"] += self.checks.problems
         return found
@@ -216,7 +219,7 @@ class RunView:
     # One tape
 
     def map(self, tape: str) -> TapeMap:
-        """The map of a tape, brought up to date. NoSuchTape for an id that is not in the run."""
+        """Return the map of a tape, brought up to date. Raises NoSuchTape if the run has no tape with this id."""
         if self.live.replaced:
             self._maps.clear()
             self.live.replaced = False
@@ -238,7 +241,7 @@ class RunView:
         return made
 
     def head(self, tape: str) -> dict[str, object]:
-        """The facts above a transcript."""
+        """Return the facts that are shown above a transcript."""
         tape_map = self.map(tape)
         (row,) = self.store.index.tapes("id = ?", (tape,))
         begin, end = self._record(tape_map, tape_map.begin_record), self._record(tape_map, tape_map.end_record)
@@ -263,8 +266,8 @@ class RunView:
         }
 
     def _checks(self, tape_map: TapeMap) -> list[dict[str, object]]:
-        """The verdicts of checks on the tape, newest first. `fits`: whether the tape still has the digest that was
-        checked; None if that is not known."""
+        """Return the verdicts of checks on the tape, newest first. `fits` says whether the tape still has the digest
+        that was checked. It is None if that is not known."""
         kept = self.checks.of(tape_map.tape)
         digest = self._digest(tape_map) if kept else None
         return [
@@ -292,7 +295,7 @@ class RunView:
             return None  # the transcript shows the unreadable record as a hole
 
     def items(self, tape: str, page: int) -> dict[str, object]:
-        """One page of the transcript."""
+        """Return one page of the transcript."""
         tape_map = self.map(tape)
         first = page * PAGE
         records = tape_map.items[first : first + PAGE].tolist()
@@ -307,12 +310,12 @@ class RunView:
         return {"from": first, "items": shown}
 
     def media(self, tape: str) -> set[str]:
-        """Names of the media files that the tape's records refer to."""
+        """Return the names of the media files that the tape's records refer to."""
         tape_map = self.map(tape)
         return set().union(*map(references, self._bodies(tape_map, tape_map.items.tolist())))
 
     def turns(self, tape: str, page: int) -> dict[str, object]:
-        """One page of the outline."""
+        """Return one page of the outline."""
         tape_map = self.map(tape)
         low, high = page * PAGE, min((page + 1) * PAGE, len(tape_map.turns))
         acted = [tape_map.actions[k] for k in range(low, high)]
@@ -335,7 +338,8 @@ class RunView:
         return {"from": low, "turns": shown}
 
     def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, object]:
-        """The item of a step or of a call. A link names a step or call, since items move when a run is indexed."""
+        """Return the item of a step or of a call. Links name a step or call, because items move when a run is
+        indexed."""
         tape_map = self.map(tape)
         if step is not None and 0 <= step < len(tape_map.step_items):
             return {"item": tape_map.step_items[step]}
@@ -344,7 +348,8 @@ class RunView:
         raise NoSuchTape(f"tape {tape} has no {f'step {step}' if call is None else f'call {call!r}'}")
 
     def call(self, tape: str, call: str, start: int | None = None) -> dict[str, object]:
-        """A call for the inspector, with its request from message `start` on (None: the newest messages)."""
+        """Return a call for the inspector. Its request begins at message `start`, or has the newest messages if `start`
+        is None."""
         tape_map = self.map(tape)
         one = self._call(tape_map, call)
         uses = [use for use in self.uses.of(tape) if use.call == call]
@@ -354,8 +359,9 @@ class RunView:
         )
 
     def explain(self, tape: str) -> dict[str, object]:
-        """What only the training code knows about the tape, or `missing` with the reason. `decodes`: answers of `call`
-        have the text of their tokens from now on. May run in another thread, one call at a time."""
+        """Return what only the training code knows about the tape, or `missing` with the reason. `decodes` says
+        whether answers of `call` have the text of their tokens from now on. This may run in another thread, one call
+        at a time."""
         if self._make_insight is None:
             return {"missing": "this page has no access to the training code"}
         if tape not in self.store.index.ids(tape):
@@ -368,7 +374,7 @@ class RunView:
             return {"missing": str(error)}
 
     def text(self, tape: str, record: int, piece: int = 0) -> dict[str, object]:
-        """Piece number `piece` of the whole text of one record."""
+        """Return piece number `piece` of the whole text of one record."""
         tape_map = self.map(tape)
         if not 0 <= record < len(tape_map.places):
             raise NoSuchTape(f"tape {tape} has {len(tape_map.places)} records, so it has no record {record}")
@@ -377,7 +383,7 @@ class RunView:
         return {"text": text[piece * PIECE : (piece + 1) * PIECE], "length": len(text)}
 
     def texts(self, tape: str, page: int) -> Texts:
-        """The strings of one page of items, for a search."""
+        """Return the strings in one page of items, for a search."""
         tape_map = self.map(tape)
         first = page * PAGE
         records = tape_map.items[first : first + PAGE].tolist()
@@ -391,7 +397,8 @@ class RunView:
         return {"texts": found, "short": short, "pages": -(-len(tape_map.items) // PAGE)}
 
     def texts_of(self, tapes: list[str]) -> list[Texts]:
-        """The first page of `texts` of each of these tapes, until the answer has `SEARCHED_AT_ONCE` characters."""
+        """Return the first page of `texts` for each of these tapes, until the answer has more than `SEARCHED_AT_ONCE`
+        characters."""
         answer, size = [], 0
         for tape in tapes:
             found = self.texts(tape, 0)
@@ -422,7 +429,8 @@ class RunView:
         return read
 
     def _before(self, tape_map: TapeMap, call: Call) -> Call | None:
-        """The call that the same agent path made before in this conversation, within the last hundred calls."""
+        """Return the previous call by the same agent path in this conversation, if it is among the last hundred
+        calls."""
         record = tape_map.calls[call.call]
         earlier = (name for name, at in reversed(tape_map.calls.items()) if at < record)
         for name in itertools.islice(earlier, 100):
@@ -433,7 +441,8 @@ class RunView:
 
 
 def _components(tape_map: TapeMap) -> list[list[Any]]:
-    """[name, sum of weight * value over the tape, whether it is a reward]; a metric (weight 0) has its plain sum."""
+    """Return [name, sum of weight * value over the tape, whether it is a reward] for each component. For a metric
+    (weight 0), the sum is over its plain values."""
     sums: dict[tuple[str, bool], float] = {}
     for name, value, weight in itertools.chain(tape_map.episode, *tape_map.rewards.values()):
         key = (name, bool(weight))

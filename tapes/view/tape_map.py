@@ -1,7 +1,7 @@
-"""The map of one tape: the place of each record on the disk, and which items, turns and steps the records make.
+"""The map of one tape: where each record is on the disk, and which items, turns and steps the records make.
 
-The map is made in one pass and keeps no content, only tens of bytes a record. A fork's map begins with the prefix that
-the fork inherited. The map of a running tape grows: `extend` reads only new records.
+The map is made in one pass and keeps no content, only tens of bytes per record. A fork's map begins with the prefix
+that the fork inherited. The map of a running tape grows, and `extend` reads only new records.
 """
 
 from __future__ import annotations
@@ -20,34 +20,36 @@ from ..store.summary import StepFacts, call_id, read_reward, read_step
 
 
 class TapeMap:
-    """The map of one tape. `items` are the rows of a transcript: every record but the rewards of single steps."""
+    """The map of one tape. `items` are the rows of a transcript: all records except the rewards before the tape's
+    end."""
 
     def __init__(self, store: Store, tape: str) -> None:
         self.tape = tape
         self._store = store
         self.places: list[Place] = []
-        """Every record of the inherited prefix, then of the tape itself, with the layers after its end."""
+        """Places of all records: those of the inherited prefix, then those of the tape itself, with the layers after
+        its end."""
         self.items = array("I")
-        """Record of each item."""
+        """The record of each item."""
         self.steps = array("i")
-        """For each record the index of its step; -1 for a record that is not a step."""
+        """For each record, the index of its step, or -1 if the record is not a step."""
         self.turns = array("I")
-        """First item of each turn."""
+        """The first item of each turn."""
         self.turn_of_item = array("I")
         self.actions = array("i")
-        """For each turn the record of its action; -1 until the action is recorded."""
+        """For each turn, the record of its action, or -1 until the action is recorded."""
         self.calls: dict[str, int] = {}
-        """Call id -> its record."""
+        """Maps the id of each call to its record."""
         self.step_items = array("I")
-        """For each step its item."""
+        """For each step, its item."""
         self.rewards: dict[int, list[tuple[str, float, float]]] = {}
-        """Step -> (component, value, weight), as recorded before the tape's end."""
+        """Maps each step to its (component, value, weight) tuples, as recorded before the tape's end."""
         self.episode: list[tuple[str, float, float]] = []
         """Components that the episode earned as a whole."""
         self.inherited = 0
-        """Records at the front that belong to ancestors."""
+        """Number of records at the front that belong to ancestors."""
         self.holes: list[str] = []
-        """Missing parts of the tape, as sentences."""
+        """Descriptions of the missing parts of the tape, one sentence each."""
         self.begin_record = -1
         self.end_record = -1
         self._in_turn = False
@@ -56,7 +58,7 @@ class TapeMap:
         self.extend()
 
     def _prefix(self) -> None:
-        """The records that the tape was forked from, oldest ancestor first."""
+        """Add the records that the tape was forked from, oldest ancestor first."""
         line: list[list[Place]] = []
         tape, seen = self.tape, {self.tape}
         while (above := self._parent(tape)) is not None:
@@ -85,7 +87,7 @@ class TapeMap:
         return None
 
     def extend(self) -> bool:
-        """Add the records that were written since; True if there were any."""
+        """Add the records that were written since the last call. Return True if there were any."""
         have = len(self.places) - self.inherited
         fresh = self._store.index.places(self.tape, offset=have)
         if not fresh and not have:
@@ -157,7 +159,7 @@ class TapeMap:
             self.episode.append(earned)
 
     def turn_reward(self, turn: int) -> float | None:
-        """Reward of the turn's action, without metrics; None if the action has no reward."""
+        """Return the reward of the turn's action, without metrics. Return None if the action has no reward."""
         record = self.actions[turn]
         earned = [w * v for _, v, w in self.rewards.get(self.steps[record], ()) if w] if record >= 0 else []
         return sum(earned) if earned else None

@@ -1,11 +1,11 @@
 """The viewer's server: one run, read-only, over HTTP on this machine.
 
-Every request needs the token, as a bearer token or as the cookie that the printed link sets. The link leads on to a
-page with no token in its address, so that none stays in the history. The set of static files is fixed, so no file path
-comes from a request. The policy lets the page load nothing but this server's files.
+Every request needs the token, as a bearer token or as the cookie that the printed link sets. The link redirects to a
+page whose address contains no token, so that no token stays in the history. The set of static files is fixed, so no
+file path comes from a request. The policy lets the page load only this server's files.
 
-A browser sends a cookie to all ports of a host. So the page lies below a path that only its own browser knows, and the
-cookie is for that path: a server of another user on another port of this machine doesn't get it.
+A browser sends a cookie to all ports of a host. So the page is below a path that only its own browser knows, and the
+cookie is for that path. A server of another user on another port of this machine doesn't receive it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .live import Integrity
 COOKIE = "tapereel-token"
 _HEADERS = {"Content-Security-Policy": POLICY, "Cross-Origin-Opener-Policy": "same-origin"}
 _Ask = Callable[[Mapping[str, str], Mapping[str, str]], Any]
-"""(parts of the path, query) -> the answer."""
+"""A function from (parts of the path, query) to the answer."""
 
 
 class Server(HttpService):
-    """Serves one `RunView`. The view is not thread-safe, so one thread makes all quick calls, one after the other; slow
-    answers, which open their own store, have a second thread."""
+    """Serves one `RunView`. The view is not thread-safe, so one thread makes all quick calls, one after the other. Slow
+    answers, which open their own store, use a second thread."""
 
     def __init__(self, view: RunView, host: str = "127.0.0.1", token: str | None = None) -> None:
         super().__init__(host, token)
@@ -56,7 +56,7 @@ class Server(HttpService):
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator[Self]:
-        """Serve inside the block; port 0 takes a free port."""
+        """Serve inside the block. Port 0 selects a free port."""
         try:
             async with super().serving(port):
                 yield self
@@ -66,8 +66,8 @@ class Server(HttpService):
 
     @contextmanager
     def opening_file(self) -> Iterator[Path]:
-        """A page that leads to the link, for the browser: every user of the machine could read the link in the command
-        line of the browser that it opens. The file is removed after the block."""
+        """Create a page for the browser that leads to the link. If the link were in the command line that opens the
+        browser, every user of the machine could read it. The file is removed after the block."""
         page = f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(self.url)}">'
         path = private_file(f"{token_path(self.address)}.html", page)
         try:
@@ -76,7 +76,7 @@ class Server(HttpService):
             path.unlink(missing_ok=True)
 
     def routes(self) -> Iterator[web.RouteDef]:
-        """The static files, and the questions that the page asks."""
+        """Yield routes for the static files and for the questions that the page asks."""
         for name, (kind, body) in static_files().items():
             yield from self._at("/" if name == "index.html" else f"/{name}", _constant(kind, body))
         asked: dict[str, _Ask] = {
@@ -107,42 +107,45 @@ class Server(HttpService):
         yield from self._at("/media/{name}", self._media)
 
     def _at(self, path: str, handler: Handler) -> Iterator[web.RouteDef]:
-        """The route for programs, and the same one for the page."""
+        """Yield the route for programs, and the same route for the page."""
         yield web.get(path, handler)
         yield web.get(self.home + path[1:], handler)
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """The link with the token sets the cookie, which all later requests have, and leads on to the page."""
+        """Check the request as the base class does. The link that contains the token also sets the cookie, which all
+        later requests have, and leads to the page."""
         refused = super().admit(request)
         if refused is None and request.path == "/" and "token" in request.query:
             refused = web.Response(status=303, headers={"Location": self.home})
             refused.set_cookie(COOKIE, self._cookie, path=self.home, httponly=True, samesite="Strict")
         elif refused is not None and request.headers.get("Sec-Fetch-Site") != "same-origin" and self.is_page(request):
-            # After a link on another site, browsers hold the cookie back also at the redirect (SameSite=Strict). This
+            # After a link on another site, browsers hold back the cookie even at the redirect (SameSite=Strict). This
             # answer is a page of this server, so the same request that it makes has the cookie.
             refused.headers["Refresh"] = "0"
         return refused
 
     def is_page(self, request: web.Request) -> bool:
-        """The link and the page. Other pages may lead to them, and may not frame or read them."""
+        """Return whether the request is for the link or the page. Other pages may lead to them, but may not frame or
+        read them."""
         how = request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest")
         return request.path in ("/", self.home) and how == ("navigate", "document")
 
     def has_token(self, request: web.Request) -> bool:
-        """The printed link has the token in its query, and the page's requests have the cookie."""
+        """Return whether the request has the token. The printed link has it in its query, and the page's requests have
+        the cookie."""
         linked = request.query.get("token") if request.path == "/" else None
         if linked is not None:
             return same_token(linked, self.token)
         return super().has_token(request) or same_token(request.cookies.get(COOKIE, ""), self._cookie)
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every answer gets the headers that protect the page."""
+        """Add the headers that protect the page to every answer."""
         response = await super().answer(request, handler)
         response.headers.update(_HEADERS)
         return response
 
     def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
-        """The answer to a refused request, as JSON."""
+        """Return the answer to a rejected request as JSON."""
         body = to_json({"error": why})
         return web.Response(status=status, body=body, content_type="application/json", headers=_HEADERS)
 
@@ -156,7 +159,7 @@ class Server(HttpService):
         return handler
 
     async def _answer_or_error(self, request: web.Request, work: Awaitable[bytes]) -> web.StreamResponse:
-        """The answer as JSON, or the error's text with its HTTP status."""
+        """Return the answer as JSON, or the error's text with its HTTP status."""
         try:
             return web.Response(body=await work, content_type="application/json")
         except NoSuchTape as error:
@@ -169,7 +172,7 @@ class Server(HttpService):
             self._verifying = asyncio.create_task(asyncio.to_thread(self.view.verify))
         running = self._verifying
 
-        # Several pages may wait for one verification: `shield` keeps it alive when one of them goes away.
+        # Several pages may wait for one verification. `shield` keeps it alive if one of them goes away.
         async def found() -> bytes:
             return to_json(await asyncio.shield(running))
 
