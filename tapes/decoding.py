@@ -1,6 +1,6 @@
 """Decodes untrusted picture files within limits, and encodes their pixels as PNG.
 
-Every error is a BadPicture that names the source. Only the size in the file's header is read before its pixels are
+Every error is a BadPicture that names the source. Only the size in the file's header is trusted before its pixels are
 decoded, and the CPU time for each file is limited.
 """
 
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
-"""Most bytes in a file, before decoding and as PNG."""
+"""Maximum size of a file in bytes, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
 """The limit is checked against the size in the header before any pixel is decoded, because 10 kB of PNG can hold 230 MB
 of pixels."""
 MAX_RATIO = 200
-"""Largest ratio of the longer side to the shorter side. The image processors of vision models refuse more."""
+"""Maximum ratio of the longer side to the shorter side. The image processors of vision models refuse more."""
 MAX_PARTS, MAX_SCANS = 10_000, 32
-"""Most chunks in a PNG or segments in a JPEG, and most scans in a JPEG. Each scan decodes all pixels again. About 10
-scans are usual."""
+"""Maximum number of chunks in a PNG or segments in a JPEG, and of scans in a JPEG. Each scan decodes all pixels again.
+About 10 scans are usual."""
 SECONDS = 0.7
 """CPU time for decoding one file. A photo with the most pixels takes about 0.2 s. The limits above bound everything
 else."""
@@ -55,8 +55,7 @@ def as_png(source: object) -> tuple[bytes, int, int]:
             rgb.resize((rgb.width, rgb.height // 8), 0).save(rows := io.BytesIO(), "PNG", compress_level=4)
             _check_bytes(8 * rows.tell(), 1.5)
         # A photo of 12 megapixels takes up to 5.4 s of CPU time at the default level 6. At level 4, it takes 1.7 s and
-        # gives
-        # as many bytes.
+        # has as many bytes.
         rgb.save(written := io.BytesIO(), "PNG", compress_level=4)
         _check_bytes(written.tell())
     return written.getvalue(), rgb.width, rgb.height
@@ -161,8 +160,9 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 
 
 def _stripped(data: bytes) -> tuple[bytes, bytes]:
-    """Return a PNG or JPEG without its metadata, and its Exif data. The metadata is removed because Pillow joins it in
-    a JPEG in time that is quadratic in the number of segments, and rejects a PNG whose profile is large or damaged."""
+    """Return the bytes of a PNG or JPEG without its metadata, and its Exif data separately. Pillow would join the
+    metadata of a JPEG in time that is quadratic in the number of segments, and would reject a PNG whose profile is
+    large or damaged."""
     png, kept, last, scans, exif = data.startswith(_PNG), list[bytes](), 0, 0, b""
     at, palette = (8, data[25:26] == b"\3") if png else (2, False)
     for _ in range(MAX_PARTS):

@@ -25,8 +25,8 @@ from typing import Literal
 USE_ITS_VERSION = "use the version that wrote it (9dc43d5 is the last commit that reads runs of unreleased commits)"
 """The remedy for a run that another version wrote."""
 _LONGEST = 16_000
-"""Longest error message, in characters. A library may put a whole answer into a message, and redaction reads all of
-it."""
+"""Maximum length of an error message in characters. A library may put a whole answer into a message, and redaction
+reads all of it."""
 _short = Repr()
 _short.maxstring, _short.maxother, _short.maxdict = 60, 60, 0  # a dict may hold a secret under any key
 StopReason = Literal["away", "key", "model", "budget"]

@@ -192,7 +192,7 @@ def part_of(shown: Visual) -> Message:
 
 
 def video_in(part: Message) -> Video | None:
-    """Return the video that a content part shows, without bytes. Return None for any other part."""
+    """Return the video that a content part shows, without bytes, or None for any other part."""
     if part.get("type") != "video" or "frames" not in part:
         return None
     try:

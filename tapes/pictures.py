@@ -38,7 +38,7 @@ MEDIA_NAME = r"[0-9a-f]{64}(\.[a-z0-9]{1,12})?"
 """A media file's name: the SHA-256 of its bytes and a suffix."""
 MediaNames = tuple[Annotated[str, Field(pattern=f"^{MEDIA_NAME}$")], ...]
 MAX_FRAMES = 1_000_000
-"""Most frames that a video may have."""
+"""Maximum number of frames in a video."""
 RECORDED = {"recorded": True}
 """Validation context for content that was read from a tape."""
 
@@ -265,7 +265,7 @@ def visuals_of(value: object) -> tuple[Visual, ...]:
 
 
 def videos_in(content: object) -> Iterator[Video]:
-    """Yield the videos in the JSON of a step, whose class may not be imported."""
+    """Yield the videos in the JSON of a step. The step's class may not be imported."""
     if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
         with suppress(ValueError):
             yield Video.model_validate(content, context=RECORDED)

@@ -32,7 +32,7 @@ class Place(NamedTuple):
     """Data that the model's family needs in addition to the file to compute pixels and positions, such as (1, height,
     width) in patches."""
     times: tuple[float, ...] = ()
-    """The time of each frame of a video in seconds. Empty for a picture."""
+    """The time of each frame of a video in seconds. It is empty for a picture."""
 
     @property
     def end(self) -> int:

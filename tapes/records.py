@@ -176,8 +176,8 @@ class Parent(Value):
     turn: int
     """Number of the parent's turns in the prefix."""
     unverified: str | None = Field(default=None, exclude_if=_is_none)
-    """Why the prefix couldn't be verified, if the caller forked anyway. None if it was verified, or if that isn't
-    known."""
+    """Why the prefix couldn't be verified, if the caller forked anyway. It is None if the prefix was verified or if
+    this isn't known."""
 
 
 class Begin(Record):
@@ -200,12 +200,12 @@ class Begin(Record):
     """The purpose of the tape: `train`, `eval`, `demo` or a name that the caller chose."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
-    """The versions of `package` and `python`. With a renderer, also the hashes of `tokenizer` and `chat_template`. With
-    pictures, also the hash of `processor`."""
+    """The versions of `package` and `python`. A renderer adds the hashes of `tokenizer` and `chat_template`, and
+    pictures add the hash of `processor`."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
-    """Sampling settings of the run. Each call also records its own. None if unknown."""
+    """Sampling settings of the run, or None if unknown. Each call also records its own."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
-    """Limits of the episode, including the engine's context length. None if unknown."""
+    """Limits of the episode, including the engine's context length, or None if unknown."""
     at: float
     """Wall-clock time in seconds since 1970."""
 
@@ -271,9 +271,9 @@ class Attempt(Value):
 
     seconds: float
     error: str | None = None
-    """Type and message of the error. None for the request that was answered."""
+    """Type and message of the error, or None for the request that was answered."""
     queued: float | None = Field(default=None, exclude_if=_is_none)
-    """The part of `seconds` before the model began to work on the request. None if the engine doesn't report it."""
+    """The part of `seconds` before the model began to work on the request, or None if the engine doesn't report it."""
 
 
 class Usage(Value):
@@ -317,16 +317,16 @@ class Call(Record):
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
     """Names of the pictures in `messages` that came with a program's request. No step shows these pictures."""
     prompt: Ints | None = None
-    """New prompt token ids after the kept ones. None if the engine takes and returns only text."""
+    """New prompt token ids after the kept ones, or None if the engine takes and returns only text."""
     places: Places = Field(default=(), exclude_if=operator.not_)
     """Which of the new prompt ids stand for pictures, in order. Offsets count from the first id of the whole prompt."""
     completion: Ints | None = None
-    """Sampled token ids, including the one that ends the turn. None if the engine returns only text."""
+    """Sampled token ids, including the one that ends the turn, or None if the engine returns only text."""
     logprobs: Floats | None = None
-    """log softmax(logits / temperature) of each completion id. NaN if unknown."""
+    """log softmax(logits / temperature) of each completion id, or NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
-    """With `sampling.min_tokens`, the end ids that were excluded from the distribution of the first tokens. None if
-    unknown."""
+    """With `sampling.min_tokens`, the end ids that were excluded from the distribution of the first tokens. It is None
+    if unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""
@@ -340,8 +340,8 @@ class Call(Record):
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
-    """Why this call starts a new row although its path has made calls before. None if it extends its base or is the
-    first."""
+    """Why this call starts a new row although its path has made calls before. It is None if the call extends its base
+    or is the first."""
     cut: int = Field(default=0, exclude_if=operator.not_)
     """Number of tokens in the conversation that the prompt leaves out (`limits.keep_prompt`)."""
     engine: str = ""
@@ -401,13 +401,13 @@ class Reward(Record):
     t: Literal["reward"] = "reward"
     tape: str
     step: int | None = None
-    """Index of the action that earned it. None if it is for the episode as a whole."""
+    """Index of the action that earned it, or None if it is for the episode as a whole."""
     name: str = "reward"
     value: float
     weight: float = 1.0
     """0 means that the component is a metric, which is reported but not part of the reward."""
     layer: str | None = None
-    """Name of the later scoring that added this reward. None for a reward recorded with the tape."""
+    """Name of the later scoring that added this reward, or None for a reward recorded with the tape."""
     evidence: JsonValue = None
 
     @property
@@ -449,7 +449,7 @@ class End(Record):
     seconds: float = 0.0
     at: float
     agent_seconds: float | None = Field(default=None, exclude_if=_is_none)
-    """Seconds that count as the agent's (`agents/episode/timers.py`). None if unknown."""
+    """Seconds that count as the agent's (`agents/episode/timers.py`), or None if unknown."""
     beside: tuple[Cause, ...] = Field(default=(), exclude_if=operator.not_)
     """Faults that didn't end the episode, such as a failed `close` or code that was left running."""
 
@@ -465,8 +465,8 @@ class Label(Record):
     """Completion ranges that are targets. None means that the whole completion is a target."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """The call whose prompt and completion begin this call's prompt, if that call is not this call's `base` (which may
-    be another earlier call). None if it is the `base`."""
+    """The call whose prompt and completion begin this call's prompt. It is None if that call is the `base`. Otherwise,
+    the `base` may be another earlier call."""
 
 
 class Tokens(Record):
@@ -503,7 +503,7 @@ class Use(Record):
     rate, and the tokens that were set aside (`stale`, `filtered`, `context`). It also holds the update's measurements:
     loss, gradient norm, and the mismatch between trainer and sampler."""
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """Epoch of the lead that wrote the record (`tapes/store/lease.py`). None if it was written without a lease."""
+    """Epoch of the lead that wrote the record (`tapes/store/lease.py`), or None if it was written without a lease."""
 
 
 class Void(Record):
@@ -515,7 +515,7 @@ class Void(Record):
     into: str
     reason: str
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """As `Use.lead`."""
+    """The epoch of the lead, as in `Use.lead`."""
 
 
 class Open(Record):
@@ -542,7 +542,7 @@ class Publish(Record):
     """How completions in flight were treated: `reprefill`, `drain`, `stale_kv`, or a mode that the engine defines."""
     at: float
     lead: int | None = Field(default=None, exclude_if=_is_none)
-    """As `Use.lead`."""
+    """The epoch of the lead, as in `Use.lead`."""
 
 
 class Lead(Record):
@@ -583,7 +583,7 @@ class Seal(Record):
     """Hash of the segment's first line."""
     reason: str = "closed"
     next: str | None = None
-    """The next segment of the same writer. None if the writer stopped."""
+    """The next segment of the same writer, or None if the writer stopped."""
 
 
 def fold(digest: bytes, body: bytes) -> bytes:

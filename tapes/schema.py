@@ -88,7 +88,7 @@ def reason_of(error: ValueError) -> str:
 
 
 def _unknown(error: ErrorDetails) -> str | None:
-    """Return the part that this version doesn't know. Return None if the record is wrong in another way."""
+    """Return the part that this version doesn't know, or None if the record is wrong in another way."""
     name = ".".join(str(part) for part in error["loc"][1:])
     match error["type"]:
         case "extra_forbidden":

@@ -43,13 +43,12 @@ TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTE
 
 
 def trains(status: Status | None, cause: CauseType | None) -> bool:
-    """Return whether an episode with this end may be scored and, if scored, used for training. No other code decides
-    this.
+    """Return whether an episode with this end may be scored and, if scored, trained on. No other code decides this.
 
-    Yes: finished, truncated, a limit of turns, tokens, context or the agent's time, an error in the agent's own code.
-    No: a limit of the system's time, an error in the environment, the model or Tapereel, cancelled, crashed, still
-    running. The policy caused the ends in the first group. Training on the second would reward or punish it for the
-    machine.
+    It may if it finished, was truncated, reached a limit of turns, tokens, context or the agent's time, or failed with
+    an error in the agent's own code. It may not if it reached a limit of the system's time, failed with an error in the
+    environment, the model or Tapereel, was cancelled, crashed, or is still running. The policy caused the ends in the
+    first group. Training on the second would reward or punish it for the machine.
     """
     if status in (Status.FINISHED, Status.TRUNCATED):
         return True

@@ -29,7 +29,7 @@ PLACES: tuple[dict[str, JsonValue], ...] = (PLACE, {"type": "video"})
 
 
 def content_parts(message: Mapping[str, object]) -> list[dict[str, JsonValue]]:
-    """Return the parts of a chat message's content. Return an empty list if the content is text."""
+    """Return the parts of a chat message's content, or an empty list if the content is text."""
     content = message.get("content")
     return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
 
@@ -145,14 +145,14 @@ class Observation(Step):
 
 
 class Thought(Step):
-    """A step that an agent writes for itself; the environment never sees it."""
+    """A step that an agent writes for itself. The environment never sees it."""
 
     said_back: ClassVar[bool] = False
     """True if the agent's next prompt shows this thought as a message *to* the agent, such as a correction."""
 
 
 class Action(Step):
-    """A step in which an agent acts; each turn ends with one action, which goes to the environment."""
+    """A step in which an agent acts. Each turn ends with one action, which goes to the environment."""
 
 
 class Text(Observation):
@@ -174,7 +174,8 @@ class Reasoning(Thought):
 
 
 class Exchange(Thought):
-    """A request of an external program to the model, and the answer. Long strings are cut; the call has them whole."""
+    """A request from an external program to the model, and the answer. Long strings are cut, but the call holds them
+    whole."""
 
     asked: str
     """The messages that the request added."""
@@ -185,7 +186,7 @@ class Exchange(Thought):
 
 
 class ParseError(Thought, kind="misread"):
-    """The model's answer could not be parsed as an action; the next prompt tells the model why."""
+    """The model's answer could not be parsed as an action. The next prompt tells the model why."""
 
     said_back: ClassVar[bool] = True
     problem: str

@@ -48,7 +48,7 @@ class Entry(NamedTuple):
     turn: int
     """Counted from 0. The environment's reaction belongs to the same turn as the action."""
     turns: int
-    """Number of actions up to and including this step."""
+    """Actions up to and including this step."""
 
 
 class Cut(NamedTuple):
@@ -83,10 +83,10 @@ class TapeLog:
         """Pairs of a reward and the number of records before it, as (number, reward)."""
         self.layers: list[Record] = []
         self.shown: dict[str, Picture] = {}
-        """The pictures that the recorder has stored, by name. Empty for a tape that was read from a store."""
+        """The pictures that the recorder has stored, by name. It is empty for a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Function that returns the bytes of a media file in the run by its name. It blocks. None if the tape is in no
-        run."""
+        """Function that returns the bytes of a media file in the run by its name, or None if the tape is in no run. The
+        function blocks."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
@@ -323,7 +323,7 @@ class Tape(Sequence[Step]):
 
     @property
     def turns(self) -> int:
-        """Number of actions so far."""
+        """Actions so far."""
         return self._log.entries[self._n - 1].turns if self._n else 0
 
     def now(self) -> Tape:
@@ -445,7 +445,7 @@ class Tape(Sequence[Step]):
         return messages
 
     def call_tools(self, call: Call | str) -> tuple[dict[str, JsonValue], ...] | None:
-        """Return the function schemas that a call offered. Return None if it offered no tools."""
+        """Return the function schemas that a call offered, or None if it offered no tools."""
         log: TapeLog | None = self._visible("call_tools")
         offered = (log.call(call) if isinstance(call, str) else call).tools
         if offered is None or offered.schemas is not None:

@@ -22,9 +22,9 @@ class TapeSummary(Value):
     status: str
     """A `Status`, or `running`."""
     cause: str | None
-    """Who caused the end or which limit was reached, and the message. None if the end has no cause."""
+    """Who caused the end or which limit was reached, and the message. It is None if the end has no cause."""
     raised_at: str | None
-    """Where the exception was raised, as `file:line in function`. None if no code raised one."""
+    """Where the exception was raised, as `file:line in function`, or None if no code raised one."""
     reward: float | None
     """None if the tape is unscored."""
     split: str
@@ -38,9 +38,9 @@ class TapeSummary(Value):
     turns: int
     calls: int
     sampled: int
-    """Number of completion tokens with a log-prob."""
+    """Completion tokens with a log-prob."""
     authored: int
-    """Number of completion tokens without log-probs. No model sampled them."""
+    """Completion tokens without log-probs. No model sampled them."""
     versions: tuple[str, ...]
     """The policy versions that sampled tokens, in order of first use."""
     seconds: float | None
@@ -64,7 +64,7 @@ class StepLine(Value):
     metrics: dict[str, float]
     """The values of the components with weight 0."""
     tokens: int
-    """Number of completion tokens that the step was parsed from."""
+    """Completion tokens that the step was parsed from."""
     inherited: bool
     """True if the step is in the prefix of a fork and so belongs to the parent."""
 
@@ -76,9 +76,9 @@ class CallLine(Value):
     by: str
     engine: str
     prompt: int | None
-    """Number of prompt tokens, including the kept ones. None if the engine returned only text."""
+    """Prompt tokens, including the kept ones, or None if the engine returned only text."""
     kept: int
-    """Number of prompt tokens shared with the call that this one is built on."""
+    """Prompt tokens shared with the call that this one is built on."""
     completion: int | None
     finish: str | None
     temperature: float

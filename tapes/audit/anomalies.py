@@ -54,9 +54,9 @@ class Component(Value, frozen=False):
     """True if the weight is 0. A metric is reported, but it is never part of a reward."""
     scores: int = 0
     unknown: int = 0
-    """Number of scores that are NaN or infinite. They are in none of the sums."""
+    """Scores that are NaN or infinite. They are in none of the sums."""
     evidence: int = 0
-    """Number of scores with evidence."""
+    """Scores with evidence."""
     low: float | None = None
     mean: float | None = None
     """Mean of the values without their weights."""
@@ -64,7 +64,8 @@ class Component(Value, frozen=False):
     total: float = 0.0
     """Sum of weight * value. Like `_sum`, it is scaled by `DOWN` until `sealed` is called."""
     share: float | None = None
-    """|total| divided by the sum of |total| over all components. None for metrics and layers, or if that sum is 0."""
+    """|total| divided by the sum of |total| over all components. It is None for metrics and layers, or if that sum is
+    0."""
     _sum: float = 0.0
 
     def add(self, one: RewardFacts) -> None:
@@ -93,11 +94,11 @@ class Anomaly(Value):
     kind: str
     """The first column of the table above."""
     what: str
-    """The component, action or error. Empty if the anomaly has no such part."""
+    """The component, action or error. It is empty if the anomaly has no such part."""
     count: int
     """Number of times that the anomaly occurred."""
     of: int | None
-    """Number of cases in which it could have occurred. None if that number has no meaning."""
+    """Number of cases in which it could have occurred, or None if that number has no meaning."""
     detail: str
     """A description in words."""
     tapes: tuple[str, ...]

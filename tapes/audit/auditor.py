@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..store.store import Store
 
 EXAMPLES = 5
-"""Number of tapes that each line of the audit names."""
+"""Tapes that each line of the audit names."""
 INHERITED = "(before the fork)"
 """The kind that is listed for an action that a fork inherited from its parent."""
 
@@ -50,11 +50,11 @@ class Ended(Lost, frozen=False):
     that have token ids."""
 
     unscored: int = 0
-    """Number of these episodes that have no reward."""
+    """Episodes among these that have no reward."""
     seconds: float = 0.0
     """Sum over the episodes, taken from their `end` records."""
     tokens: dict[str, int] = Field(default={})
-    """Number of episodes by completion tokens, in the same buckets as `turns`."""
+    """Episodes by completion tokens, in the same buckets as `turns`."""
     tapes: tuple[str, ...] = ()
     """Some of these episodes."""
 
@@ -70,16 +70,16 @@ class Spent(Value, frozen=False):
     """None for calls that name no version."""
     calls: int = 0
     prompt: int | None = None
-    """Number of prompt tokens. None if no call has a known number."""
+    """Number of prompt tokens, or None if no call has a known number."""
     completion: int | None = None
-    """Number of completion tokens. None if no call has a known number."""
+    """Number of completion tokens, or None if no call has a known number."""
     uncounted: int = 0
-    """Number of calls with an unknown number of prompt or completion tokens."""
+    """Calls with an unknown number of prompt or completion tokens."""
     seconds: float | None = None
-    """Sum over all tries. None if no call was timed."""
+    """Sum over all tries, or None if no call was timed."""
     untimed: int = 0
     cost: float | None = None
-    """US dollars. None if no call has a known cost."""
+    """US dollars, or None if no call has a known cost."""
     unpriced: int = 0
 
 
@@ -88,13 +88,13 @@ class Earned(Value):
 
     name: str
     kind: str | None
-    """The action's kind. None for rewards of the episode as a whole."""
+    """The action's kind, or None for rewards of the episode as a whole."""
     scores: int
     mean: float
     """Mean of weight * value."""
     total: float
     share: float | None
-    """|total| divided by the sum of |total| over the component's kinds. None if that sum is 0."""
+    """|total| divided by the sum of |total| over the component's kinds, or None if that sum is 0."""
     tapes: tuple[str, ...]
     """Some of the tapes that earned most."""
 
@@ -103,10 +103,10 @@ class Audit(Value):
     """The audit of a run's tapes."""
 
     tapes: int
-    """Number of tapes that began."""
+    """Tapes that began."""
     open: int
     unscored: int
-    """Number of tapes that ended without a reward."""
+    """Tapes that ended without a reward."""
     ends: tuple[Ended, ...]
     spent: tuple[Spent, ...]
     components: tuple[Component, ...]

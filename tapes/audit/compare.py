@@ -43,12 +43,12 @@ class Parting(Value):
     """The first place where two tapes differ."""
 
     turn: int | None
-    """Counted from 0. None at the end of the episode."""
+    """Counted from 0, or None at the end of the episode."""
     step: int | None
-    """Index of the step in both tapes. None at the end of the episode."""
+    """Index of the step in both tapes, or None at the end of the episode."""
     by: str | None
-    """The path that produced the step on the first tape, or on the second tape if the first is shorter. None at the
-    end."""
+    """The path that produced the step on the first tape, or on the second tape if the first is shorter. It is None at
+    the end."""
     field: str
     """What differs, such as `answer.text`, `kind`, `tokens[3]`, `reward.exact` or `end.status`. `step` means that one
     tape has no more steps."""
@@ -71,9 +71,9 @@ class TapeDiff(Value):
     second: TapeSummary
     same_task: bool
     shared: int
-    """Number of equal steps at the front."""
+    """Equal steps at the front."""
     shared_turns: int
-    """Number of equal whole turns at the front."""
+    """Equal whole turns at the front."""
     parting: Parting | None
     """None if the episodes are equal."""
     settings: tuple[Setting, ...]
@@ -101,7 +101,7 @@ class TaskDiff(Value):
     """The change from the first run to the second. `won`: its mean reward is higher in the second run. `changed`: the
     mean reward is equal or unknown, and the tapes or their number differ."""
     first: float | None
-    """Mean reward of the scored attempts. None if there are none."""
+    """Mean reward of the scored attempts, or None if there are none."""
     second: float | None
     attempts: tuple[int, int]
     tapes: tuple[str, str] | None
@@ -120,9 +120,9 @@ class RunDiff(Value):
     """None means all splits."""
     counts: dict[Change, int]
     scored: int
-    """Number of tasks with a scored attempt in both runs."""
+    """Tasks with a scored attempt in both runs."""
     mean_first: float | None
-    """Mean over those tasks of the mean reward of their scored attempts. None if there are no such tasks."""
+    """Mean over those tasks of the mean reward of their scored attempts, or None if there are no such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
     """All tasks that differ, in the order lost, changed, won, then tasks that only one run has. Each part is sorted by
@@ -156,7 +156,7 @@ def diff_tapes(first: Tape, second: Tape) -> TapeDiff:
 
 
 def parting_of(first: Tape, second: Tape) -> Parting | None:
-    """Return the first place where two tapes differ. Return None if the episodes are equal."""
+    """Return the first place where two tapes differ, or None if the episodes are equal."""
     a, b = first.entries, second.entries
     earned = _earned(first), _earned(second)
     both = min(len(a), len(b))
@@ -222,7 +222,7 @@ def _step_difference(first: Tape, second: Tape, k: int, earned: tuple[Earned, Ea
 
 
 def _tokens(tape: Tape, k: int) -> list[int] | None:
-    """Return the completion tokens that a step was parsed from. Return None if its calls have no token ids."""
+    """Return the completion tokens that a step was parsed from, or None if its calls have no token ids."""
     ids: list[int] = []
     for call, start, end in tape.entries[k].calls:
         completion = tape.call(call).completion

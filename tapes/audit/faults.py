@@ -14,7 +14,7 @@ class Fault(Value):
     error: str
     """Class and message of the error."""
     raised_at: str | None
-    """Where the error was raised, as `file:line in function`. None if this isn't known."""
+    """Where the error was raised, as `file:line in function`, or None if this isn't known."""
     episodes: int
     tape: str
     """The first tape that the error ended."""

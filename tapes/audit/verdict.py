@@ -58,13 +58,13 @@ class Divergence(Value):
 
     tape: str
     turn: int | None = None
-    """Counted from 0. None if the place has no turn."""
+    """Counted from 0, or None if the place has no turn."""
     record: int | None = None
-    """Index of the record in the tape, whose `begin` has index 0. None if nothing was recorded."""
+    """Index of the record in the tape, whose `begin` has index 0, or None if nothing was recorded."""
     step: int | None = None
-    """Index of the step in the tape. None if the place is a call or the end."""
+    """Index of the step in the tape, or None if the place is a call or the end."""
     call: str | None = None
-    """Id of the call. None if the place is not a call."""
+    """Id of the call, or None if the place is not a call."""
     by: str | None = None
     """The path of the agent that produced it (`planner/searcher`), or `env`."""
     field: str
@@ -78,7 +78,7 @@ class Divergence(Value):
     sentence: str
     """A human-readable description of what happened."""
     where: str | None = None
-    """The code that caused it, as `file:line in function`. None if no line is known."""
+    """The code that caused it, as `file:line in function`, or None if no line is known."""
 
     @computed_field
     @property
@@ -96,7 +96,7 @@ class Failure(Value):
     error: str
     """What happened, with the exception's name and message."""
     where: str | None = None
-    """The code that caused it, as `file:line in function`. None if no line is known."""
+    """The code that caused it, as `file:line in function`, or None if no line is known."""
 
 
 class Verdict(Value):
@@ -107,11 +107,11 @@ class Verdict(Value):
     tape: str
     outcome: Literal["verified", "diverged", "unverifiable"]
     digest: str | None = None
-    """The tape's digest when it was checked. None for an open tape."""
+    """The tape's digest when it was checked, or None for an open tape."""
     divergence: Divergence | None = None
-    """The place of the divergence. None for the other outcomes."""
+    """The place of the divergence, or None for the other outcomes."""
     reason: str | None = None
-    """Why the tape can't be verified. None for the other outcomes."""
+    """Why the tape can't be verified, or None for the other outcomes."""
     checked: dict[str, int] = Field(default={})
     """Maps each kind of value (calls, steps, observations, rewards, tokens) to the number of values that were compared
     and found equal."""
@@ -145,7 +145,7 @@ class Verdicts(Value):
     torn: tuple[str, ...] = ()
     """A sentence for each segment whose tail can't be read."""
     turn: int | None = None
-    """The only turn that was checked. None if all turns were."""
+    """The only turn that was checked, or None if all turns were."""
     seconds: float = 0.0
     """Wall-clock seconds that the check took."""
 

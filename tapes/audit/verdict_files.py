@@ -37,7 +37,7 @@ class Check(Value):
     at: float
     """Seconds since 1970."""
     turn: int | None = None
-    """The only turn that was checked on each tape. None if all turns were."""
+    """The only turn that was checked on each tape, or None if all turns were."""
     given: dict[str, str] = Field(default={})
     """Parts that the caller named (agent, environment, reward, model). All other parts came from the run."""
 

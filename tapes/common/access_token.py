@@ -72,7 +72,7 @@ def token_path(url: str) -> str:
 
 
 def token_for(url: str) -> str | None:
-    """Return the token of a server that this user runs at `url` on this machine. Return None if there is none.
+    """Return the token of a server that this user runs at `url` on this machine, or None if there is none.
 
     Raises PermissionError if another user owns the file or can read it, because the token isn't secret then.
     """

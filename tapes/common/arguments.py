@@ -27,7 +27,7 @@ TargetT = TypeVar("TargetT", bound=Callable[..., object])
 Part = tuple[str, Any, Any]
 """A value with its place in the call and its type, as (place, value, type). The type comes from the annotation."""
 MOST = 10_000_000
-"""Most items that a collection may have. Without this limit, `range(10**9)` would fill the memory."""
+"""Maximum number of items in a collection. Without this limit, `range(10**9)` would fill the memory."""
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
 _PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
 NO_LONE = "a str without lone surrogates"
@@ -79,7 +79,7 @@ def _expected(hint: Any) -> str:
 
 
 def _lacking(value: object, hint: Any) -> str:
-    """Return the end of a message that lists the members of the protocol in `hint` that `value` lacks. Return an empty
+    """Return the end of a message that lists the members of the protocol in `hint` that `value` lacks, or an empty
     string if `hint` has no protocol."""
     for kind in (hint, *get_args(hint)):
         if is_protocol(kind):
@@ -129,7 +129,7 @@ def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _wrong(part: Part) -> Part | None:
-    """Return the first part of `part` that doesn't fit its type. Return None if everything fits."""
+    """Return the first part of `part` that doesn't fit its type, or None if everything fits."""
     place, value, hint = part
     kind, args = _apart(hint)
     if kind is Any or kind is object or (kind is type(value) and kind not in (int, str) and not args):

@@ -13,7 +13,7 @@ BUNDLES = ("dev", "demo")
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra that installs the package of `module`. Return None if it is not an optional dependency of
+    """Return the extra that installs the package of `module`, or None if it is not an optional dependency of
     Tapereel."""
     try:
         needs = requires("tapereel") or []

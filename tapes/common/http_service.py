@@ -67,7 +67,7 @@ class HttpService:
         self.host, self.port = host, 0
         self.token = new_token() if token is None else check_token(token)
         self.token_file: str | None = None
-        """The file with the token while the server is running. None if there is no such file."""
+        """The file with the token while the server is running, or None if there is no such file."""
         self._made = token is None
 
     @property
@@ -118,7 +118,7 @@ class HttpService:
         answered."""
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """Return the answer to a request that must not reach its route. Return None if it may."""
+        """Return the answer to a request that must not reach its route, or None if it may."""
         sent = request.headers
         site = () if self.is_page(request) else sent.getall("Sec-Fetch-Site", ())
         why = refused_origin(sent.getall("Host", ()), sent.getall("Origin", ()), site, self.host)

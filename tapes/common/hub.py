@@ -53,7 +53,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def _nearest(missing: Path) -> str:
-    """Return the folders whose paths are close to this one, as a question. Return an empty string if there are none."""
+    """Return the folders whose paths are close to this one, as a question, or an empty string if there are none."""
     close = " or ".join(map(str, _near(missing)))
     return f"; did you mean {close}?" if close else ""
 
@@ -65,7 +65,7 @@ def _near(missing: Path) -> list[Path]:
 
 
 def local_folder(name: str | Path) -> Path | None:
-    """Return the folder as `model_folder` does, without using the network. Return None if the model isn't on this
+    """Return the folder as `model_folder` does, without using the network, or None if the model isn't on this
     machine."""
     found, parts = Path(name).expanduser(), split_name(str(name))
     if found.is_dir() or parts is None:

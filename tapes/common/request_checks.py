@@ -31,7 +31,7 @@ _App = Callable[[_Message, Callable[..., object], Callable[[_Message], Awaitable
 
 
 def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[str], at: str) -> str | None:
-    """Return why a request with these values of Host, Origin and Sec-Fetch-Site is rejected. Return None if it isn't.
+    """Return why a request with these values of Host, Origin and Sec-Fetch-Site is rejected, or None if it isn't.
 
     `at` is the address on which the server listens. Without the check of Host, a web page could reach the server
     through a name that resolves to this machine (DNS rebinding). A browser sets the other two headers, and no script
@@ -48,7 +48,7 @@ def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[st
 
 
 def refused_change(method: str, content_type: str) -> str | None:
-    """Return why a request that may change something is rejected because of its content type. Return None if it isn't.
+    """Return why a request that may change something is rejected because of its content type, or None if it isn't.
 
     A page from another origin must ask for permission (CORS) before it can send JSON, and no server here grants it.
     """
@@ -58,8 +58,8 @@ def refused_change(method: str, content_type: str) -> str | None:
 
 
 def bearer(header: str | None) -> str:
-    """Return the token in an Authorization header with the scheme Bearer (in any case). Return an empty string if there
-    is none."""
+    """Return the token in an Authorization header with the scheme Bearer (in any case), or an empty string if there is
+    none."""
     found = re.fullmatch(r"bearer ([\x21-\x7e]{1,1000})", header or "", re.IGNORECASE)
     return found[1] if found else ""
 

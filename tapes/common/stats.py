@@ -42,7 +42,7 @@ def check_reward(name: str, value: object, weight: float = 1.0) -> None:
 
 
 def total(values: Iterable[float], n: int = 1) -> float:
-    """Return the sum divided by `n`. Return 0.0 if there are no values."""
+    """Return the sum divided by `n`, or 0.0 if there are no values."""
     values = [*values]
     try:
         return math.fsum(values) / n
@@ -52,17 +52,17 @@ def total(values: Iterable[float], n: int = 1) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean. Return NaN if there are no values."""
+    """Return the arithmetic mean, or NaN if there are no values."""
     return total(values, len(values)) if values else math.nan
 
 
 def mean_of(values: Sequence[float]) -> float | None:
-    """Return the arithmetic mean. Return None if there are no values."""
+    """Return the arithmetic mean, or None if there are no values."""
     return mean(values) if values else None
 
 
 def variance(values: Sequence[float]) -> float:
-    """Return the variance with the divisor n - 1. Return NaN for fewer than two values."""
+    """Return the variance with the divisor n - 1, or NaN for fewer than two values."""
     try:
         return statistics.variance(values) if len(values) > 1 else math.nan
     except OverflowError:

@@ -22,9 +22,9 @@ from .items import call_item
 WINDOW = 40
 """Number of messages of a request in the first answer, counted from its end."""
 MESSAGE = 40_000
-"""Most characters of one message in an answer."""
+"""Maximum number of characters of one message in an answer."""
 PROMPT_TOKENS = 2_000
-"""Most new prompt tokens in an answer, counted from the end."""
+"""Maximum number of new prompt tokens in an answer, counted from the end."""
 
 Find = Callable[[str], Call]
 
@@ -37,7 +37,7 @@ class TokenUse(NamedTuple):
     end: int
     fate: Fate
     weight: float
-    """Weight in the update's loss. 0 for tokens outside the loss."""
+    """Weight in the update's loss, or 0 for tokens outside the loss."""
     lineage: str
     update: int
 
@@ -49,7 +49,7 @@ class Update(NamedTuple):
     update: int
     phase: str
     skipped: str | None
-    """Why the update was not applied. None if it was."""
+    """Why the update was not applied, or None if it was."""
     tapes: tuple[str, ...]
 
 

@@ -25,7 +25,7 @@ class Curve(Value):
     x: tuple[float, ...]
     """Usually the number of the update."""
     y: tuple[float, ...]
-    """Has the same length as `x`. NaN for a missing number, which leaves a gap in the line."""
+    """Has the same length as `x`. NaN stands for a missing number and leaves a gap in the line."""
     mean_of: int = 1
     """If this is above 1, a thin line shows the numbers, and a thick line shows the mean of each number and its
     `mean_of - 1` predecessors."""
@@ -87,7 +87,7 @@ def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Cur
 
 
 def held_out_curve(results: Results) -> list[Curve]:
-    """Return the held-out reward over the updates of the loop. Return an empty list if it was measured only before and
+    """Return the held-out reward over the updates of the loop, or an empty list if it was measured only before and
     after training."""
     found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
     if not found:
@@ -152,7 +152,7 @@ _MEASURED = (
 
 
 def _name_of(key: str, what: Sequence[str]) -> str | None:
-    """Return the curve's name for a key in the metrics. Return None if no pattern in `what` matches the key."""
+    """Return the curve's name for a key in the metrics, or None if no pattern in `what` matches the key."""
     player, own = key.split("/", 2)[1:] if key.startswith("players/") else ("", key)
     if not any(fnmatchcase(own, pattern) for pattern in what):
         return None

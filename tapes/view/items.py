@@ -20,7 +20,7 @@ from ..transcript import call_line, kind_of, reads
 SHARD = 8_192
 """Number of tapes in one piece of the table."""
 TEXT = 4_000
-"""Most characters of one text in an item. The page requests the rest."""
+"""Maximum number of characters of one text in an item. The page requests the rest."""
 
 
 def item(
@@ -45,7 +45,7 @@ def item(
 
 
 def text_of(body: bytes) -> str:
-    """Return the whole text whose beginning the item shows. Return an empty string for a record without text."""
+    """Return the whole text whose beginning the item shows, or an empty string for a record without text."""
     try:
         read = parse_record(body)
     except ValueError:
@@ -135,7 +135,7 @@ def _identity(read: Identity) -> dict[str, object]:
 
 
 def _json(value: Any) -> str | None:
-    """Return a value as readable text. Return None for None."""
+    """Return a value as readable text, or None for None."""
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)

@@ -31,7 +31,7 @@ class Live:
         self._rev = 0
         self._log: deque[tuple[int, frozenset[str]]] = deque(maxlen=REMEMBERED)
         self._lines: dict[str, tuple[int, str]] | None = None
-        """Maps each segment to (number of lines, hash of the first line). None before the first look."""
+        """Maps each segment to (number of lines, hash of the first line), or None before the first look."""
         self.breaks: dict[str, Break] = {}
         """The breaks in the lines of segments, as found by the last look."""
         self.training = False

@@ -41,7 +41,7 @@ class Score(Value):
     name: str
     """The name of the line, such as `before`, `after` or `control: SFT only`."""
     sampled: float | None
-    """Mean reward at temperature 1. None if it was not measured."""
+    """Mean reward at temperature 1, or None if it was not measured."""
     greedy: float | None
     """Mean reward at temperature 0."""
     n: int | None = None

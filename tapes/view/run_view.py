@@ -33,11 +33,11 @@ from .tape_map import TapeMap
 PAGE = 100
 """Number of items or turns in one page."""
 PIECE = 100_000
-"""Most characters of a long text in one answer."""
+"""Maximum number of characters of a long text in one answer."""
 KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
-"""Most records and most tapes in the maps that stay in memory. The least recently used map is dropped first."""
+"""Limits on the records and tapes in the maps that stay in memory. The least recently used map is dropped first."""
 SEARCHED = 1_000_000
-"""Most characters of one text that a search reads."""
+"""Maximum number of characters of one text that a search reads."""
 SEARCHED_AT_ONCE = 4_000_000
 """An answer to a search ends when its strings have more characters than this. It has at least one tape."""
 
@@ -46,7 +46,7 @@ DIGESTED = 20_000
 """Number of records in the longest tape that is read whole to compare its digest with the digest that a check
 recorded."""
 CHECKS, DIFF = 20, 40
-"""Most checks of a tape (the newest) and most lines of a difference in an answer."""
+"""Maximum number of checks of a tape and of lines of a difference in an answer. The newest checks are kept."""
 
 
 class RunFacts(TypedDict):
@@ -60,7 +60,7 @@ class RunFacts(TypedDict):
     page: int
     piece: int
     rev: str | None
-    """The revision from which `changes` continues. None if nothing changes."""
+    """The revision from which `changes` continues, or None if nothing changes."""
     integrity: Integrity
     made: NotRequired[float]
     """When the file with the page was written, in seconds since 1970. A server doesn't set it."""
@@ -81,7 +81,7 @@ class Insight(Protocol):
 
     @property
     def decode(self) -> Callable[[int], str] | None:
-        """A function that returns the text of a token id. None if there is no tokenizer."""
+        """A function that returns the text of a token id, or None if there is no tokenizer."""
         ...
 
     def explain(self, tape: str) -> dict[str, object]:

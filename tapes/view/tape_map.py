@@ -159,7 +159,7 @@ class TapeMap:
             self.episode.append(earned)
 
     def turn_reward(self, turn: int) -> float | None:
-        """Return the reward of the turn's action, without metrics. Return None if the action has no reward."""
+        """Return the reward of the turn's action, without metrics, or None if the action has no reward."""
         record = self.actions[turn]
         earned = [w * v for _, v, w in self.rewards.get(self.steps[record], ()) if w] if record >= 0 else []
         return sum(earned) if earned else None
