@@ -31,16 +31,14 @@ DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
 """Maximum size of a file in bytes, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
-"""The limit is checked against the size in the header before any pixel is decoded, because 10 kB of PNG can hold 230 MB
-of pixels."""
+"""Limit on the size in the header, checked before any pixel is decoded: 10 kB of PNG can hold 230 MB of pixels."""
 MAX_RATIO = 200
 """Maximum ratio of the longer side to the shorter side. The image processors of vision models refuse more."""
 MAX_PARTS, MAX_SCANS = 10_000, 32
 """Maximum number of chunks in a PNG or segments in a JPEG, and of scans in a JPEG. Each scan decodes all pixels again.
 About 10 scans are usual."""
 SECONDS = 0.7
-"""CPU time for decoding one file. A photo with the most pixels takes about 0.2 s. The limits above bound everything
-else."""
+"""CPU time for decoding one file. A photo with the most pixels takes about 0.2 s. The limits above bound the rest."""
 
 
 def as_png(source: object) -> tuple[bytes, int, int]:
@@ -122,8 +120,7 @@ def _bytes_of(source: bytes | str | os.PathLike[str]) -> bytes:
 
 
 def decoded(data: bytes) -> PILImage:
-    """Return the upright pixels of a file as 8-bit RGB. Raises BadPicture, or another of Pillow's errors if the file is
-    damaged."""
+    """Return the upright pixels of a file as 8-bit RGB. Raises BadPicture, or Pillow's errors for damaged files."""
     image, orientation = opened(data)
     file = cast(IO[bytes], image.fp)
     image.load()

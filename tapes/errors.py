@@ -121,8 +121,7 @@ def error_message(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Return the beginning of `repr(value)` for an error message. This also works for a value whose `__repr__`
-    raises."""
+    """Return the beginning of `repr(value)` for an error message. This works even if its `__repr__` raises."""
     try:
         return " ".join(_short.repr(value).split())
     except ValueError:  # an int with thousands of digits

@@ -91,8 +91,7 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, extended step by step. The first n steps make the first `counts[n]`
-    messages."""
+    """The messages that one path reads, extended step by step. The first n steps make the first `counts[n]` of them."""
 
     __slots__ = ("_said", "counts", "items", "path")
 
@@ -157,8 +156,7 @@ def text_of(message: Message) -> str:
 
 
 def frames_of(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages for a model that reads no video. Each frame becomes its time as text, followed by a
-    picture."""
+    """Return the messages for a model that reads no video. Each frame becomes its time as text, then a picture."""
     return [
         {**message, "content": [one for part in content_parts(message) for one in _unfolded(part)]}
         if any(part.get("type") == "video" for part in content_parts(message))

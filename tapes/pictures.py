@@ -146,8 +146,7 @@ class Picture(Value):
         self._file = file
 
     def __eq__(self, other: object) -> bool:
-        """Compare without the bytes, which the name stands for. A recorded picture equals the same picture when it is
-        shown again."""
+        """Compare without the bytes, which the name stands for. A recorded picture equals the one shown again."""
         return isinstance(other, Picture) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
@@ -223,8 +222,7 @@ class Video(Value):
 
     @property
     def name(self) -> str:
-        """The name that stands for the video in a task: a hash of its frames' names, `fps` and `indices`. No file has
-        this name."""
+        """The video's name in a task: a hash of its frames' names, `fps` and `indices`. No file has this name."""
         return (
             f"{sha256(json.dumps([[f.name for f in self.frames], self.fps, self.indices]).encode()).hexdigest()}.video"
         )
@@ -317,8 +315,7 @@ def _may_refer(cls: type) -> bool:
 
 
 def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
-    """Return a JSON value that may hold pictures and videos, with each text, picture and video `leaf` replaced by
-    `by(leaf)`."""
+    """Return a JSON value with each text, picture and video in it (`leaf`) replaced by `by(leaf)`."""
     if isinstance(value, dict):
         return {key: swapped(one, by) for key, one in value.items()}
     if isinstance(value, list):

@@ -83,8 +83,7 @@ class Task(Value):
         return {**data, **named, "pictures": found} if found else data
 
     def filled(self, part: JsonValue) -> object:
-        """Return `part`, which is the public or the private part, with its names replaced by the pictures and
-        videos."""
+        """Return `part` (the public or the private part) with its names replaced by the pictures and videos."""
         known = {picture.name: picture for picture in self.pictures}
         return swapped(part, lambda one: known.get(str(one), one)) if known else part
 
@@ -116,8 +115,7 @@ class Sampling(Value):
     digests of old tapes stay valid."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """0 means greedy decoding. Such calls are never RL data, and their recorded log-probs are those at temperature
-    1."""
+    """0 means greedy decoding. Such calls are never RL data, and their log-probs are those at temperature 1."""
     max_tokens: int = Field(default=512, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
@@ -132,8 +130,7 @@ class Sampling(Value):
     """The first `min_tokens` tokens of an answer can't be end tokens. Their log-probs come from the distribution over
     the other tokens. A string in `extra.stop` can still end an answer."""
     ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
-    """If True, end tokens don't end an answer. Each token's distribution stays as it is, and `min_tokens` has no
-    effect."""
+    """If True, end tokens don't end an answer, each token's distribution is unchanged, and `min_tokens` is ignored."""
 
     @property
     def exact(self) -> bool:
@@ -287,8 +284,7 @@ class Usage(Value):
 
 
 class Tools(Value):
-    """The tools that a call offers, identified by hash. Only the first call on a tape that offers them holds the
-    schemas."""
+    """The tools that a call offers, by hash. Only the first call on a tape that offers them holds the schemas."""
 
     hash: str
     schemas: tuple[dict[str, JsonValue], ...] | None = None
@@ -325,14 +321,12 @@ class Call(Record):
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id, or NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
-    """With `sampling.min_tokens`, the end ids that were excluded from the distribution of the first tokens. It is None
-    if unknown."""
+    """With `sampling.min_tokens`, the end ids that were excluded for the first tokens, or None if unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""
     spans: tuple[tuple[str, int, int], ...] = ()
-    """The policy version of each range of completion tokens, as (version, start, end). Ranges are half-open and
-    contiguous."""
+    """(version, start, end) for each range of completion tokens. The ranges are half-open and contiguous."""
     finish: Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"] = "stop"
     sampling: Sampling = Sampling()
     seed: int | None = None
@@ -391,8 +385,7 @@ def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
 
 
 class Reward(Record):
-    """One reward component. If recorded inside a tape, it is part of the digest. If added after the tape's end, it is a
-    layer.
+    """One reward component. It is part of the digest if recorded inside a tape, and a layer if added after its end.
 
     The reward of a tape is the sum of weight * value over the components that were recorded with it. A tape without
     components, or with a failed one, is unscored, which is not the same as zero (`total_reward`).
@@ -496,8 +489,7 @@ class Use(Record):
     update: int
     epoch: int = 0
     items: tuple[tuple[str, str, int, int, float], ...]
-    """Ranges of completion tokens in calls, and the weight of each range's tokens in the loss, as (tape, call, start,
-    end, weight)."""
+    """(tape, call, start, end, weight) for ranges of completion tokens. `weight` is each token's weight in the loss."""
     info: dict[str, JsonValue] = {}
     """Further data for applying the update again: phase, tapes with their pinned digests, the recipe's hash, learning
     rate, and the tokens that were set aside (`stale`, `filtered`, `context`). It also holds the update's measurements:
@@ -546,8 +538,7 @@ class Publish(Record):
 
 
 class Lead(Record):
-    """Records that a process took the lease of the run. From here on, only this process writes updates and publishes
-    weights."""
+    """Records that a process took the lease of the run. From here on, only it writes updates and publishes weights."""
 
     t: Literal["lead"] = "lead"
     epoch: int
@@ -571,8 +562,7 @@ class Commit(Record):
 
     t: Literal["commit"] = "commit"
     opened: str = ""
-    """Hash of the segment's first line. It ties the neighbouring lines to their file even if other lines are
-    damaged."""
+    """Hash of the segment's first line. It ties the neighbouring lines to their file if other lines are damaged."""
 
 
 class Seal(Record):

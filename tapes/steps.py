@@ -174,8 +174,7 @@ class Reasoning(Thought):
 
 
 class Exchange(Thought):
-    """A request from an external program to the model, and the answer. Long strings are cut, but the call holds them
-    whole."""
+    """A request from an external program to the model, and the answer. Long strings are cut, but not in the call."""
 
     asked: str
     """The messages that the request added."""

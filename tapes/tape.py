@@ -85,8 +85,7 @@ class TapeLog:
         self.shown: dict[str, Picture] = {}
         """The pictures that the recorder has stored, by name. It is empty for a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Function that returns the bytes of a media file in the run by its name, or None if the tape is in no run. The
-        function blocks."""
+        """Function that returns a media file's bytes by its name and blocks, or None if the tape is in no run."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
@@ -244,8 +243,7 @@ class Tape(Sequence[Step]):
         parent: Tape | None = None,
         file: Callable[[str], bytes] | None = None,
     ) -> Tape:
-        """Return the tape whose records have these bodies, in order. Raises NotATape (a ValueError) if they don't make
-        one.
+        """Return the tape whose records have these bodies, in order. Raises NotATape (a ValueError) if they make none.
 
         `file` returns the bytes of a media file by its name, for `picture`.
         """
@@ -335,8 +333,7 @@ class Tape(Sequence[Step]):
         return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
-        """Return the conversation that the agent at `path` reads, after a system prompt. `path` defaults to this view's
-        scope."""
+        """Return the conversation that the agent at `path` (default: the view's scope) reads, after a system prompt."""
         items, n = self._log.conversation(self.scope if path is None else path, self._n)
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
@@ -531,8 +528,7 @@ class Tape(Sequence[Step]):
 
     @classmethod
     def model_validate(cls, document: object) -> Tape:
-        """Return the tape in a document after checking its digest. Raises NotATape (a ValueError) if the document is
-        invalid."""
+        """Return the tape in a document after checking its digest. Raises NotATape (a ValueError) if it is invalid."""
         if isinstance(document, Tape):
             return document
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -595,8 +591,7 @@ class Ending(Tape):
 
 
 def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
-    """Return `call` and the calls that it is built on, oldest first, back to the first one that keeps nothing from its
-    base."""
+    """Return `call` and the calls it is built on, oldest first, back to the first that keeps nothing of its base."""
     chain = [call]
     while chain[-1].base is not None and keep(chain[-1]) > 0:
         chain.append(log.call(chain[-1].base))

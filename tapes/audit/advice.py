@@ -26,15 +26,13 @@ OFTEN = 0.1
 MOST = 0.5
 """Unreadable answers are reported if their share of all answers is above this value."""
 NEAR = 0.1
-"""Cut-off answers aren't reported if the difference between the best reward and theirs is below this share of the range
-of rewards."""
+"""Cut-off answers aren't reported if their reward misses the best by less than this share of the rewards' range."""
 FEW = 4
 """Minimum number of rewards or answers that advice about them needs."""
 SHORT = 16
 """Tokens. A limit on answers that is below this value is assumed to be intended."""
 LOOP = 10
-"""Minimum number of updates for advice about their reward, because its interval compares five updates with five
-others."""
+"""Minimum number of updates for advice about their reward. Its interval compares five updates with five others."""
 GONE = 0.05
 """Nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
 
@@ -181,8 +179,7 @@ def _values(lines: Lines, key: str) -> list[float]:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the difference between two means. It is infinite if one of them has fewer than two
-    values."""
+    """Return the 95 % interval of the difference between two means. It is infinite if one has fewer than two values."""
     if len(before) < 2 or len(after) < 2:
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))

@@ -152,8 +152,7 @@ class Anomalies:
     """Counts anomalies while `AuditFold` feeds it one run."""
 
     def __init__(self, examples: int, repeats: int, diverged: Container[str] = ()) -> None:
-        """`examples` is the number of tapes that each anomaly names. `repeats` and `diverged` are the same as for
-        `AuditFold`."""
+        """`examples` is the number of tapes that each anomaly names. `repeats` and `diverged` are as in `AuditFold`."""
         self._examples, self._repeats, self._diverged = examples, repeats, diverged
         self._odd: dict[tuple[str, str], _Odd] = {}
         self._groups: dict[str, _Group] = {}
@@ -164,8 +163,7 @@ class Anomalies:
         self._uses: list[tuple[Use, float, list[str]]] = []
         """For each update: the update, the largest difference in nats on any of its tokens, and its tapes."""
         self._seen: Counter[str] = Counter()
-        """Counts of calls, sampled completions, their tokens, ended tapes and updates so far. Anomalies are parts of
-        these counts."""
+        """Counts of calls, sampled completions, their tokens, ended tapes and updates. Anomalies are parts of these."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())
@@ -249,8 +247,7 @@ class Anomalies:
         self._uses.clear()
 
     def ended(self, tape: TapeFold, repeats: tuple[int, str], rewards: Sequence[RewardFacts]) -> None:
-        """Count a tape that ended. `repeats` is the length of its longest run of equal actions and the kind of these
-        actions."""
+        """Count a tape that ended. `repeats` is the length of its longest run of equal actions, and their kind."""
         name = tape.begun.id
         self._seen["ended"] += 1
         if tape.status in (Status.TRUNCATED, Status.LIMIT):
@@ -315,8 +312,7 @@ class Anomalies:
         return made
 
     def _compared(self, name: str) -> list[bool]:
-        """Return, for each group in which two or more tapes have that component, whether it is the same on all of
-        them."""
+        """Return, for each group in which two or more tapes have that component, whether all have the same value."""
         found = [group.values[name] for group in self._groups.values() if name in group.values]
         return [same for _, n, same in found if n > 1]
 

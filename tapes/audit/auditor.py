@@ -114,8 +114,7 @@ class Audit(Value):
     anomalies: tuple[Anomaly, ...]
 
     def lost_by(self, length: str) -> dict[str, tuple[int, int]]:
-        """Return, for each bucket of `turns` or `tokens`, how many episodes ended and how many of them are never
-        trained on."""
+        """Return, for each bucket of `turns` or `tokens`, how many episodes ended and how many are never trained on."""
         found: dict[str, tuple[int, int]] = {}
         for end in self.ends:
             for name, n in getattr(end, length).items():
@@ -134,8 +133,7 @@ class _Tape(TapeFold):
         self.kinds: list[str] = [INHERITED] * inherited
         """The kind of every step."""
         self.last: dict[str, tuple[str, JsonValue, int]] = {}
-        """Maps each path to the kind and content of its last action, and to the number of times in a row that the path
-        did it."""
+        """Maps each path to the kind and content of its last action, and to how often in a row the path did it."""
         self.repeats: tuple[int, str] = 0, ""
         """Length of the longest run of equal actions, and the kind of these actions."""
         self.rewards: list[RewardFacts] = []

@@ -85,8 +85,7 @@ def check_split(store: Store, split: str | None) -> None:
 
 
 def torn_tails(store: Store) -> list[str]:
-    """Return a sentence for each segment whose last bytes can't be read. No verdict covers the records in these
-    bytes."""
+    """Return a sentence for each segment whose last bytes can't be read. No verdict covers their records."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
         f"see tapereel verify {store.path}"

@@ -59,8 +59,7 @@ class Parting(Value):
     @computed_field
     @property
     def diff(self) -> list[str]:
-        """Both values, line by line. `-` marks lines in the first value, `+` lines in the second, and ` ` lines in
-        both."""
+        """Both values, line by line. `-` marks lines in the first, `+` lines in the second, and ` ` lines in both."""
         return diff_lines(self.first, self.second)
 
 

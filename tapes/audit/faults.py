@@ -25,8 +25,7 @@ class Fault(Value):
 
 
 class Faults:
-    """Counts faults. Errors with the same class and place of origin count as one fault, which has the first error's
-    message."""
+    """Counts faults. Errors with the same class and place of origin are one fault, with the first one's message."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None, str | None], Fault] = {}

@@ -25,8 +25,7 @@ CLIP = 4000
 
 
 class Likely(StrEnum):
-    """The likely cause of a divergence. It is a guess based on the field that differs, meant as a start for
-    debugging."""
+    """The likely cause of a divergence. It is a guess based on the field that differs, as a start for debugging."""
 
     CODE = "code"
     """The agent's code took another step, used another setting or raised a new error."""
@@ -39,8 +38,7 @@ class Likely(StrEnum):
     ORDER = "order"
     """The requests or steps are the same, but in another order."""
     RENDERING = "rendering"
-    """The messages are the same, but their token ids differ. The cause is the tokenizer, the chat template or the
-    renderer."""
+    """The messages are the same, but their token ids differ, due to the tokenizer, chat template or renderer."""
     EXHAUSTED = "exhausted"
     """The agent made more or fewer requests than the tape holds."""
     NONDETERMINISM = "nondeterminism"
@@ -88,8 +86,7 @@ class Divergence(Value):
 
 
 class Failure(Value):
-    """A failure of code whose result a check needed. The code raised an error, took too long or returned an unusable
-    value."""
+    """A failure of code whose result a check needed: an error, a timeout or an unusable value."""
 
     source: str
     """The name of the code. For a reward, this is the name of its source."""
@@ -247,8 +244,7 @@ def clipped(recorded: object, observed: object) -> tuple[JsonValue, JsonValue]:
 
 
 def diff_lines(recorded: object, observed: object) -> list[str]:
-    """Compare two plain values line by line. `-` marks lines in the first value, `+` lines in the second, and ` ` lines
-    in both."""
+    """Compare two plain values line by line. `-` marks lines in the first, `+` in the second, and ` ` in both."""
     return list(_marked(_text_lines(recorded), _text_lines(observed)))
 
 

@@ -89,8 +89,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings in a setting, and the keys of its mappings. Groups inside it are skipped, because they validate
-    their own."""
+    """Yield the strings in a setting, and the keys of its mappings. Groups inside it validate their own strings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -147,8 +146,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:
-        """Return the origin of a key. This is its own, that of the nearest group above it, or that of the settings
-        inside it."""
+        """Return the origin of a key: its own, the nearest group's above it, or that of the settings inside it."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
@@ -158,8 +156,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
 @check_arguments
 def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, sets: Sequence[Setting] = ()) -> ModelT:
-    """Load the configuration from `base` (a model class, or an instance with values), `file` and `sets`, in this
-    order."""
+    """Load the configuration from `base` (a model class, or an instance with values), then `file`, then `sets`."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
     layers = _Layers()
@@ -295,8 +292,7 @@ def _explain(cls: type[BaseModel], layers: _Layers, data: dict[str, Any], error:
 
 
 def _path(data: Any, loc: Sequence[int | str]) -> Keys:
-    """Return the keys in the location of a pydantic error. The names of union members are left out, because they aren't
-    keys."""
+    """Return the keys in the location of a pydantic error. Names of union members aren't keys and are left out."""
     keys: list[str] = []
     for item in loc:
         listed = isinstance(data, list | tuple) and isinstance(item, int) and item < len(data)
@@ -352,8 +348,7 @@ def _refuse_open_models(cls: type[BaseModel]) -> None:
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
-    """Yield (keys, model classes inside) for each field of `cls` and of the models in it. A recursive model is walked
-    once."""
+    """Yield (keys, model classes inside) for each field of `cls` and of models in it, recursive models only once."""
     for name, info in cls.model_fields.items():
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))

@@ -13,8 +13,7 @@ BUNDLES = ("dev", "demo")
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra that installs the package of `module`, or None if it is not an optional dependency of
-    Tapereel."""
+    """Return the extra that installs the package of `module`, or None if it is no optional dependency of Tapereel."""
     try:
         needs = requires("tapereel") or []
     except PackageNotFoundError:  # a bare checkout has no metadata
@@ -30,8 +29,7 @@ def extra_of(module: str) -> str | None:
 
 
 def raise_missing(error: ModuleNotFoundError, purpose: str) -> NoReturn:
-    """Raise MissingExtra if the module belongs to an optional dependency of Tapereel. Otherwise raise `error`
-    itself."""
+    """Raise MissingExtra if the module belongs to an optional dependency of Tapereel, and otherwise `error` itself."""
     extra = extra_of(error.name or "")
     if extra is None:
         raise error

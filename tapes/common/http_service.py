@@ -34,8 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Maps each wildcard listen address to the loopback address that reaches it from the same machine."""
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
-"""`request[BODY]` is the JSON object in the body of a request that may change something. It is {} if there is no
-body."""
+"""`request[BODY]` is the JSON object in the body of a request that may change something, or {} without a body."""
 MOST_VALUES = 500_000
 """Largest number of values in a body. The parser holds the interpreter lock, so it must end soon, even in a thread."""
 _IN_PLACE = 1 << 16
@@ -62,8 +61,7 @@ class HttpService:
     (`access_token.py`)."""
 
     def __init__(self, host: str, token: str | None = None) -> None:
-        """`token` must be part of every request. By default, a new one is created. Raises UsageError if it is too
-        short."""
+        """Every request must have `token`. By default, a new one is created. Raises UsageError if it is too short."""
         self.host, self.port = host, 0
         self.token = new_token() if token is None else check_token(token)
         self.token_file: str | None = None
@@ -114,8 +112,7 @@ class HttpService:
         raise NotImplementedError(f"{type(self).__qualname__} must define routes()")
 
     async def stop(self) -> None:
-        """End the work of the server's routes. This is called at the end of `serving`, while requests are still
-        answered."""
+        """End the work of the server's routes. Called at the end of `serving`, while requests are still answered."""
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
         """Return the answer to a request that must not reach its route, or None if it may."""
@@ -162,8 +159,7 @@ class HttpService:
         return refused
 
     async def _take_body(self, request: web.Request) -> web.StreamResponse | None:
-        """Read and parse the body. Return a refusal if the body is too large, takes too long or isn't plain JSON, and
-        otherwise None."""
+        """Read and parse the body. Return a refusal if it is too large, too slow or not plain JSON, otherwise None."""
         too_large = f"a request has at most {self.body_bytes} bytes and {MOST_VALUES} values here"
         if (request.content_length or 0) > self.body_bytes:
             return self.refusal(request, 413, too_large)

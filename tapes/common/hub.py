@@ -31,8 +31,7 @@ def split_name(name: str) -> tuple[str, str | None] | None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Return the folder of a model or tokenizer: the folder with this name, or else the model on the hub, downloaded if
-    needed.
+    """Return a model's or tokenizer's folder: the folder with this name, or the hub's model, downloaded if needed.
 
     Raises NotFound with the reason in one sentence if there is no such model, and MissingExtra if the hub's library
     isn't installed.
@@ -65,8 +64,7 @@ def _near(missing: Path) -> list[Path]:
 
 
 def local_folder(name: str | Path) -> Path | None:
-    """Return the folder as `model_folder` does, without using the network, or None if the model isn't on this
-    machine."""
+    """Return the folder as `model_folder` does, but offline. Return None if the model isn't on this machine."""
     found, parts = Path(name).expanduser(), split_name(str(name))
     if found.is_dir() or parts is None:
         return found if found.is_dir() else None

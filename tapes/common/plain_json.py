@@ -39,8 +39,7 @@ def read_plain(text: str | bytes) -> JsonValue:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError if the value is nested too deeply. This works level by level, because it must not recurse
-    itself."""
+    """Raise ValueError if the value is nested too deeply. This works level by level, so it doesn't recurse itself."""
     level = [value]
     for _ in range(DEPTH):
         level = [

@@ -46,14 +46,12 @@ ValueT = TypeVar("ValueT")
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a setting or variable with this name holds a secret, such as `OPENAI_API_KEY` or `token`, but not
-    `max_tokens`."""
+    """Return whether a setting or variable of this name holds a secret: `OPENAI_API_KEY`, `token`, not `max_tokens`."""
     return _NAMES.search(name) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """Return whether the string is an address that contains a secret: a user, a query like `?api_key=`, or a recognised
-    key.
+    """Return whether the string is an address with a secret: a user, a query like `?api_key=`, or a recognised key.
 
     Return False for longer text that quotes an address.
     """
@@ -83,8 +81,7 @@ def environment_secrets() -> list[str]:
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """Return `text` with every recognised secret and all secrets in `known` hidden. Applying it again changes
-    nothing."""
+    """Return `text` with all recognised secrets, and those in `known`, hidden. Repeating this changes nothing."""
     return _hidden(text, [*known, *environment_secrets()])
 
 

@@ -58,15 +58,13 @@ def refused_change(method: str, content_type: str) -> str | None:
 
 
 def bearer(header: str | None) -> str:
-    """Return the token in an Authorization header with the scheme Bearer (in any case), or an empty string if there is
-    none."""
+    """Return the token in an Authorization header with the scheme Bearer (any case), or an empty string."""
     found = re.fullmatch(r"bearer ([\x21-\x7e]{1,1000})", header or "", re.IGNORECASE)
     return found[1] if found else ""
 
 
 def same_token(sent: str, token: str) -> bool:
-    """Return whether the strings are equal, in constant time. The time that `==` takes would reveal how many leading
-    characters match."""
+    """Return whether the strings are equal, in constant time. `==` would reveal how many leading characters match."""
     return hmac.compare_digest(sent.encode("utf-8", "replace"), token.encode())
 
 
@@ -103,8 +101,7 @@ def _is_address(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware that applies the same checks to all routes of a vLLM server. The server's key is in
-    `VLLM_API_KEY`."""
+    """ASGI middleware that applies the same checks to all routes of a vLLM server, whose key is in `VLLM_API_KEY`."""
 
     def __init__(self, app: _App) -> None:
         self._app, self._token, self._at = app, os.environ["VLLM_API_KEY"], os.environ["TAPEREEL_GUARDED"]

@@ -23,8 +23,7 @@ log = logger("run_async")
 GRACE = 5.0
 """Seconds that cancelled code has to end. After that it is left running, and its caller continues."""
 THREADS = 20.0
-"""Seconds that the threads of `asyncio.to_thread` have to end. A cancelled update of the trainer runs in one of
-them."""
+"""Seconds that the threads of `asyncio.to_thread` have to end. A cancelled update of the trainer uses one."""
 _left: set[asyncio.Task[Any]] = set()
 """Tasks that were left running. They are kept here, because nothing else may refer to them."""
 ResultT = TypeVar("ResultT")
@@ -61,8 +60,7 @@ def _forget(task: asyncio.Task[Any]) -> None:
 def _run(
     main: Coroutine[Any, Any, ResultT], began: Callable[[asyncio.Task[ResultT]], object] = lambda _: None
 ) -> ResultT:
-    """Run `main` as `asyncio.run` does, with an end that doesn't wait for others. `began` is called with the task of
-    `main`."""
+    """Run `main` as `asyncio.run` does, but don't wait for others at the end. `began` is called with its task."""
     runner = shared_runner()  # it turns Ctrl-C into a cancellation
     task = runner.get_loop().create_task(main)
     began(task)

@@ -20,8 +20,7 @@ REWARD_LIMIT = 1e15
 numbers apart, and the square of a reward, which training computes, is finite in float32. A larger value is a mistake in
 the environment."""
 DOWN = 2.0**-64
-"""Scales floats so that any number of the largest can be added up. It is a power of two, so the result stays the
-same."""
+"""Scales floats so that any number of the largest can be added up. A power of two doesn't change the result."""
 
 
 def check_reward(name: str, value: object, weight: float = 1.0) -> None:

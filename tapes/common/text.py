@@ -48,8 +48,7 @@ class _Escaped(logging.Filter):
 
 
 def logger(name: str) -> logging.Logger:
-    """Return the logger `tapereel.NAME`. None of its handlers, including a user's own, sends a control sequence to a
-    terminal."""
+    """Return the logger `tapereel.NAME`. No handler, not even a user's, sends a control sequence to a terminal."""
     made = logging.getLogger(f"tapereel.{name}")
     if not any(isinstance(one, _Escaped) for one in made.filters):
         made.addFilter(_Escaped())

@@ -166,8 +166,7 @@ def _digest(text: str) -> str:
 
 
 class _Decoder:
-    """Decodes tokens, but explains nothing, because a report is written each minute and an explanation reads the
-    ledger."""
+    """Decodes tokens, but explains nothing: a report is written each minute, and an explanation reads the ledger."""
 
     def __init__(self, store: Store, decode: Callable[[int], str] | None) -> None:
         self.decode = decode

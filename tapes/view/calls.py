@@ -121,8 +121,7 @@ def call_detail(
     decode: Callable[[int], str] | None = None,
     start: int | None = None,
 ) -> dict[str, object]:
-    """Return everything known about `call`. `find` returns a call by its id. `before` is the previous call of the same
-    path."""
+    """Return everything known about `call`. `find` returns a call by its id. `before` is the path's previous call."""
     total = call.keep_messages + len(call.messages)
     low = max(0, total - WINDOW) if start is None else max(0, min(start, total))
     shown = request(call, find, low)
@@ -170,8 +169,7 @@ def request(call: Call, find: Find, low: int = 0) -> list[Message]:
 def _difference(
     call: Call, shown: list[Message], low: int, before: Call | None, find: Find
 ) -> dict[str, object] | None:
-    """Return the difference from the previous request: the number of equal leading messages, and the messages that are
-    gone."""
+    """Return the difference from the previous request: how many leading messages are equal, and which are gone."""
     if before is None:
         return None
     was = before.keep_messages + len(before.messages)
@@ -199,8 +197,7 @@ def _pretty(value: Any) -> str | None:
 
 
 def _tools(call: Call, find: Find) -> dict[str, object] | None:
-    """Return the offered functions. Only the first call that offers them records their schemas. Later calls name the
-    hash."""
+    """Return the offered functions. Only the first call that offers them records their schemas, later ones the hash."""
     if call.tools is None:
         return None
     one = call

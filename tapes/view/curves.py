@@ -87,8 +87,7 @@ def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Cur
 
 
 def held_out_curve(results: Results) -> list[Curve]:
-    """Return the held-out reward over the updates of the loop, or an empty list if it was measured only before and
-    after training."""
+    """Return the held-out reward over the loop's updates. It is empty if measured only before and after training."""
     found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
     if not found:
         return []

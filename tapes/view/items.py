@@ -76,8 +76,7 @@ def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
 
 
 def _clip(name: str, text: str) -> dict[str, object]:
-    """Return `name` with the first `TEXT` characters of the text and, if the text is longer, `cut` with its whole
-    length."""
+    """Return `name` with the first `TEXT` characters of the text and, for a longer text, `cut` with its length."""
     return {name: text} if len(text) <= TEXT else {name: text[:TEXT], "cut": len(text)}
 
 

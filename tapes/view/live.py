@@ -52,8 +52,7 @@ class Live:
         return f"{self._era}.{self._rev}"
 
     def since(self, rev: str) -> tuple[set[str] | None, str]:
-        """Return (tapes with new records since `rev`, the present revision). The set is None if `rev` is unknown or too
-        old."""
+        """Return (tapes with new records since `rev`, or None if it's unknown or too old, and the present revision)."""
         now = self.now()
         era, _, number = rev.partition(".")
         if era != self._era or not number.isdigit() or not self._oldest() <= int(number) <= self._rev:
@@ -103,8 +102,7 @@ class Integrity(TypedDict):
 
 
 def quick(store: Store, breaks: Mapping[str, Break]) -> Integrity:
-    """Return the integrity according to the index: the segments that were read, their breaks, and the missing
-    segments."""
+    """Return what the index shows: the segments that were read, their breaks, and the missing segments."""
     segments = store.index.segments()
     numbers = {int(segment.name[:6]) for segment in segments}
     missing = sorted(set(range(1, max(numbers, default=0))) - numbers)

@@ -43,8 +43,7 @@ SEARCHED_AT_ONCE = 4_000_000
 
 
 DIGESTED = 20_000
-"""Number of records in the longest tape that is read whole to compare its digest with the digest that a check
-recorded."""
+"""Records of the longest tape that is read whole to compare its digest with the one that a check recorded."""
 CHECKS, DIFF = 20, 40
 """Maximum number of checks of a tape and of lines of a difference in an answer. The newest checks are kept."""
 
@@ -149,8 +148,7 @@ class RunView:
         return {"from": shard * SHARD, **self.columns(rows)}
 
     def changes(self, rev: str) -> dict[str, object]:
-        """Return the rows that changed since revision `rev`, and the present revision. If `reset` is True, the page
-        must reload."""
+        """Return the rows that changed since revision `rev`, and the present one. `reset` makes the page reload."""
         self._look_for_checks()
         ids, now = self.live.since(rev)
         if ids is None:
@@ -205,8 +203,7 @@ class RunView:
         return {"tapes": list(updates[k].tapes)}
 
     def report(self) -> dict[str, object]:
-        """Return the overview page. This reads the whole run once from a store of its own, so it can run in another
-        thread."""
+        """Return the overview page. This reads the whole run from a store of its own, so another thread can run it."""
         with Store.open(self.store.path) as store:
             return overview_of(store).model_dump()
 
@@ -338,8 +335,7 @@ class RunView:
         return {"from": low, "turns": shown}
 
     def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, object]:
-        """Return the item of a step or of a call. Links name a step or call, because items move when a run is
-        indexed."""
+        """Return the item of a step or call. Links name these, because items move when a run is indexed."""
         tape_map = self.map(tape)
         if step is not None and 0 <= step < len(tape_map.step_items):
             return {"item": tape_map.step_items[step]}
@@ -348,8 +344,7 @@ class RunView:
         raise NoSuchTape(f"tape {tape} has no {f'step {step}' if call is None else f'call {call!r}'}")
 
     def call(self, tape: str, call: str, start: int | None = None) -> dict[str, object]:
-        """Return a call for the inspector. Its request begins at message `start`, or has the newest messages if `start`
-        is None."""
+        """Return a call for the inspector, with its request from message `start` on (None: the newest messages)."""
         tape_map = self.map(tape)
         one = self._call(tape_map, call)
         uses = [use for use in self.uses.of(tape) if use.call == call]
@@ -397,8 +392,7 @@ class RunView:
         return {"texts": found, "short": short, "pages": -(-len(tape_map.items) // PAGE)}
 
     def texts_of(self, tapes: list[str]) -> list[Texts]:
-        """Return the first page of `texts` for each of these tapes, until the answer has more than `SEARCHED_AT_ONCE`
-        characters."""
+        """Return the first page of `texts` for each tape, until the answer has over `SEARCHED_AT_ONCE` characters."""
         answer, size = [], 0
         for tape in tapes:
             found = self.texts(tape, 0)
@@ -429,8 +423,7 @@ class RunView:
         return read
 
     def _before(self, tape_map: TapeMap, call: Call) -> Call | None:
-        """Return the previous call by the same agent path in this conversation, if it is among the last hundred
-        calls."""
+        """Return the previous call by this agent path in this conversation, if it is among the last hundred."""
         record = tape_map.calls[call.call]
         earlier = (name for name, at in reversed(tape_map.calls.items()) if at < record)
         for name in itertools.islice(earlier, 100):

@@ -20,15 +20,13 @@ from ..store.summary import StepFacts, call_id, read_reward, read_step
 
 
 class TapeMap:
-    """The map of one tape. `items` are the rows of a transcript: all records except the rewards before the tape's
-    end."""
+    """The map of one tape. `items` are the rows of a transcript: all records except rewards before the tape's end."""
 
     def __init__(self, store: Store, tape: str) -> None:
         self.tape = tape
         self._store = store
         self.places: list[Place] = []
-        """Places of all records: those of the inherited prefix, then those of the tape itself, with the layers after
-        its end."""
+        """Places of all records: the inherited prefix, then the tape itself, with the layers after its end."""
         self.items = array("I")
         """The record of each item."""
         self.steps = array("i")

@@ -125,14 +125,12 @@ class Server(HttpService):
         return refused
 
     def is_page(self, request: web.Request) -> bool:
-        """Return whether the request is for the link or the page. Other pages may lead to them, but may not frame or
-        read them."""
+        """Return whether the request is for the link or the page. Others may lead there, but not frame or read it."""
         how = request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest")
         return request.path in ("/", self.home) and how == ("navigate", "document")
 
     def has_token(self, request: web.Request) -> bool:
-        """Return whether the request has the token. The printed link has it in its query, and the page's requests have
-        the cookie."""
+        """Return whether the request has the token, which the printed link has in its query, or the page's cookie."""
         linked = request.query.get("token") if request.path == "/" else None
         if linked is not None:
             return same_token(linked, self.token)
