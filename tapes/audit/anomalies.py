@@ -161,7 +161,7 @@ class Anomalies:
         self._oldest: dict[str, list[str]] = {}
         """Maps each call to the versions that sampled it."""
         self._uses: list[tuple[Use, float, list[str]]] = []
-        """For each update: the update, the largest difference in nats on any of its tokens, and its tapes."""
+        """(update, largest difference in nats on any of its tokens, its tapes) for each update."""
         self._seen: Counter[str] = Counter()
         """Counts of calls, sampled completions, their tokens, ended tapes and updates. Anomalies are parts of these."""
 
@@ -208,8 +208,7 @@ class Anomalies:
         n = column_length(call.completion)
         self._seen["tokens"] += n
         values = decode("f", call.logprobs) if call.logprobs is not None else None
-        # NaN is an unknown log-prob. A sum is NaN if and only if one of its values is, so the slow count runs only
-        # then.
+        # NaN is an unknown log-prob. The slow count runs only if the sum is NaN, because then one of the values is.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
             self._note("unknown log-probs", "", [tape], n=unknown)

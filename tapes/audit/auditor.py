@@ -211,8 +211,7 @@ class AuditFold:
             self._component(facts, facts.layer or "")
         elif (tape := self._open.get(name)) is not None and facts is not None:
             self._add_to(tape, facts)
-        # The remaining records come after the end of their tape, or their tape never began. The books report both
-        # cases.
+        # The remaining records come after the end of their tape, or their tape never began. The books report both.
 
     def _begin(self, begun: Summary) -> None:
         self._tapes += 1
