@@ -1,4 +1,4 @@
-"""The training loop: rollouts and updates side by side, how fresh the samples must be, and the record of each update.
+"""The training loop: it runs rollouts and updates side by side, keeps samples fresh, and records each update.
 
-Imports `finetune.data`, `finetune.objective`, `finetune.recipes` and `finetune.trainer`.
+It imports `finetune.data`, `finetune.objective`, `finetune.recipes` and `finetune.trainer`.
 """

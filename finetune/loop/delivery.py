@@ -1,15 +1,15 @@
-"""Delivery: whether each sampler has the weights that were published to it.
+"""Delivery: checks whether each sampler has the weights that were published to it.
 
 After every weight sync, each sampler draws one token after several prefixes of a recorded row. Its log-probs must equal
-the trainer's under the new weights. The requests take the same route as every completion, and the prefixes stay the
-same during a run. So the prefix cache holds their keys and values of the earlier weights, and a cache that wasn't
-cleared is noticed too. The trainer keeps its distributions under the last versions, to name the served one.
+the trainer's under the new weights. The requests take the same route as every completion. The prefixes stay the same
+during a run, so the prefix cache holds their keys and values from earlier weights, and a cache that wasn't cleared is
+noticed too. The trainer keeps its distributions under the last versions, so that an error can name the served version.
 
-Differences up to a bound count as rounding. The bound grows only after a confirmed sync, whose update moved the
-log-probs by more than twice the bound. Smaller updates are `unmoved`. They are compared with the newest weights too:
-updates that never arrive add up until they exceed the bound.
+Differences up to a bound count as rounding. The bound grows only after a confirmed sync, which is one whose update
+moved the log-probs by more than twice the bound. Smaller updates are `unmoved`. They are compared with the newest
+weights too, because updates that never arrive add up until they exceed the bound.
 
-No engine is asked to score given tokens: vLLM's CPU build with adapters dies of `prompt_logprobs`.
+No engine is asked to score given tokens, because vLLM's CPU build with adapters crashes on `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -36,24 +36,26 @@ from ..data.rows import Row
 from ..trainer.logprobs import casting, parts, plan, states
 
 PLACES = 8
-"""Tokens that each sampler samples."""
+"""Number of tokens that each sampler samples in a check."""
 SHARE, LEAST, MOST = 100, 32, 144
-"""The longest prefix has the number of tokens of the batch / SHARE, within these bounds, so the check costs little
-compared to the update. With MOST tokens it fills a block of 128, a large block for a prefix cache."""
+"""The longest prefix has 1 / SHARE of the batch's tokens, but at least LEAST and at most MOST. So the check costs
+little compared to the update. With MOST tokens it fills a block of 128, which is a large block for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
-"""Difference in nats that always counts as rounding, by the dtype in which the trainer computes; NARROW for others."""
+"""Difference in nats that always counts as rounding, by the dtype in which the trainer computes. NARROW is for other
+dtypes."""
 MARGIN = 3.0
-"""The bound is this many times the largest difference of a sync that surely arrived."""
+"""The bound is this many times the largest difference in a confirmed sync."""
 FIRST = 0.5
-"""The bound in nats of a run's first comparison, when the rounding of its samplers is unknown."""
+"""The bound in nats for a run's first comparison, when the rounding of its samplers is unknown."""
 KEPT = 8
 """Number of versions whose log-probs are kept."""
 ONE = Sampling(max_tokens=1)
-"""How each sampler samples."""
+"""How each sampler samples in a check."""
 
 
 class NotDelivered(TapereelError, RuntimeError):
-    """A sampler doesn't have the weights that were published to it; names sampler, version, and since when."""
+    """A sampler doesn't have the weights that were published to it. The message names the sampler, the missing weights
+    and the last weights known to have arrived."""
 
 
 class _Version(NamedTuple):
@@ -74,55 +76,56 @@ class _Answer(NamedTuple):
     """(places,) in nats."""
 
     def of(self, version: _Version) -> NDArray[np.float32]:
-        """(places,) log-probs of these ids under a version."""
+        """Return the log-probs (places,) of these ids under a version."""
         return version.after[np.arange(len(self.ids)), self.ids]
 
     def gaps(self, versions: Iterable[_Version]) -> list[float]:
-        """Largest difference to each version, in nats."""
+        """Return the largest difference from each version, in nats."""
         return [float(np.abs(self.of(version) - self.logprobs).max()) for version in versions]
 
 
 class Delivery:
-    """The check of one policy's samplers. `model`: the trainer's, which updates change in place."""
+    """The check for one policy's samplers. `model` is the trainer's model, which updates change in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.autocast: torch.dtype | None = None
-        """The dtype in which the trainer forwards its body. None means the dtype of its weights."""
+        """The dtype in which the trainer computes the body's forward pass. None means the dtype of its weights."""
         self.vision: Vision | None = None
-        """How the model reads pictures, or None if it reads text only."""
+        """How the model reads pictures, or None if it reads only text."""
         self.found: dict[str, JsonValue] = {}
-        """The last check, for metrics and the next `use` record."""
+        """The result of the last check, for metrics and the next `use` record."""
         self._tape = ""
         self._row: Row | None = None
-        """The beginning of a recorded row; None before `choose`."""
+        """The beginning of a recorded row, or None before `choose`."""
         self._places: list[int] = []
-        """Lengths of the beginnings of `_row` after which a token is sampled. None ends inside a picture."""
+        """Lengths of the prefixes of `_row` after which a token is sampled. No prefix ends inside a picture."""
         self._clean: float | None = None
-        """Largest difference in nats of a sync that surely arrived; None before the first comparison."""
+        """Largest difference in nats in a confirmed sync, or None before the first comparison."""
         self._versions: deque[_Version] = deque(maxlen=KEPT)
         self._sure: _Version | None = None
-        """The last version that every sampler surely had."""
+        """The last version that every sampler certainly had."""
 
     def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]]) -> None:
-        """Take the longest row of these tapes, one with a picture if there is any, unless there is one already."""
+        """Choose the longest row in these tapes, unless a row was chosen before. Rows with pictures are preferred."""
         rows = [(row, tape) for tape in tapes for row in source(tape)] if self._row is None else []
         if rows:
             row, self._tape = max(rows, key=lambda found: (bool(found[0].places), len(found[0])))
             length = min(max(sum(len(row) for row, _ in rows) // SHARE, LEAST), MOST)
-            # It shows the first picture: a sampler that reads other pixels differs in the tokens after it.
+            # The prefix includes the first picture. A sampler that reads other pixels differs in the tokens after it.
             self._row = _beginning(row, max([length, *(place.end + 1 for place in row.places[:1])]))
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
-        """Go on from a recorded check: with its bound, and with its places unless a later layer took the row away."""
+        """Continue from a recorded check, with the same bound. Its row and places are used too, unless a later layer
+        removed the row."""
         self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
         row = max(source(tape), key=lambda row: (bool(row.places), len(row)), default=None)
         if row is not None and len(row) >= max(places):
             self._tape, self._places, self._row = tape, places, _beginning(row, max(places))
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
-        """NotDelivered unless every sampler has the model's present weights, named `version`. Does nothing before
-        `choose`. tolerance: difference in nats that counts as rounding in any case."""
+        """Raise NotDelivered unless every sampler has the model's present weights, named `version`. This does nothing
+        before `choose`. Differences up to `tolerance` nats always count as rounding."""
         lead = lead_of(engine)
         copies = "copies" in lead.can
         samplers = cast(CapableEngine, lead).samplers if copies else {lead.name: lead.complete}
@@ -138,11 +141,11 @@ class Delivery:
         gaps = [answer.gaps(self._versions) for answer in answers]
         newest = [to_versions[-1] for to_versions in gaps]
         for answer, to_versions in zip(answers, gaps, strict=True):
-            if not to_versions[-1] <= bound:  # written so that NaN is a difference
+            if not to_versions[-1] <= bound:  # also true for NaN
                 raise NotDelivered(self._sentence(answer, to_versions, bound))
         difference, sure = max(newest), self._sure
         moved = min(float(np.abs(one.of(new) - one.of(sure)).max()) for one in answers) if sure is not None else None
-        # A sampler that lags behind by small updates is nearer to an older version: its difference isn't rounding.
+        # A sampler that is some small updates behind is closer to an older version, so its difference isn't rounding.
         lags = any(to_versions[-1] > min(to_versions) for to_versions in gaps)
         if moved is None or (moved > 2 * bound and not lags):
             self._sure = new
@@ -155,18 +158,19 @@ class Delivery:
     @torch.no_grad()
     def _scored(self, row: Row, version: str, context: int | None) -> _Version:
         body, output = parts(self.model)
-        # `states` gives what predicts each own token, so one more token makes the last of the row predict too.
+        # `states` returns the states that predict each own token. With one more token, it includes the row's last one.
         own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
         longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
         with casting(self.model, self.autocast):
             hidden = states(body, plan([longer], vision=self.vision)[0], self.model).to(output.weight.dtype)
         if not self._places:
             logits = output(hidden).float()
-            # Where the model is least sure, each change of the weights shows most; the longest place meets most caches.
+            # A change of the weights is most visible where the model is least sure. The longest place uses most of the
+            # prefix cache.
             longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
             unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
             for place in row.places:
-                unsure[place.offset : place.end - 1] = -1.0  # the beginning would end inside the picture
+                unsure[place.offset : place.end - 1] = -1.0  # the prefix would end inside the picture
             least = unsure.topk(min(PLACES - 1, int((unsure >= 0).sum()))).indices + 1
             self._places = sorted({longest, *least.tolist()})
         after = output(hidden[[place - 1 for place in self._places]]).float().log_softmax(-1)
@@ -190,7 +194,7 @@ class Delivery:
 
 
 def _beginning(row: Row, length: int) -> Row:
-    """The first `length` tokens, or fewer if the last one would be inside a picture."""
+    """Return the first `length` tokens, or fewer if the last one would be inside a picture."""
     end = next((place.offset for place in row.places if place.offset < length < place.end), length)
     return replace(row, input_ids=row.input_ids[:end], places=tuple(p for p in row.places if p.end <= end))
 
@@ -201,7 +205,8 @@ async def _ask(name: str, sampler: Sampler, asked: Sequence[Row]) -> _Answer:
 
 
 async def _sample(name: str, sampler: Sampler, prompt: Row, tries: int = 5) -> tuple[int, float]:
-    """(id, log-prob) of the token after `prompt`. Raises EngineError if the sampler fails `tries` times."""
+    """Sample the token after `prompt`, and return its id and log-prob. Raises EngineError if the sampler fails `tries`
+    times."""
     key = f"delivery/{len(prompt)}"
     ids, shown = ints(prompt.input_ids), prompt.places
     request = Request(

@@ -1,9 +1,9 @@
-"""History: the sequence of updates that made a policy. Each is recorded, checkpointed and can be applied again.
+"""History: the sequence of updates that made a policy. Each update is recorded and can be applied again.
 
-A lineage counts its updates from 0 (the base weights) through every phase: version `lineage:n` is the policy after n
-updates. A `use` record names the tokens that update n trained on; it is durable before an engine or a checkpoint has
-the new weights. Resume loads the newest checkpoint and applies the recorded updates after it again, from the tapes, so
-no update is lost or applied twice.
+A lineage counts its updates from 0 (the base weights) through every phase, so version `lineage:n` is the policy after n
+updates. A `use` record names the tokens that update n trained on. It is durable before an engine or a checkpoint has
+the new weights. To resume, the newest checkpoint is loaded, and the updates recorded after it are applied again from
+the tapes. So no update is lost or applied twice.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Differs(BrokenHistory):
 
 
 class History:
-    """The updates of one lineage in one store. Not safe to share between threads; `update` may run in one."""
+    """The updates of one lineage in one store. Threads must not share it, but `update` may run in another thread."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class History:
         keep: int | None = 3,
         keep_bytes: int | None = None,
     ) -> None:
-        """model: with the base weights. make_trainer: from a phase to a fresh trainer of the model. keep, keep_bytes:
-        as in `prune`."""
+        """`model` has the base weights. `make_trainer` takes a phase and returns a fresh trainer for the model. `keep`
+        and `keep_bytes` are passed to `prune`."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -100,19 +100,19 @@ class History:
         self.keep = keep
         self.keep_bytes = keep_bytes
         self.updates = 0
-        """The number of updates in the present weights."""
+        """The number of updates that led to the present weights."""
         self.trained_tokens = 0
         self.taught: dict[str, Pin] = {}
         """Every tape that the present weights were trained on, with its content as the last update read it."""
         self.cursor = 0
-        """The number of groups begun in this phase: the position in the taskset."""
+        """The number of groups begun in this phase, which is the position in the taskset."""
         self.scores: dict[int, float] = {}
-        """update -> held-out reward of its weights, if it was measured. The best checkpoint is kept."""
+        """update -> held-out reward of its weights, if it was measured. The checkpoint with the best one is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
-        """Records of epochs of the last update that `restore` made and the store lacks, because a crash cut them off.
+        """Records for epochs of the last update that a crash kept out of the store and that `restore` made again.
         The caller must append them before the next update."""
 
     @property
@@ -121,24 +121,25 @@ class History:
         return version_name(self.lineage, self.updates)
 
     def enter(self, phase: str) -> PolicyTrainer:
-        """The trainer of `phase`: the present one, or a fresh one at the begin of a phase."""
+        """Return the trainer for `phase`. At the start of a phase, this is a fresh one."""
         if self.trainer is None or phase != self.phase:
             self.trainer, self.phase = self.make_trainer(phase), phase
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
-        """Rows and episode of a recorded tape: with all of its present layers, or with its content as `pin` names
-        it."""
+        """Return the rows and the episode of a recorded tape, with all of its present layers. With `pin`, they have
+        the content that the pin names instead."""
         found = self.store.tape(tape, refresh=False)
         if pin is not None:
             found = as_pinned(found, pin)
         return rows(found, renderer=self.renderer), episode_of(found)
 
     def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
-        """Apply one update to the weights: an optimiser step, or one for each mini-batch of each epoch.
+        """Apply one update to the weights, with one optimiser step for each mini-batch in each epoch.
 
         Returns the statistics over all steps, and a record for each epoch. The records must be durable before an engine
-        or a checkpoint gets the new weights: after a crash, tapes of a version without a record can't be explained.
+        or a checkpoint gets the new weights. Otherwise a crash could leave tapes that were sampled by an unrecorded
+        version.
         """
         # The pin of a tape names the content that this update reads. Layers that a later process adds to the tape (a
         # rescored reward, for example) don't change the update when it is applied again.
@@ -153,7 +154,7 @@ class History:
         trainer = self.enter(plan.phase)
         trainer.version = self.version
         given = self.taught_rows(plan, batch)
-        compared = {name: str(other) for name, other in trainer.others.items()}  # as they are before the update
+        compared = {name: str(other) for name, other in trainer.others.items()}  # their state before the update
         steps = list(
             trainer.updates(
                 given,
@@ -182,8 +183,8 @@ class History:
         return stats, uses
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
-        """The rows of the plan's update, with the log-probs of a teacher behind an engine. A recorded update reads
-        these from the run, and raises BrokenHistory if they are gone."""
+        """Return the rows of the planned update. If the teacher is behind an engine, they include its log-probs. For a
+        recorded update, these are read from the run; raises BrokenHistory if they are gone."""
         teacher = self.enter(plan.phase).others.get("teacher")
         if not isinstance(teacher, ServedTeacher) or not batch.rows:
             return batch.rows
@@ -217,18 +218,18 @@ class History:
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
     def publish_record(self, mode: str) -> tuple[dict[str, Tensor], Publish]:
-        """(a copy of the weights, their `publish` record)."""
+        """Return a copy of the weights and the `publish` record for it."""
         weights = copied_weights(self.model)
         return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
-        """Record the present weights in the store, unless it has a record of this version."""
-        # The version is looked up first: the digest of the weights costs a copy of the model.
+        """Record the present weights in the store, unless it already has a record of this version."""
+        # The version is looked up first, because computing the digest needs a copy of the model.
         if self.version not in self.store.published:
             self.store.append_layer(self.publish_record(mode)[1])
 
     def checkpoint(self, *, pinned: bool = False) -> Checkpoint:
-        """Write the weights and the trainer's state. A pinned checkpoint is never deleted for newer ones."""
+        """Write the weights and the trainer's state. A pinned checkpoint is never deleted to make space for others."""
         state = {
             "lineage": self.lineage,
             "phase": self.phase,
@@ -260,7 +261,7 @@ class History:
         return made
 
     def settle(self) -> None:
-        """At the end of a phase: make sure that the present weights have a checkpoint that is kept."""
+        """Make sure that the present weights have a pinned checkpoint. This is called at the end of a phase."""
         for found in checkpoints(self.directory, damaged=False):
             if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
                 return
@@ -274,12 +275,12 @@ class History:
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
         checkpoint_every: int | None = None,
     ) -> int:
-        """Bring the weights to the last recorded update: load the newest checkpoint, then apply the updates after it
+        """Restore the weights after the last recorded update: load the newest checkpoint, then apply the later updates
         again.
 
-        Returns the number of updates that were applied again; `report` gets each of them. until: apply only updates
-        below this one. checkpoint_every: write the checkpoints that the previous process had no time for, one after
-        this many updates; None writes none. Raises BrokenHistory if a record and its update differ.
+        Returns the number of updates that were applied again. `report` is called for each of them. `until` limits them
+        to updates with a lower number. With `checkpoint_every`, the checkpoints that the previous process didn't get
+        to are written, one every this many updates. Raises BrokenHistory if an update differs from its record.
         """
         if checkpoint_every is not None:
             remove_partial(self.directory)
@@ -287,8 +288,8 @@ class History:
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}
 
-        # A newer checkpoint has updates that these records don't explain, and so has one whose lead's last update a
-        # later lead made again. An older one is loaded then.
+        # A newer checkpoint contains updates that are missing from these records. So does a checkpoint whose last
+        # update was made again under a later lead. In both cases an older checkpoint is loaded.
         def fits(c: Checkpoint) -> bool:
             lead = c.state.get("lead") or 0
             return c.state["lineage"] == self.lineage and c.update <= last and lead >= leads.get(c.update, 0)
@@ -298,8 +299,8 @@ class History:
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
-            # A crash between the records of an update's epochs: no engine got its weights, and the missing records are
-            # written when the run continues.
+            # If a crash came between the records of an update's epochs, no engine has its weights. The missing records
+            # are written when the run continues.
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
@@ -315,16 +316,16 @@ class History:
         return len(redo)
 
     def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
-        """Load the newest checkpoint that is whole and fits, and return whether there is one. A damaged checkpoint
-        costs only the time to apply its updates again."""
+        """Load the newest undamaged checkpoint for which `fits` is true, and return whether there is one. The updates
+        of a damaged checkpoint are applied again, which only takes time."""
         recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
         for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
                 one = read_checkpoint(path)
-                # Check for damage first: `fits` reads the checkpoint's state, which may be the damaged part.
+                # Damage is checked first, because `fits` reads the checkpoint's state, which may be the damaged part.
                 broken = self.store.damage(path)
                 if broken is None and recorded:
-                    # A crash came before its digests, or another program put it here.
+                    # A crash came before its digests were recorded, or another program put it here.
                     broken = [f"no record has the digests of {path}"]
                 if broken:
                     raise BadCheckpoint(broken[0])
@@ -336,7 +337,7 @@ class History:
         return False
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        # Both are read before anything is changed: of a damaged checkpoint no half may be used.
+        # Both are read before anything is changed, so that no part of a damaged checkpoint is used.
         weights, state = checkpoint.weights(), checkpoint.trainer_state()
         self.model.load_state_dict(weights)
         self.updates = checkpoint.update
@@ -351,8 +352,8 @@ class History:
     def _check_published(self) -> None:
         """Raise BrokenHistory if the restored weights differ from the weights that were published under their version.
 
-        The comparison is of bits. Without it, a resumed run on another machine would continue with slightly different
-        weights under the same version, and tapes of both would count as of one policy.
+        The weights are compared bit for bit. Otherwise a run resumed on another machine could continue with slightly
+        different weights under the same version, and tapes from both would count as sampled by one policy.
         """
         recorded = self.store.published.get(self.version)
         found = weights_digest(copied_weights(self.model)) if recorded is not None else None
@@ -364,14 +365,14 @@ class History:
             )
 
 
-# The redo log: recorded updates, applied again
+# Applying recorded updates again
 
 
 def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
-    """Apply one update, recorded in `epochs`, to the history's weights; returns its statistics and its new records.
+    """Apply the update recorded in `epochs` to the history's weights. Return its statistics and its new records.
 
-    Raises Differs if the update isn't the recorded one, and BrokenHistory if a tape is gone. After a crash the record
-    may lack its last epochs; then only the recorded epochs are compared.
+    Raises Differs if the update differs from its record, and BrokenHistory if a tape is gone. After a crash, the record
+    may lack the last epochs. Only the recorded epochs are compared.
     """
     use = epochs[0]
     if use.update != history.updates:
@@ -396,15 +397,16 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, info: UpdateInfo) -> Source:
-    """The source of tapes with the content that the update read. Raises ChangedTape if a tape has lost it."""
+    """Return a source of tapes with the content that the update read. The source raises ChangedTape if a tape no
+    longer has it."""
     pins = info.pins or {}
     return lambda tape: history.from_store(tape, pins.get(tape) or None)
 
 
 @contextmanager
 def with_threads(recorded: int | None) -> Iterator[None]:
-    """Inside, torch has the recorded number of threads: it divides sums by threads, and sums in another order have
-    other last bits."""
+    """Set torch to the recorded number of threads inside the block. The number decides how torch splits a sum, and a
+    sum in another order can differ in its last bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(recorded or before)
     try:
@@ -414,9 +416,10 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """The error, with the recipe named as its cause if the recipe's digest differs too.
+    """Return the error. If the recipe's digest differs too, the returned error names the recipe as the cause.
 
-    Another digest alone isn't an error: a term's new constant changes it, and may not affect the update.
+    A different digest alone isn't an error, because a new constant in a term changes it without always affecting the
+    update.
     """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
@@ -469,7 +472,7 @@ def _item(item: Any) -> str:
 
 
 def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
-    """The differences of torch and the machine between the update and now; empty without any."""
+    """Describe how torch and the machine differ from those of the update. The text is empty if they don't."""
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in (then or {}).items()
@@ -484,8 +487,8 @@ CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 
 @cache
 def cpu_model() -> str:
-    """Vendor, family and model of the processor. Math libraries choose their code by it, so processors with the same
-    instructions can differ in the last bits of a sum."""
+    """Return vendor, family and model of the processor. Math libraries choose their code by it, so processors with the
+    same instructions can differ in the last bits of a sum."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -495,8 +498,8 @@ def cpu_model() -> str:
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
-    """Everything except tapes and weights that determines an update's bits: recipe, torch version, threads, device,
-    ranks, and the image processor of a vision model."""
+    """Return everything that determines an update's bits, besides tapes and weights: recipe, torch version, threads,
+    device, ranks, and the image processor of a vision model."""
     device = next(trainer.model.parameters()).device
     chip = (
         torch.cuda.get_device_name(device)
@@ -516,9 +519,9 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
 
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
-    """The tokens of scored episodes without a part in the loss: the recipe did not select them or their group, they are
-    no data for RL, or the whole update was skipped. No later update trains on them, so this update accounts for
-    them."""
+    """Return the tokens of scored episodes that did not enter the loss. Either the recipe did not select them or their
+    group, or RL can't train on them, or the whole update was skipped. No later update trains on them, so this update
+    accounts for them."""
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

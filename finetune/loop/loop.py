@@ -1,9 +1,9 @@
-"""The asynchronous training loop: it samples groups of episodes while the trainer updates on the oldest closed groups.
+"""The asynchronous training loop, which samples groups of episodes while the trainer updates on the oldest closed ones.
 
-The event loop runs the agents, the environments and the embedded engine; updates run in a thread. The order
-of an update is fixed: the weights change in memory, the `use` record becomes durable, the engine gets the new weights,
-and only then can the engine sample with them. Pacing (`staleness.py`) keeps samples fresh, and the plan of each update
-drops tokens that became too stale anyway. Every episode is in exactly one update, or the books say why not.
+The event loop runs the agents, the environments and the embedded engine. Updates run in a thread. An update always has
+the same order: the weights change in memory, the `use` record becomes durable, and the engine gets the new weights.
+Only then can the engine sample with them. Pacing (`staleness.py`) keeps samples fresh, and the plan for each update
+drops tokens that became too stale anyway. Every episode is in exactly one update, or the accounting says why not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logger("loop")
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """Sampler and trainer have the same weights and compute different log-probs: their tokens, masks or
+    """Sampler and trainer have the same weights but compute different log-probs, because their tokens, masks or
     positions differ."""
 
 
@@ -53,7 +53,7 @@ class UnknownAgent(TapereelError, ValueError):
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
     """Raise UsageError if the settings ask for something that the recipe doesn't use, or lack something that it needs.
-    shown: the number of tapes that updates may imitate in addition to the rollouts, or None if it isn't known yet."""
+    `shown` is the number of tapes that updates may also imitate, or None if it isn't known yet."""
     if config.forks is not None and recipe.baseline.by != "fork":
         raise UsageError(
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
@@ -70,7 +70,8 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
-    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. setting: where `agents` are set."""
+    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. `setting` says where `agents` are
+    set."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
         raise UnknownAgent(
@@ -80,8 +81,8 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
 
 
 def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
-    """Refuse engines that can't be trained, before anything is recorded: UsageError names the missing members,
-    ValueError an engine that can't sleep although `loop.sleep` is set."""
+    """Refuse engines that can't be trained, before anything is recorded. Raises UsageError with the missing members,
+    and ValueError if `loop.sleep` is set and an engine can't sleep."""
     for engine in engines:
         require(engine, TRAINING, "Training")
         if config.sleep and not isinstance(engine, TeamEngine) and "sleep" not in engine.can:
@@ -92,21 +93,21 @@ def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """One line of metrics."""
+    """The metrics of one update."""
 
     update: int
-    """The number of applied updates, this one included."""
+    """The number of applied updates, including this one."""
     reward: float | None
     """Mean reward of the batch's scored episodes."""
     metrics: dict[str, object]
 
 
 async def _at_once() -> None:
-    """For a loop without evaluations: new weights needn't wait."""
+    """Don't wait, because a loop without evaluations can publish new weights at any time."""
 
 
 class Loop:
-    """One run of asynchronous rollout and training. `await loop.run()` once."""
+    """One run of asynchronous rollout and training. Await `loop.run()` only once."""
 
     def __init__(
         self,
@@ -128,11 +129,12 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`tasks(k)`: the task of group k, the same at every call. `recipe`: the recipe of the updates (default: the
-        configuration's). `shown`: tapes in the store that updates imitate as well (`loop.demonstrations`). `players`:
-        other policies that learn from the same episodes. `start`: the update at which this phase began (default: the
-        history's updates now), so that a resumed loop ends at the same update as an uninterrupted one. `stop`: called
-        between updates; true ends the phase early. `settled`: awaited before the engine gets new weights or sleeps."""
+        """`tasks(k)` returns the task for group k and must return the same one at every call. `recipe` is used by the
+        updates and defaults to the configuration's. `shown` are tapes in the store that updates also imitate
+        (`loop.demonstrations`). `players` are other policies that learn from the same episodes. `start` is the update
+        at which this phase began, so that a resumed loop ends at the same update as an uninterrupted one. It defaults
+        to the history's present update. `stop` is called between updates and ends the phase early if it returns true.
+        `settled` is awaited before the engine gets new weights or sleeps."""
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -169,11 +171,11 @@ class Loop:
         self.wall_seconds = 0.0
         self.publish_seconds = 0.0
         self._began = (0.0, 0.0)
-        """(time, the engine's busy seconds) at the start of the loop."""
+        """The time and the engine's busy seconds at the start of the loop."""
         self._reported = (0, 0.0)
-        """(tokens sampled, the engine's busy seconds) when the last line of metrics was made."""
+        """The number of sampled tokens and the engine's busy seconds when the last line of metrics was made."""
         self._agents_checked = False
-        """Whether an agent that is trained has spoken in some batch."""
+        """Whether `_check_agents` has passed for a batch."""
 
     @property
     def target(self) -> int:
@@ -186,17 +188,17 @@ class Loop:
         return self.history.updates >= self.target or self.stop()
 
     async def run(self) -> None:
-        """Run until the phase has its updates. Raises the first error of the trainer, the store or the rollouts."""
+        """Run until the phase has made its updates. Raises the first error from the trainer, store or rollouts."""
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
         self._began, self._reported = (started, engine_before), (self.rollouts.sampled_tokens, engine_before)
         # A process that died between the records of one update's epochs left some of them unwritten. They are written
-        # first: a new update must not be recorded after an update whose record has a gap.
+        # first, because no update may be recorded after one with missing records.
         for use in self.history.unrecorded:
             self.store.append_layer(use)
         self.history.unrecorded.clear()
         await self.store.writer.durable()
-        # Players make up for the loop's updates that they lack before anything is sampled with their old weights.
+        # Players make the updates that they lack before anything is sampled with their old weights.
         for player in self.players:
             await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
@@ -215,13 +217,13 @@ class Loop:
             try:
                 await self._train()
             finally:
-                # `feed` never ends by itself. Without the cancellation the task group would wait for it for ever.
+                # `feed` never ends by itself, so without the cancellation the task group would wait for it forever.
                 feeder.cancel()
 
     @property
     def idle_share(self) -> float:
         """Share of the wall time in which neither the engine nor the trainer worked."""
-        # Seconds in which both worked are in both sums, so they are subtracted once.
+        # Seconds in which both worked are included in both sums, so they are subtracted once.
         busy = self.train_seconds + self.engine_seconds - self.train_engine_seconds
         return max(0.0, 1 - busy / self.wall_seconds) if self.wall_seconds else 0.0
 
@@ -231,9 +233,9 @@ class Loop:
         while not self.done:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
-            # The line of metrics is written before the checkpoint. After a crash, resume makes again only the updates
-            # behind the newest checkpoint, and writes their missing lines; a line of an update inside the checkpoint
-            # would be missing for ever.
+            # The line of metrics is written before the checkpoint. After a crash, a resumed run repeats only the
+            # updates after the newest checkpoint and writes their missing lines. So a line that is missing for an
+            # earlier update would be missing forever.
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 or self.done:
@@ -259,8 +261,8 @@ class Loop:
         )
 
     def _shuffled(self, taken: Taken) -> tuple[float | None, ...]:
-        """Rewards in a random order within each group or across all groups, for the control experiment; the seed gives
-        the same order."""
+        """Return the rewards in a random order within each group or across all groups, for the control experiment. The
+        same seed gives the same order."""
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
         groups = [[training_reward(tape) for tape in group.usable] for group in taken.groups]
         if self.config.shuffle_rewards == "across":
@@ -270,7 +272,8 @@ class Loop:
         return tuple(reward for group in groups for reward in group)
 
     def _batches(self, taken: Taken) -> tuple[int, ...]:
-        """The number of tapes of each rollout batch, the oldest groups first; empty for a single batch."""
+        """Return the number of tapes in each rollout batch, with the oldest groups first. It is empty for a single
+        batch."""
         if self.config.rollouts == 1:
             return ()
         size = self.config.groups
@@ -278,25 +281,26 @@ class Loop:
         return tuple(sum(len(group.usable) for group in part) for part in parts)
 
     async def _update(self, plan: Plan, taken: Taken) -> UpdateReport:
-        """One update: train, record, publish, in this order.
+        """Make one update: train, record and publish, in this order.
 
-        A crash before the records are durable loses the update, and resume makes it again from the same tapes. A crash
-        after that finds the records, and resume applies the update again. If the engine got the weights before the
-        records were durable, a crash would leave tapes sampled by a version that no record explains.
+        If a crash comes before the records are durable, the update is lost, and a resumed run makes it from the same
+        tapes. If a crash comes later, a resumed run applies the recorded update again. The engine must not get the
+        weights before the records are durable. Otherwise a crash could leave tapes that were sampled by an unrecorded
+        version.
         """
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)
         if self.history.delivery.found.get("version") != self.history.version:
-            # A process's first comparison comes before the weights change: with those that sampled this batch.
+            # The first comparison in a process comes before the weights change, with those that sampled this batch.
             await self._check_delivery(plan.tapes)
         before = self.engine.stats.busy_seconds
         if self.config.sleep:
             await self._settled()
         async with self._asleep():
             started = time.perf_counter()
-            # In a thread: an update in the event loop would block every episode. Nothing else changes the model, and
-            # engines sample from copies of it, so the thread needs no lock.
+            # The update runs in a thread, because it would block every episode in the event loop. Nothing else changes
+            # the model, and engines sample from copies of it, so the thread needs no lock.
             stats, uses = await asyncio.to_thread(self.history.update, plan, source)
             weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
             others = [
@@ -308,13 +312,14 @@ class Loop:
             seconds = time.perf_counter() - started
             self.train_seconds += seconds
             self.train_engine_seconds += self.engine.stats.busy_seconds - before
-            # Checked before the records are written: a run must not continue after an update on wrong log-probs.
+            # This is checked before the records are written, so that no run continues after an update on wrong
+            # log-probs.
             for one in (stats, *(other[0] for other in others)):
                 self._check(one)
             for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
                 self.store.append_layer(record)
             await self.store.writer.durable()
-            # An evaluation may sample with the engine's present weights; new weights wait until it has ended.
+            # An evaluation may be sampling with the engine's present weights. New weights wait until it has ended.
             await self._settled()
             started = time.perf_counter()
             await self.engine.sync_weights(weights, publish.version, self.config.publish)
@@ -343,7 +348,7 @@ class Loop:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """With `loop.sleep`, servers sleep inside. They are woken at the end, after an error too."""
+        """With `loop.sleep`, let servers sleep inside the block. They are woken at its end, even after an error."""
         engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
         sleepers = [cast(CapableEngine, engine) for engine in engines if "sleep" in engine.can]
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
@@ -359,8 +364,8 @@ class Loop:
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
     def _perf(self, trained: int, seconds: float) -> dict[str, float | None]:
-        """Seconds since the loop began, and tokens per second of work since the last line; the engine and the trainer
-        compute at the same time. trained, seconds: tokens and duration of the update."""
+        """Return seconds since the loop began, and tokens per second of work since the last line. The engine and the
+        trainer compute at the same time. `trained` and `seconds` are the tokens and the duration of the update."""
         sampled, busy = self._reported
         self._reported = self.rollouts.sampled_tokens, self.engine.stats.busy_seconds
         since = self._reported[1] - busy
@@ -376,7 +381,7 @@ class Loop:
         }
 
     def _check_agents(self, plan: Plan) -> None:
-        """Raise UnknownAgent if no trained agent spoke in the first batch: the run would train on nothing."""
+        """Raise UnknownAgent if none of a policy's agents spoke in the first batch. It would train on nothing."""
         if plan.agents is None or self._agents_checked:
             return
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
@@ -388,7 +393,8 @@ class Loop:
     def _check(self, stats: UpdateStats) -> None:
         """Raise SamplerMismatch if sampler and trainer differ by more than the tolerance.
 
-        `stats.mismatch` is of the update's first step alone: after it the trainer has other weights than the sampler.
+        `stats.mismatch` covers only the update's first step, because the trainer's weights differ from the sampler's
+        after it.
         """
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
@@ -401,7 +407,7 @@ class Loop:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error of a group of tasks. It stopped the loop; the other errors are its consequences."""
+    """Return the first error in a group of tasks. It stopped the loop, and the other errors are its consequences."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -34,9 +34,11 @@ class OptimiserConfig(Config):
     """Put rows end to end in one sequence instead of padding them. None packs if the attention kernel knows the
     boundaries of rows (flash attention on a GPU). Packing is exact with other kernels too, but slower than padding."""
     autocast: Literal["bfloat16"] | None = None
-    """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None: all in float32."""
+    """Dtype of the forward pass; weights, output layer and optimiser state stay in float32. None uses float32 for
+    everything."""
     gradient_checkpointing: bool = False
-    """Compute each layer's activations again in the backward pass instead of keeping them: less memory, more time."""
+    """Recompute each layer's activations in the backward pass instead of storing them. This saves memory and takes
+    more time."""
 
 
 class WarmStartConfig(Config):
@@ -49,23 +51,23 @@ class WarmStartConfig(Config):
 
 
 class CriticOptimiserConfig(OptimiserConfig):
-    """AdamW of a critic: a head learns from scratch."""
+    """AdamW for a critic. Its defaults suit a head that learns from scratch."""
 
     lr: float = Field(default=1e-3, gt=0)
 
 
 class CriticConfig(Config):
-    """The critic of a recipe that takes values, as `ppo` does."""
+    """The critic for a recipe that uses values, such as `ppo`."""
 
     body: Literal["own", "policy"] = "own"
     """`own` trains a copy of the policy's body with the head. `policy` trains only a head, on the policy's states."""
     optimiser: CriticOptimiserConfig = CriticOptimiserConfig()
     clip: float | None = Field(default=0.2, gt=0)
-    """A value that has moved this far from its value before the update, in units of reward, has no further loss. None
-    sets no bound."""
+    """Once the prediction for a token has moved this far from its value before the update, in units of reward, the
+    token has no further loss. None sets no bound."""
     normalised: bool = True
-    """Targets are scaled by their running mean and deviation, and the critic begins at the mean of its first
-    targets."""
+    """Whether targets are scaled by their running mean and deviation. If so, the critic begins at the mean of its
+    first targets."""
     passes: int = Field(default=4, ge=1)
     """Optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
@@ -87,7 +89,7 @@ class CriticConfig(Config):
 
 
 class ForkConfig(Config):
-    """Continuations of a group's attempts, for a recipe that compares them: `baseline: {by: fork}`."""
+    """Continuations of a group's attempts, for a recipe that compares them with `baseline: {by: fork}`."""
 
     attempts: int = Field(default=1, ge=1)
     """Attempts of each group that are forked, drawn from those with at least two turns."""
@@ -102,36 +104,38 @@ class CorpusConfig(DatasetConfig):
     again."""
 
     path: str
-    """A JSONL, JSON, Parquet or CSV file, a dataset of the hub as `org/name@revision`, or a folder with a dataset."""
+    """A JSONL, JSON, Parquet or CSV file, a dataset on the hub as `org/name@revision`, or a folder with a dataset."""
     columns: dict[str, str] = Field(default={"text": "text"})
-    """`{text: column}`, and optionally `prompt: column`: context before each document, of which the last `tokens`
-    tokens are kept. Duplicate rows are used once."""
+    """`{text: column}`, and optionally `prompt: column`. The prompt is context before each document, and its last
+    `tokens` tokens are kept. Duplicate rows are used once."""
     tokens: int = Field(default=512, ge=1)
     """A longer document is divided into parts of this many tokens, and each part counts as a demonstration."""
     count: int | None = Field(default=None, ge=1)
-    """Use only the first rows, this many. None uses all."""
+    """Use only this many rows, from the beginning. None uses all."""
 
 
 class ProcessesConfig(Config):
     """How processes that were launched together share the work of an update."""
 
     shard: bool = False
-    """Each process keeps a shard of every weight, gradient and optimiser state (FSDP2). With False, each keeps a full
-    copy."""
+    """If true, each process keeps a shard of every weight, gradient and optimiser state (FSDP2). Otherwise each keeps a
+    full copy."""
     timeout: float = Field(default=1800.0, gt=0)
-    """Seconds that a process waits for the others, while a batch is sampled too, before it ends with an error."""
+    """Seconds that a process waits for the others before it ends with an error. The time in which a batch is sampled
+    counts too."""
 
 
 class ReferenceConfig(Config):
-    """The model that a KL to the reference, and `minor_sft`, compare the policy with."""
+    """The model with which a KL to the reference, or `minor_sft`, compares the policy."""
 
     model: str
-    """`base` is the model at the beginning of the run, `warm` the model after the warm start, and `none` disables the
-    reference. Any other value names a model with the same tokenizer, as a folder or a name on the hub."""
+    """`base` is the model at the beginning of the run, `warm` is the model after the warm start, and `none` disables
+    the reference. Any other value is the folder, or the name on the hub, of a model with the same tokenizer."""
     every: int | None = Field(default=None, ge=1)
     """Updates of the loop between two refreshes of `base` or `warm`. None never refreshes the reference."""
     decay: float = Field(default=0.0, ge=0, lt=1)
-    """Each refresh makes the reference decay * reference + (1 - decay) * policy; 0: the policy as it is then."""
+    """Each refresh makes the reference decay * reference + (1 - decay) * policy. With 0, it becomes a copy of the
+    policy."""
 
     @model_validator(mode="after")
     def _refreshes_what_it_can(self) -> ReferenceConfig:
@@ -144,7 +148,7 @@ class ReferenceConfig(Config):
 
 
 OWN = ("base", "warm")
-"""References that are the policy at another moment."""
+"""References that are an earlier state of the policy."""
 SECOND = {
     "ppo": ("critic",),
     "ppo_kl": ("reference", "critic"),
@@ -154,20 +158,20 @@ SECOND = {
 """Recipe -> the other models that it needs."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
-"""The names of all recipes. They stand here too because the module of the recipes imports torch."""
+"""The names of all recipes. They are repeated here because the module with the recipes imports torch."""
 
 
 def _named(value: object) -> object:
-    """A reference that is its model's name alone."""
+    """Expand a reference that is given by its model's name alone."""
     return {"model": value} if isinstance(value, str) else value
 
 
 class RecipeConfig(Config):
-    """A recipe by name, and what differs from it."""
+    """A recipe by its name, and changes to it."""
 
     recipe: str = "grpo"
     changes: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the recipe's terms, as in `{"baseline": {"eps": 1e-4}}`."""
+    """Changes to the recipe's terms, for example `{"baseline": {"eps": 1e-4}}`."""
 
     @field_validator("recipe")
     @classmethod
@@ -179,76 +183,78 @@ class RecipeConfig(Config):
 
 
 class LoopConfig(RecipeConfig):
-    """The asynchronous loop: it samples groups while the trainer updates on closed ones."""
+    """The asynchronous loop, which samples groups while the trainer updates on closed ones."""
 
     updates: int = Field(default=40, ge=0)
-    """Versions of the policy that the loop makes."""
+    """Number of updates that the loop makes."""
     groups: int = Field(default=16, ge=1)
-    """Groups of a rollout batch."""
+    """Groups per rollout batch."""
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     rollouts: int = Field(default=1, ge=1)
-    """Rollout batches that one update trains on, in one optimiser step. Baselines by batch compare within one of
-    them."""
+    """Rollout batches that one update trains on, in one optimiser step. Baselines by batch compare episodes within
+    one rollout batch."""
     epochs: int = Field(default=1, ge=1)
-    """Passes of an update over its batch."""
+    """How many times an update passes over its batch."""
     minibatches: int = Field(default=1, ge=1)
-    """Optimiser steps of an epoch, each on one part of the episodes."""
+    """Optimiser steps per epoch, each on one part of the episodes."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents that are trained, as `planner/searcher`; tokens of other agents are context. None: all."""
+    """Paths of the agents that are trained, such as `planner/searcher`. Tokens of other agents are context. None trains
+    all."""
     by_agent: bool = False
     """Compare each agent with itself in the other attempts, by its own rewards (components named `name@path`) and the
-    rewards of all agents. False: an episode has one reward for all of its agents."""
+    rewards that all agents share. If false, an episode has one reward for all of its agents."""
     extra_groups: int | None = Field(default=None, ge=0)
-    """With a recipe that drops flat groups: how many groups may be sampled in their place for one update, before it
-    trains on a smaller batch. None: three times its groups."""
+    """If the recipe drops flat groups, this many others may be sampled in their place for one update. After that, the
+    update trains on a smaller batch. None allows three times the groups of an update."""
     forks: ForkConfig | None = None
-    """None disables forking of attempts."""
+    """How attempts are forked. None disables forking."""
     demonstrations: int = Field(default=0, ge=0)
-    """With a recipe that has an `nll` regulariser: tapes of the corpus, or else of the warm start, that each update
-    imitates as well."""
+    """Number of tapes that each update also imitates, if the recipe has an `nll` regulariser. They are from the corpus
+    if there is one, otherwise from the warm start."""
     corpus: CorpusConfig | None = None
-    """Plain text for `demonstrations`, which every trained policy imitates. None uses tapes of the warm start."""
+    """Plain text for `demonstrations`, which every trained policy imitates. None uses tapes from the warm start."""
     max_lag: int = Field(default=1, ge=0)
-    """Largest staleness of a trained token: updates between the policy that sampled it and the one that trains on it.
-    0 is synchronous."""
+    """Largest staleness of a trained token, as the number of updates between the policy that sampled it and the policy
+    that trains on it. 0 is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
-    """Episodes in flight at once; rounded down to whole groups, at least one."""
+    """Episodes in flight at once. The number is rounded down to whole groups, but at least one group runs."""
     optimiser: OptimiserConfig = OptimiserConfig()
     reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
-    """The model that a KL to the reference compares the policy with: `base`, `warm`, `none`, or a folder or name on the
-    hub. {model: warm, every: 10} refreshes it. None means `warm` after a warm start, otherwise `base`."""
+    """The model with which a KL to the reference compares the policy: `base`, `warm`, `none`, a folder or a name on
+    the hub. {model: warm, every: 10} refreshes it. None means `warm` after a warm start, otherwise `base`."""
     teacher: str | ServerConfig | CustomConfig | None = None
-    """The model that a KL to the teacher draws the policy to: a folder, a name on the hub, or an engine that scores
-    tokens, as {model: DIR, urls: [http://...]} of vLLM servers, or of kind `module:name`."""
+    """The model that a KL to the teacher pulls the policy towards: a folder, a name on the hub, or an engine that
+    scores tokens. Such an engine is {model: DIR, urls: [http://...]} for vLLM servers, or has a kind `module:name`."""
     critic: CriticConfig | None = None
-    """None: a critic with the general defaults if the recipe takes values, otherwise no critic."""
+    """With None, a recipe that uses values has a critic with the general defaults, and other recipes have none."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     publish: Literal["reprefill", "drain"] = "reprefill"
-    """What happens to completions in flight when weights change; both ways keep log-probs exact."""
+    """What happens to completions in flight when weights change. Both choices keep log-probs exact."""
     sleep: bool = False
-    """Servers free their GPU's memory during an update, for a trainer on the same GPU. Needs max_lag 0, since nothing
-    is sampled then."""
+    """Whether servers free their GPU's memory during an update, so that a trainer can use the same GPU. Nothing can be
+    sampled meanwhile, so max_lag must be 0."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
-    """With max_lag 0: the largest allowed |log-prob at sampling - log-prob in training| in nats. None disables the
-    check."""
+    """The largest allowed |log-prob at sampling - log-prob in training| in nats, checked if max_lag is 0. None disables
+    the check."""
     group_deadline: float = Field(default=300.0, gt=0)
-    """Seconds after which a group closes with its finished attempts and cancels the others."""
+    """Seconds after which a group closes with its finished attempts and cancels its other attempts."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
-    """None: all. The base, the last, the best measured and those at the end of a phase are always kept."""
+    """Number of checkpoints to keep; None keeps all. The base, the last, the best measured and those at the end of a
+    phase are always kept."""
     keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
-    """The oldest checkpoints are deleted until the others take at most this many bytes. None sets no bound."""
+    """The oldest checkpoints are deleted until the rest take at most this many bytes. None sets no bound."""
     shuffle_rewards: Literal["within", "across"] | None = None
-    """A control experiment: the rewards of each update are shuffled `within` each group or `across` all of its groups.
-    `within` keeps each group's number of successes; `across` removes all information from the rewards."""
+    """Shuffle the rewards of each update `within` each group or `across` all of its groups, as a control experiment.
+    `within` keeps the number of successes in each group. `across` removes all information from the rewards."""
 
     @model_validator(mode="before")
     @classmethod
     def _with_its_critic(cls, data: Any) -> Any:
-        """The critic of a recipe that takes values is a setting from the start, so that a profile can fill it."""
+        """Add the critic for a recipe that uses values before validation, so that a profile can fill it."""
         if not isinstance(data, dict) or "critic" in data:
             return data
         changes = data.get("changes")
@@ -301,14 +307,14 @@ class LoopConfig(RecipeConfig):
         return self
 
     def longest_episode(self, context: int | None) -> int | None:
-        """The most own tokens of an episode that is one conversation of at most `context` tokens, or None without a
-        limit."""
+        """Return the largest number of own tokens in an episode that is one conversation of at most `context` tokens.
+        Return None if there is no limit."""
         limits, bounds = self.limits, [self.limits.tokens, self.limits.context, context]
         bounds += [n * self.sampling.max_tokens for n in (limits.calls, limits.turns) if n is not None]
         return min((bound for bound in bounds if bound is not None), default=None)
 
     @property
     def episodes_per_group(self) -> int:
-        """Attempts and continuations of a group, without those that are retries of failed ones."""
+        """Number of attempts and continuations in a group. Retries of failed ones don't count."""
         forks = self.forks
         return self.group_size + (forks.attempts * forks.turns * forks.continuations if forks is not None else 0)

@@ -1,6 +1,6 @@
-"""Lines of metrics.jsonl: the values of one update, from the process that made it or from one that applies it again.
+"""Lines of metrics.jsonl. Each has the values of one update and comes from the process that made or repeated it.
 
-docs/metrics.md defines each name. A value that is unknown is None or left out, never 0.
+docs/metrics.md defines each name. An unknown value is None or left out, never 0.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from .staleness import version_number
 
 
 def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
-    """The line of an update on recorded tapes (SFT). uses: its records, one for each epoch."""
+    """Return the line for an update on recorded tapes (SFT). `uses` are its records, one for each epoch."""
     return {"phase": UpdateInfo.of(uses[0]).phase, "update": uses[0].update + 1, **stats.line()}
 
 
 def rollout_line(
     stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
 ) -> dict[str, object]:
-    """The line of an update of the loop on `tapes`. seconds: its duration; None for an update that is applied again."""
-    # The reward of a continuation counts its own turns only, so it isn't comparable with the reward of a whole episode.
+    """Return the line for an update of the loop on `tapes`. `seconds` is its duration, or None if it is applied
+    again."""
+    # The reward of a continuation counts only its own turns, so it isn't comparable with the reward of a whole episode.
     scored = [reward for tape in tapes if tape.begin.parent is None and (reward := tape.reward) is not None]
     line: dict[str, object] = {
         "phase": UpdateInfo.of(uses[0]).phase,
@@ -42,20 +43,21 @@ def rollout_line(
         **{f"component/{name}": mean for name, mean in components(tapes).items()},
         "train_seconds": seconds,
     }
-    # The objective's sums cover the tokens that entered the loss. Where a name is the same, the line keeps the value
-    # over all that was sampled for the update.
+    # The objective's sums cover only the tokens that entered the loss. If a name occurs twice, the line keeps the value
+    # over everything that was sampled for the update.
     line |= {key: value for key, value in _policy_values(stats, uses, tapes).items() if key not in line}
     return line | reward_by_agent(stats.stream)
 
 
 def player_line(name: str, stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """The fields that the player `name` adds to the line of the loop's update on `tapes`."""
+    """Return the fields that the player `name` adds to the line for the loop's update on `tapes`."""
     values = _policy_values(stats, uses, tapes)
     return {f"players/{name}/{key}": value for key, value in values.items()} | reward_by_agent(stats.stream)
 
 
 def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """Lengths and ages of the tokens that one policy's agents sampled for the update, and how many were trained on."""
+    """Return lengths and ages of the tokens that one policy's agents sampled for the update, and how many of them were
+    trained on."""
     info = UpdateInfo.of(uses[0])
     read = set(info.every)
     tapes = [tape for tape in tapes if tape.id in read]
@@ -74,7 +76,8 @@ def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape
 
 
 def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
-    """Mean turns, the share of the episodes that did not finish, and the share of each such end."""
+    """Return the mean number of turns, the share of episodes that did not finish, and the share for each way to end
+    early."""
     cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
     return {
         "turns": mean_of([tape.turns for tape in tapes]),
@@ -84,7 +87,7 @@ def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
 
 
 def components(tapes: Iterable[Tape]) -> dict[str, float]:
-    """NAME -> mean of each reward component and metric, unweighted, over the whole episodes that have it."""
+    """Return the unweighted mean of each reward component and metric by name, over the whole episodes that have it."""
     found: dict[str, list[float]] = {}
     for tape in tapes:
         if tape.begin.parent is None:
@@ -97,7 +100,8 @@ def components(tapes: Iterable[Tape]) -> dict[str, float]:
 
 
 def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dict[str, float | None]:
-    """`length/...`: tokens of answers and episodes. agents: count only their tokens; None counts all."""
+    """Return the fields `length/...`, which count the tokens in answers and episodes. With `agents`, only tokens of
+    these agents count."""
     found: dict[str, list[int]] = {"answer": [], "episode": [], "total": []}
     cut: list[bool] = []
     for tape in tapes:
@@ -114,14 +118,14 @@ def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dic
 
 
 def _sequence_tokens(tape: Tape, calls: Sequence[Call]) -> int:
-    """Tokens of the episode's sequences. A call that continues another is in one sequence with it."""
+    """Return the number of tokens in the episode's sequences. A call that continues another is in the same sequence."""
     tokens = {call.call: tape.log.prompt_length(call) + len(call.completion or ()) for call in calls}
     continued = {call.base for call in calls if call.base is not None and call.keep == tokens.get(call.base)}
     return sum(n for call, n in tokens.items() if call not in continued)
 
 
 def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
-    """Age in updates -> sampled tokens of the batch; tokens of another lineage don't count."""
+    """Return age in updates -> number of sampled tokens in the batch. Tokens of other lineages don't count."""
     tokens: Counter[str] = Counter()
     for tape in tapes:
         for call in tape.calls:
@@ -132,11 +136,11 @@ def _ages(tapes: Sequence[Tape], use: Use) -> dict[int, int]:
 
 
 UNIT = 1 if sys.platform == "darwin" else 1024
-"""Bytes of one unit of `ru_maxrss`: bytes on macOS, KiB on Linux."""
+"""Bytes per unit of `ru_maxrss`, which counts bytes on macOS and KiB on Linux."""
 
 
 def performance_line(**seconds: float) -> dict[str, float]:
-    """`perf/NAME_seconds` of each argument, and the peak memory of the process and of its GPU in MiB."""
+    """Return `perf/NAME_seconds` for each argument, and the peak memory in MiB of the process and its GPU."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT / 2**20
     line = {f"perf/{name}_seconds": round(value, 4) for name, value in seconds.items()}
     line["perf/memory_mib"] = round(peak, 1)

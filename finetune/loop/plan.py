@@ -1,7 +1,7 @@
 """Plans: how an update makes its batch from recorded tapes. The `use` record holds the plan, to make the batch again.
 
 An update makes one version of the policy. It may pass over its batch in several epochs and divide each epoch into
-mini-batches, with an optimiser step for each; there is a `use` record for each epoch.
+mini-batches, with one optimiser step for each mini-batch. Each epoch has a `use` record.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ..data.stream import Episode
 from .staleness import drop_stale
 
 TEXTS = "@corpus"
-"""The path of a corpus's rows. No agent has this path, so the policies of all agents imitate these rows."""
+"""The agent path in the rows of a corpus. No agent has this path, so all policies imitate these rows."""
 Source = Callable[[str], tuple[list[Row], Episode]]
-"""Rows and episode of a tape, by its id."""
+"""Takes the id of a tape, and returns its rows and its episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows that one update trains on, in order, and the tokens that it leaves out, by reason."""
+    """The rows that one update trains on, in order, and the tokens that it leaves out, with one field per reason."""
 
     rows: list[Row]
     episodes: list[Episode]
     stale: list[Range] = field(default_factory=list)
     context: list[Range] = field(default_factory=list)
-    """Tokens of agents that this run doesn't train: the model reads them and has no loss on them."""
+    """Tokens of agents that this run doesn't train. The model reads them but has no loss on them."""
     filtered: list[Range] = field(default_factory=list)
-    """Tokens of groups that were set aside before the update."""
+    """Tokens in groups that were set aside before the update."""
     shown: list[Row] = field(default_factory=list)
     """Demonstrations, for a recipe with an `nll` regulariser."""
 
@@ -54,7 +54,7 @@ class ComputedOn(Value):
     """SHA-256 of the recipe's JSON."""
     torch: str | None = None
     threads: int | None = None
-    """CPU threads of torch: sums in another order have other last bits."""
+    """CPU threads of torch. They decide the order in which sums are computed, and so their last bits."""
     device: str | None = None
     chip: str | None = None
     ranks: int = 1
@@ -71,23 +71,23 @@ class Plan(Value):
     oldest: int | None = None
     """Tokens sampled by a version older than this are stale and are left out. None sets no bound."""
     rewards: tuple[float | None, ...] | None = None
-    """Rewards in place of the tapes' own (a control experiment); None for an unscored tape."""
+    """Rewards that replace the tapes' own in a control experiment. The reward of an unscored tape is None."""
     aside: tuple[str, ...] = ()
-    """Tapes of flat groups, which were sampled for this update and aren't trained on; counted as `filtered`."""
+    """Tapes from flat groups that were sampled for this update and aren't trained on. They count as `filtered`."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents that are trained; tokens of other agents are context. None: all."""
+    """Paths of the agents that are trained. Tokens of other agents are context. None trains all."""
     by_agent: bool = False
     """Compare each agent with itself in the other attempts, by its own reward."""
     batches: tuple[int, ...] = ()
-    """The number of tapes of each rollout batch, if an update has several; empty for a single batch. A recipe's
-    baseline `by = batch` compares within one of them."""
+    """The number of tapes in each rollout batch if the update has several, otherwise empty. With `by = batch`, a
+    recipe's baseline compares episodes within one rollout batch."""
     epochs: int = 1
     minibatches: int = 1
-    """Optimiser steps of an epoch, each on one part of the tapes."""
+    """Optimiser steps per epoch, each on one part of the tapes."""
     order: int = 0
-    """The seed of the division into mini-batches."""
+    """The seed for the division into mini-batches."""
     shown: tuple[str, ...] = ()
-    """Demonstrations: tapes that the update imitates as well."""
+    """Demonstrations, which are tapes that the update also imitates."""
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -96,12 +96,12 @@ class Plan(Value):
 
     @property
     def read(self) -> tuple[str, ...]:
-        """All tapes that the update reads, with its demonstrations."""
+        """All tapes that the update reads, including its demonstrations."""
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
-        """The plan as a `use` record holds it. Fields at their defaults are left out, so a record that is
-        older than a field equals one that is made now."""
+        """Return the plan as it is stored in a `use` record. Fields that have their default are left out, so a record
+        that is older than such a field equals one that is made now."""
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {
@@ -112,7 +112,7 @@ class Plan(Value):
 
     @classmethod
     def of(cls, use: Use) -> Self:
-        """The plan of a recorded update. Raises NotATape if a field has the wrong type."""
+        """Return the plan for a recorded update. Raises NotATape if a field has the wrong type."""
         try:
             return cls.model_validate(use.info)
         except ValidationError as error:
@@ -124,7 +124,7 @@ class Plan(Value):
             ) from error
 
     def batch(self, lineage: str, source: Source) -> Batch:
-        """The batch. `oldest` counts versions of `lineage`; tokens of other lineages have no age."""
+        """Make the batch. `oldest` counts versions of `lineage`; tokens of other lineages count as stale."""
         batch = Batch([], [])
         if self.by_agent:
             found = [source(tape) for tape in self.tapes]
@@ -154,9 +154,9 @@ class Plan(Value):
 
 
 class UpdateInfo(Plan):
-    """`Use.info` of one epoch of an update: its plan, and what came of it.
+    """The contents of `Use.info` for one epoch of an update: the plan and its results.
 
-    Unknown keys are kept: another version of this package, or another trainer (TRL), may have written more.
+    Unknown keys are kept, because another version of this package or another trainer (TRL) may have written more.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -164,52 +164,52 @@ class UpdateInfo(Plan):
     stale: tuple[Range, ...] = ()
     """Tokens that were too old to be trained on."""
     filtered: tuple[Range, ...] = ()
-    """Tokens of scored episodes that took no part."""
+    """Tokens of scored episodes that did not enter the loss."""
     lr: float | None = None
     skipped: str | None = None
     """Why no step was taken, or None if the update was applied."""
     loss: float | None = None
-    """None if it wasn't finite."""
+    """The loss, or None if it wasn't finite."""
     grad_norm: float | None = None
-    """Before clipping; None if it wasn't finite."""
+    """The norm of the gradient before clipping, or None if it wasn't finite."""
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
-    """Tape -> its digests as the update read it. Only the first epoch of an update has the fields from here on."""
+    """Tape -> its digests when the update read it. Only the first epoch of an update has this field and those below."""
     reference: str | None = None
-    """Name and digest of the model that the policy was compared with, or None if the recipe reads none."""
+    """Name and digest of the reference model, or None if the recipe reads none."""
     teacher: str | None = None
-    """The same of the teacher."""
+    """Name and digest of the teacher, or None if the recipe reads none."""
     on: ComputedOn | None = None
     mismatch: float | None = None
-    """Largest |log-prob in training - at sampling| of a token that the weights before the update sampled; of any token
-    in a record without `moved`."""
+    """Largest |log-prob in training - log-prob at sampling| among tokens that the weights before the update sampled. In
+    a record without `moved`, it covers all tokens."""
     moved: float | None = None
-    """The same of any token."""
+    """The same difference, but among all tokens."""
     delivery: dict[str, JsonValue] | None = None
-    """How the weights that the update began with arrived at the samplers (`delivery.py`)."""
+    """The check that the samplers had the weights with which the update began (`delivery.py`)."""
 
 
 def by_update(uses: Iterable[Use]) -> list[list[Use]]:
-    """The records of each update, in order: one for each epoch."""
+    """Group the records by update, in order. Each update has one record per epoch."""
     return [list(epochs) for _, epochs in groupby(uses, key=lambda use: use.update)]
 
 
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Pin of every tape with a token that one of these updates trained on, from the last update that did."""
+    """Return the pin of every tape that these updates trained on. Of several pins, the last update's counts."""
     taught: dict[str, Pin] = {}
     pins: dict[str, Pin] = {}
     for use in uses:
         found = UpdateInfo.of(use).pins
-        pins = found if found is not None else pins  # only the first epoch of an update records pins
+        pins = found if found is not None else pins  # only the first epoch in an update records pins
         for tape in dict.fromkeys(item[0] for item in use.items):
             taught[tape] = pins.get(tape, ())
     return taught
 
 
 def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
-    """The tapes of SFT update `update`: shuffled epochs, cut into batches. The seed alone decides, so a resumed run
-    draws the same batches."""
+    """Return the tapes for SFT update `update`. Each epoch is shuffled and divided into batches. The result depends
+    only on the arguments, so a resumed run draws the same batches."""
     if len(tapes) < batch:
         raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
     per_epoch = len(tapes) // batch

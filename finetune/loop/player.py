@@ -1,8 +1,8 @@
 """A player: another model that learns from a loop's episodes, next to the loop's own policy.
 
-Each player has weights, a lineage, checkpoints and a trainer of its own, and makes one update from every batch of the
-loop, from the tokens of its agents. After a crash between the loop's record and a player's, the player is one update
-behind. It makes that update from the loop's record, so all of them have the same number of updates again.
+Each player has its own weights, lineage, checkpoints and trainer. It makes one update from every batch of the loop,
+from its agents' tokens. After a crash between the loop's record and a player's, the player is one update behind. It
+makes that update from the loop's record, so that all policies have the same number of updates again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .staleness import stale_before
 
 
 class BadPlayers(TapereelError, ValueError):
-    """Agents that no policy or two policies would train; names them."""
+    """An agent would be trained by two policies, or the division of agents between policies is unclear."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """One more policy. Its agents' tokens are context to the other policies, and their tokens to it."""
+    """One more policy. Its agents' tokens are context for the other policies, and their tokens are context for it."""
 
     history: History
     """Its history in the loop's store, with its own lineage, model, trainer and folder of checkpoints."""
     engine: TrainableEngine
-    """The engine that samples for its agents and takes its weights."""
+    """The engine that samples for its agents with its weights."""
     agents: tuple[str, ...] = ()
     """Paths of its agents."""
     name: str = ""
@@ -46,22 +46,22 @@ class Player:
         return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """Its own plan for an update of the loop. The loop alone accounts for the flat groups (`aside`)."""
+        """Return its own plan for an update of the loop. Only the loop accounts for the flat groups (`aside`)."""
         oldest = stale_before(self.history.updates, max_lag)
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 
     def update(
         self, plan: Plan, source: Source, mode: str
     ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
-        """Make one update from the loop's batch; returns (statistics, records, copied weights, their record). May run
-        in a thread."""
+        """Make one update from the loop's batch. Return its statistics, its records, a copy of the weights and the
+        record for them. This may run in a thread."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
         """Make the updates that `lineage` recorded and this history lacks, from the plans in the loop's records.
 
-        Each is recorded before the engine gets its weights, as in the loop.
+        Each update is recorded before the engine gets its weights, as in the loop.
         """
         for use in self.history.unrecorded:
             store.append_layer(use)
@@ -78,8 +78,8 @@ class Player:
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
-    """Raise BadPlayers if two policies train one agent or the loop's own agents aren't named, and BrokenHistory if a
-    player has more updates than the loop."""
+    """Raise BadPlayers if two policies train one agent or have one lineage, or if the loop's own agents aren't named.
+    Raise BrokenHistory if a player has more updates than the loop."""
     if not players:
         return
     if agents is None:

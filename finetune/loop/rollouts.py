@@ -1,13 +1,14 @@
-"""The queue of groups between rollout and training: it samples groups, closes them and hands them to updates.
+"""The queue of groups between rollout and training. It samples groups, closes them and passes them to updates.
 
-A group has a number and one task. The same task drawn again later is another group, so the attempts of two epochs of a
-taskset, or of policies far apart, are never compared. Each closed group goes to one update or to none:
+A group has a number and one task. If the same task is drawn again later, it gets another group. So attempts from two
+epochs of a taskset, or by policies far apart, are never compared. Each closed group goes to one update or to none:
 
-    ready     an update takes it, oldest first
-    aside     flat: the recipe would drop it; others are sampled in its place, `extra_groups` for one update at most
+    ready     an update takes it; the oldest groups are taken first
+    aside     the recipe would drop it, because it is flat; others are sampled in its place, at most `extra_groups`
+              for one update
     dropped   none of its attempts can be trained on; another group is sampled in its place
 
-A resumed loop continues with the attempts that an earlier process closed on tape.
+A resumed loop continues with the closed tapes of an earlier process.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ from .staleness import Pacer, version_number
 log = logger("groups")
 
 BARREN_BATCHES = 8
-"""The loop stops after this many batches of groups in a row without a usable attempt. By then the cause is permanent,
-and the loop would record failures until the disk is full."""
+"""The loop stops after this many batches of groups in a row without a usable attempt. By then the cause must be
+permanent, and the loop would record failures until the disk is full."""
 EXTRA_BATCHES = 3
 """The default of `loop.extra_groups`, in batches of groups."""
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """No attempt of many groups in a row can be trained on. The message names the end of the last attempt."""
+    """Many groups in a row have no attempt that can be trained on. The message says how the last attempt ended."""
 
 
 class Filled(StrEnum):
@@ -60,7 +61,7 @@ class Filled(StrEnum):
     FULL = "full"
     """As many groups as configured."""
     SHORT = "short"
-    """Fewer groups: too many were flat, and `extra_groups` others have been sampled in their place already."""
+    """Fewer groups, because too many were flat and `extra_groups` others had already been sampled in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +73,17 @@ class Taken:
     """Groups that were sampled for this update and are flat."""
     filled: Filled
     closings: Counter[Closing]
-    """How each group closed that has closed since the last update, dropped groups included."""
+    """How the groups closed that have closed since the last update. Dropped groups are included."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Cause -> tapes of those groups that can't be trained on."""
+    """Cause -> number of tapes in those groups that can't be trained on."""
 
     @property
     def tapes(self) -> list[Tape]:
-        """Every attempt that could be trained on, those set aside last."""
+        """Every attempt that could be trained on. Attempts from groups that were set aside come last."""
         return [tape for group in (*self.groups, *self.aside) for tape in group.usable]
 
     def line(self) -> dict[str, object]:
-        """Its part of a line of metrics."""
+        """Return the fields that it adds to a line of metrics."""
         return {
             "groups": len(self.groups),
             "groups_aside": len(self.aside),
@@ -93,7 +94,8 @@ class Taken:
 
 
 class Rollouts:
-    """The groups of one loop. `feed` samples them until cancelled; `take` returns the batch of the next update."""
+    """The groups of one loop. `feed` samples them until it is cancelled. `take` returns the batch for the next
+    update."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class Rollouts:
         self.seed = seed
         self.phase = phase
         self.trained = None if config.agents is None else frozenset(config.agents)
-        """Paths of all agents that any policy trains, or None if all are trained."""
+        """Paths of all agents that some policy trains, or None if all are trained."""
         self.drops_flat = recipe.select.flat == "drop"
         extra = config.extra_groups
         batch = config.groups * config.rollouts
@@ -132,7 +134,7 @@ class Rollouts:
         self.ready: dict[int, Group] = {}
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
-        """Rows and episode of each tape that waits for an update, converted once when its group closes."""
+        """Rows and episode of each tape that waits for an update. A tape is converted once, when its group closes."""
         self.next_group = 0
         self.sampled_tokens = 0
         self.dropped = 0
@@ -142,22 +144,22 @@ class Rollouts:
         self._closings: Counter[Closing] = Counter()
         self._lost: Counter[str] = Counter()
         self._changed = asyncio.Event()
-        """Set when pacing may allow more groups."""
+        """Set when more groups may be able to start."""
         self._more = True
         """Whether further groups may begin."""
         self._closed = asyncio.Event()
         """Set when a group has closed."""
 
     def name(self, number: int) -> str:
-        """The group's id on tape. Resume finds the groups of this loop by it."""
+        """Return the group's id on tape. `resume` finds the groups of this loop by it."""
         return f"{self.history.lineage}/{self.phase}/{number:06d}"
 
     # From an earlier process
 
     def resume(self) -> None:
-        """Continue with the groups on tape: closed groups are ready, half-sampled groups get their missing attempts.
+        """Continue with the groups on tape. Closed groups are ready; half-sampled groups get their missing attempts.
 
-        A group with a tape that a recorded update names is spent as a whole. Without that rule, its other attempts
+        If a recorded update names any tape of a group, the whole group counts as used. Otherwise its other attempts
         would be trained on a second time.
         """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
@@ -182,8 +184,8 @@ class Rollouts:
                 self._continue(group)
 
     def _continue(self, group: Group) -> None:
-        # A group is as old as its oldest sampled token, not as this process: pacing and staleness must be the same as
-        # in an uninterrupted run.
+        # The age of a group is that of its oldest sampled token, not that of this process, so that pacing and staleness
+        # are the same as in an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         for tape in (tape for tapes in group.tapes.values() for tape in tapes):
             if tape.trains and not comparable(tape):
@@ -199,12 +201,12 @@ class Rollouts:
             group.closed = Closing.COMPLETE if len(group.usable) == group.size else Closing.FAILED
             self._close(group)
         else:
-            # The earlier process dropped this group. It doesn't count toward the limit of groups dropped in a row:
-            # otherwise a run that stopped there could never be resumed, even after its cause was mended.
+            # The earlier process dropped this group. It doesn't count toward the limit for groups dropped in a row.
+            # Otherwise a run that stopped at that limit could never be resumed, even after its cause was fixed.
             self.dropped += 1
 
     def _versions(self, group: Group) -> list[int]:
-        """The numbers of the policy's versions that sampled the group's tokens; other lineages are left out."""
+        """Return the numbers of the policy's versions that sampled the group's tokens. Other lineages are left out."""
         names = {
             version
             for tapes in group.tapes.values()
@@ -220,7 +222,7 @@ class Rollouts:
     async def feed(self) -> None:
         """Keep as many groups in flight as pacing allows, until cancelled.
 
-        Unfinished groups of an earlier process come first: they are the oldest, and their tokens grow stale.
+        Unfinished groups from an earlier process come first, because their tokens are the oldest and become stale.
         """
         async with asyncio.TaskGroup() as jobs:
             while True:
@@ -228,7 +230,7 @@ class Rollouts:
                     group = self._unfinished.pop(0) if self._unfinished else self._new_group()
                     self.pacer.start()
                     jobs.create_task(self._sample(group))
-                # No await stands between the check of the capacity and `clear`, so no wake-up is lost.
+                # There is no await between the check of the capacity and `clear`, so no wake-up is lost.
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -258,7 +260,7 @@ class Rollouts:
         self._close(group)
 
     async def _compare(self, group: Group) -> None:
-        """Add the rewards that depend on the other attempts of the group (relative rewards), if there are any."""
+        """Add the rewards that depend on the other attempts in the group (relative rewards), if there are any."""
         scored = await compared(self.rewards, group.usable, self.store.append_layer)
         for tapes in group.tapes.values():
             tapes[:] = [next((t for t in scored if t.id == tape.id), tape) for tape in tapes]
@@ -269,13 +271,14 @@ class Rollouts:
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
-        """Whether an attempt sampled now can still be compared with the group's first attempts: at most `max_lag`
-        updates lie between them."""
+        """Return whether an attempt sampled now can still be compared with the group's first attempts. There may be at
+        most `max_lag` updates between them."""
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
-        """Add the continuations of `loop.forks`, each as an attempt of its own; true if there are any. The seed and the
-        attempts alone decide which attempts continue, and from which turns. So a resumed loop draws the same ones."""
+        """Add the continuations for `loop.forks`, each as a separate attempt, and return whether there are any. Which
+        attempts continue, and from which turns, depends only on the seed and the attempts, so a resumed loop draws the
+        same ones."""
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False
@@ -291,8 +294,8 @@ class Rollouts:
             for tape in group.tapes.get(k, ()):
                 parent = tape.begin.parent
                 if parent is None or (parent.tape, parent.turn) != (prefix.id, prefix.turns):
-                    # An earlier process forked other attempts, because a crash or a deadline left other ones usable.
-                    # Continuations of different points can't be compared, so the group stays as it is.
+                    # An earlier process forked other attempts, because a different set was usable after a crash or a
+                    # deadline. Continuations from different points can't be compared, so the group stays as it is.
                     return False
         group.prefixes = dict(enumerate(prefixes, group.size))
         group.size += len(prefixes)
@@ -361,9 +364,9 @@ class Rollouts:
     # Updates
 
     async def take(self) -> Taken:
-        """Wait for the next update's batch, and take it off the queue: the oldest groups first.
+        """Wait for the next update's batch, and take it off the queue.
 
-        Tokens of the oldest groups are the next to become stale; any other order would waste them.
+        The oldest groups are taken first, because their tokens are the next to become stale and would be wasted.
         """
         while not self.pacer.has_batch:
             self._closed.clear()
@@ -391,8 +394,8 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes: their update is recorded, and its weights are published. more: allow further groups; they
-        would be sampled for nothing after the last update."""
+        """Forget these tapes, because their update is recorded and its weights are published. `more` allows further
+        groups. It is false after the last update, when they would be sampled for nothing."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()
@@ -401,9 +404,9 @@ class Rollouts:
 
 
 def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> bool:
-    """Whether all tapes that are compared have the same reward, or none is scored; such groups have advantage 0, and
-    `flat = drop` drops them. Attempts from the first turn are compared with each other, and continuations of one turn
-    with each other. earned: rewards in place of the tapes' own."""
+    """Return whether all tapes that are compared have the same reward, or no tape is scored. Such groups have advantage
+    0, and `flat = drop` drops them. Attempts from the first turn are compared with each other, and so are continuations
+    from the same turn. `earned` replaces the tapes' own rewards."""
     rewards: dict[object, set[float]] = {}
     for tape, reward in zip(tapes, [tape.reward for tape in tapes] if earned is None else earned, strict=True):
         if reward is not None:
@@ -413,7 +416,7 @@ def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> boo
 
 
 def _end(tape: Tape) -> str:
-    """How the episode ended, with its error and the line that raised it."""
+    """Describe how the episode ended, with its error and the line that raised it."""
     cause = tape.cause
     why = [part for part in (cause.type.value, cause.error, cause.message) if part] if cause is not None else []
     where = f" ({cause.frame})" if cause is not None and cause.frame else ""

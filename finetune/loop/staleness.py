@@ -1,12 +1,13 @@
 """Staleness (off-policy lag): how many groups may be sampled ahead, and which tokens are too old to train on.
 
 capacity = min(max_concurrent - running, (max_lag + 1) * batch - outstanding), where outstanding = running + closed and
-unused + in the update. `Pacer` makes stale samples rare: it counts groups that will be trained `max_lag` updates late
-at most, if no group is overtaken. Only `drop_stale`, when the batch is made, guarantees the bound for each token.
-Counts are in groups: a group is sampled to be compared, so half of one is of no use.
+unused + in the update. `Pacer` makes stale samples rare: if no group is overtaken, every group that it allows is
+trained on at most `max_lag` updates late. Only `drop_stale`, when the batch is made, guarantees the bound for each
+token. Whole groups are counted, because attempts are sampled to be compared with each other.
 
-Groups that teach nothing (flat ones, if the recipe drops them) are set aside, and others are sampled in their place:
-`extra` of them for one update. Each further one makes the update's batch one group smaller, so an update always comes.
+Groups from which nothing can be learned (flat ones, if the recipe drops them) are set aside. Up to `extra` others are
+sampled in their place for one update. After that, each further flat group makes the update's batch one group smaller,
+so an update always comes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..data.rows import Row
 
 @dataclass(slots=True)
 class Pacer:
-    """Counts groups by their state. The caller reports each change; `capacity` is the number of groups that may
+    """Counts groups by their state. The caller reports each change, and `capacity` is the number of groups that may
     start."""
 
     batch: int
@@ -31,16 +32,17 @@ class Pacer:
     max_concurrent: int
     """Groups that may run at once."""
     max_lag: int
-    """Updates that a sample's policy may be behind the one it trains; 0 is synchronous."""
+    """How many updates a sample's policy may be behind the policy that trains on it. 0 is synchronous."""
     extra: int = 0
     """Groups that may be sampled for one update to replace groups that were set aside."""
     running: int = 0
     ready: int = 0
-    """Closed, not yet in an update."""
+    """Groups that are closed and not yet in an update."""
     aside: int = 0
-    """Set aside since the last update began."""
+    """Groups that were set aside since the last update began."""
     updating: int = 0
-    """In the update that runs now. Groups that it lacks count too: otherwise others would be sampled in their place."""
+    """Groups in the update that runs now. Groups that it lacks count too, so that no others are sampled in their
+    place."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_concurrent < 1 or self.max_lag < 0 or self.extra < 0:
@@ -50,13 +52,13 @@ class Pacer:
     def overdrawn(self) -> int:
         """Groups set aside beyond `extra`.
 
-        They count as outstanding. Otherwise a policy whose groups are all flat would be sampled forever.
+        They count as outstanding. Otherwise sampling would never stop for a policy whose groups are all flat.
         """
         return max(0, self.aside - self.extra)
 
     @property
     def lacking(self) -> int:
-        """Groups by which the next update is smaller."""
+        """The number of groups by which the next update is smaller than `batch`."""
         return min(self.batch, self.overdrawn)
 
     @property
@@ -65,7 +67,7 @@ class Pacer:
 
     @property
     def capacity(self) -> int:
-        """Groups that may start now; never negative."""
+        """The number of groups that may start now. It is never negative."""
         return max(0, min(self.max_concurrent - self.running, (self.max_lag + 1) * self.batch - self.outstanding))
 
     @property
@@ -76,16 +78,16 @@ class Pacer:
         self.running += 1
 
     def close(self, *, usable: bool, aside: bool = False) -> None:
-        """A group ended. A group that can't be used (dropped, set aside) leaves the count.
+        """Report that a group ended. A group that can't be used (dropped or set aside) is no longer outstanding.
 
-        If it stayed outstanding, capacity could reach 0 with no batch ready, and the loop would wait forever.
+        Otherwise capacity could reach 0 with no batch ready, and the loop would wait forever.
         """
         self.running -= 1
         self.aside += aside
         self.ready += usable and not aside
 
     def take(self) -> int:
-        """The next update begins; returns how many of the ready groups it takes."""
+        """Report that the next update begins. Return how many of the ready groups it takes."""
         taken = min(self.ready, self.batch)
         self.ready -= taken
         self.aside = 0
@@ -93,36 +95,36 @@ class Pacer:
         return taken
 
     def applied(self) -> None:
-        """The update is applied and its weights are published."""
+        """Report that the update is applied and its weights are published."""
         self.updating = 0
 
 
 def stale_before(update: int, max_lag: int) -> int:
-    """Tokens of policy versions below this one are too old for the update that makes version `update + 1`."""
+    """Return the oldest version whose tokens are still fresh enough for the update that makes version `update + 1`."""
     return update - max_lag
 
 
 def version_name(lineage: str, n: int) -> str:
-    """`lineage:n`, the policy after n updates."""
+    """Return `lineage:n`, the name of the policy after n updates."""
     return f"{lineage}:{n}"
 
 
 def version_number(version: str, lineage: str) -> int | None:
-    """n of `lineage:n`; None for a version of another lineage."""
+    """Return the n in `lineage:n`, or None for a version of another lineage."""
     name, _, n = version.rpartition(":")
     return int(n) if name == lineage and n.isdigit() else None
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
-    """The rows, in which tokens of policies older than `lineage:oldest` are context now, and those tokens' ranges.
+    """Make tokens of policies older than `lineage:oldest` context. Return the new rows and the ranges of these tokens.
 
-    A token without a version (authored text) has no age. A token of another lineage counts as stale: how far that
-    policy is from this one is unknown.
+    A token without a version (authored text) has no age. A token of another lineage counts as stale, because it is
+    unknown how far that policy is from this one.
     """
 
     def fresh(row: Row) -> NDArray[np.bool_]:
         numbers = [version_number(version, lineage) for version in row.versions]
-        # The last entry stands for version -1 (authored text), which indexes the array from its end.
+        # The last entry is for version -1 (authored text), which indexes the array from its end.
         return np.array([*(n is not None and n >= oldest for n in numbers), True], dtype=bool)[row.version]
 
     return keep_tokens(rows, fresh)
