@@ -1,4 +1,5 @@
-"""A training run in its directory: settings, models, warm start, loop, evaluations, report and trackers; the demo.
+"""A training run in its directory, with settings, models, warm start, loop, evaluations, report and trackers. The demo
+is here too.
 
-Imports `finetune.loop`, `finetune.interchange` and the rooms below them.
+It imports `finetune.loop`, `finetune.interchange` and the packages below them.
 """

@@ -1,14 +1,14 @@
 """The demo: an untrained chat model learns what words mean to a calculator, in one run directory, in minutes on a CPU.
 
-Its problems look like `47plus83`. Demonstrations show how to use the calculator but not the meaning of the words: only
-the rewards contain that. A habit that all tasks share, whichever it is, solves a third of them. So the held-out
-reward, greedy or sampled, can't come near 1 by a drift.
+Its problems look like `47plus83`. Demonstrations show how to use the calculator but not what the words mean. Only the
+rewards contain that. Any habit that is the same for all tasks solves a third of them. So the held-out reward, greedy or
+sampled, can't come near 1 by drift alone.
 
-It is a run of `train` whose model is drawn from the seed, and whose warm start imitates demonstrations that the demo
-records in the run itself. `controls` adds two runs on as many tokens, without the rewards that are claimed to teach.
+The demo is a run of `train`. Its model is drawn from the seed, and its warm start imitates demonstrations that the demo
+records in the same run. `controls` adds two runs on as many tokens, without the rewards that are claimed to teach.
 
-With pictures, a vision model learns which way the lamps at crossings say. The demonstrations go any way, so what a
-lamp's colour means is in the rewards alone.
+In the demo with pictures, a vision model learns which way each lamp at a crossing tells it to go. The demonstrations go
+in random directions, so only the rewards contain what a lamp's colour means.
 """
 
 from __future__ import annotations
@@ -68,20 +68,21 @@ except ModuleNotFoundError as error:
 
 
 SPARE = 1.25
-"""Tasks that are set aside for each held-out task: the size of a split by hash is only about the requested one."""
+"""Tasks that are set aside for each held-out task. There must be more, because a split by hash only has about the
+requested size."""
 CONTEXT = 64
-"""Tokens of prompt and completion together; a whole episode takes about 35."""
+"""Tokens in prompt and completion together. A whole episode takes about 35."""
 
 
 class DemoConfig(SeedConfig, TrackedConfig):
     """The settings of the demo. The README's numbers were made with the defaults."""
 
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
-    """The recipe of the loop; `loop.recipe` is set to it."""
+    """The recipe for the loop. `loop.recipe` is set to it."""
     model_size: Literal["micro", "tiny", "small", "base"] = "small"
     tasks: int = Field(default=14_000, ge=64)
     held_out: int = Field(default=512, ge=16)
-    """Held-out tasks of an evaluation."""
+    """Held-out tasks per evaluation."""
     demonstrations: int = Field(default=12_000, ge=64)
     warm: WarmStartConfig = WarmStartConfig(
         updates=360,
@@ -97,7 +98,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         optimiser=OptimiserConfig(lr=5e-4),
     )
     threads: int = Field(default=1, ge=1)
-    """Torch threads. One keeps its speed while other work runs on the machine; two are faster on an idle machine."""
+    """Torch threads. Two are faster on an idle machine, but one is not slowed down by other work on the machine."""
 
     @model_validator(mode="after")
     def _agrees(self) -> DemoConfig:
@@ -119,7 +120,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         return self
 
     def training(self) -> TrainConfig:
-        """The settings of `train` that make this training."""
+        """Return the settings with which `train` does this training."""
         return TrainConfig(
             engine=EmbeddedConfig(model=self.model_name, slots=256, capacity=CONTEXT),
             trainer=TrainerConfig(device="cpu", threads=self.threads),
@@ -143,25 +144,26 @@ class DemoConfig(SeedConfig, TrackedConfig):
         return f"the {self.model_size} model that is drawn from seed {self.seed}"
 
     def policy(self) -> Policy:
-        """The model, untrained."""
+        """Make the untrained model."""
         tokenizer = char_tokenizer()
         model = tiny_model(tokenizer, self.model_size, seed=self.seed, context=CONTEXT)
         return Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=CONTEXT)
 
     def resolved(self) -> tuple[TrainConfig, LoadedSetup]:
-        """The same, with agent, environment and tasks."""
+        """Return the settings of `train`, with agent, environment and tasks."""
         tasks = word_problems(self.tasks, self.seed)
         return self.training().resolve(agent=calculator_agent(), env=calculator, tasks=tasks)
 
     def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
-        """The task of each demonstration."""
+        """Return the task for each demonstration."""
         n = self.demonstrations
-        # The numbers differ from the word problems': with equal ones, a symbol would give away the meaning of a word.
+        # The numbers differ from those in the word problems. If they were equal, a symbol would reveal what a word
+        # means.
         symbols = word_problems((n + 1) // 2, self.seed + 10**9, symbols=True)
         return [train_tasks[k % len(train_tasks)] if k % 2 else symbols[k // 2] for k in range(n)]
 
     def demonstrate(self, request: Request) -> str:
-        """The next text of the demonstrator."""
+        """Return the demonstrator's next text."""
         heard = [m["content"] for m in request.messages if m["role"] == "user"]
         return demonstrate(heard[0], heard[1:], random.Random(request.seed))
 
@@ -171,7 +173,7 @@ class PicturesDemoConfig(DemoConfig):
 
     model_size: Literal["small"] = "small"  # pyright: ignore[reportIncompatibleVariableOverride]
     blind: bool = False
-    """A control: each walk shows the lamps of another one."""
+    """Show the lamps of another walk in each walk, as a control."""
     tasks: int = Field(default=800, ge=64)
     held_out: int = Field(default=192, ge=16)
     demonstrations: int = Field(default=640, ge=64)
@@ -214,24 +216,25 @@ class PicturesDemoConfig(DemoConfig):
 
 
 class DemoFailed(TapereelError, RuntimeError):
-    """A part of the demo failed; the message names the part."""
+    """A part of the demo failed. The message names the part."""
 
 
 def calculator_agent() -> ChatAgent:
-    """The agent of the demo. Its answers are calls of the calculator or final answers; other text is a parse error."""
+    """Return the demo's agent. Its answers are calls of the calculator or final answers. Other text is a parse
+    error."""
     return ChatAgent(parse=read_action, name="solver", misreads=0)
 
 
 def calculator() -> Calculator:
-    """The environment of the demo."""
+    """Return the demo's environment."""
     return Calculator(scorer="basic_arithmetic", max_turns=4)
 
 
 class ControlSummary(Value):
-    """The result of a control: the same start and as many trained tokens, without the rewards."""
+    """The result of a control, which has the same start and trains on as many tokens, without the rewards."""
 
     after: float | None
-    """Held-out reward, sampled."""
+    """Held-out reward with sampled answers."""
     greedy_after: float | None
     trained_tokens: int
 
@@ -242,7 +245,7 @@ class DemoSummary(TrainSummary):
     seed: int
     algo: str
     controls: dict[str, ControlSummary] | None
-    """`sft`: more imitation in place of the loop. `shuffled`: the loop with rewards shuffled within groups."""
+    """`sft` imitates more instead of running the loop. `shuffled` is the loop with rewards shuffled within groups."""
     scores: tuple[Score, ...]
     """The table of results."""
 
@@ -255,7 +258,7 @@ def demo(
     resume: bool = False,
     progress: Progress = silent,
 ) -> DemoSummary:
-    """Run the demo, or with `resume` its missing parts. Raises the same errors as `train`."""
+    """Run the demo. With `resume`, only its missing parts are run. Raises the same errors as `train`."""
     torch.set_num_threads(config.threads)
     run = DemoRun(config, Path(out), controls, progress)
     summary = run.lead(resume)
@@ -303,11 +306,11 @@ class DemoRun(TrainingRun):
         return ()
 
     def imitated(self) -> tuple[Sequence[str], Source]:
-        """Record the demonstrations that are not on tape yet. Demonstration k has the same task and seed in every
-        process."""
+        """Record the demonstrations that are not on tape yet. The task and the seed of demonstration k are the same in
+        every process."""
         history = self.training.history
         if not self.demo.warm.updates and not checkpoints(history.directory):
-            history.settle()  # the controls begin with these weights too
+            history.settle()  # the controls also begin with these weights
         n, store, tasks = self.demo.demonstrations, self.directory.store, self.demo.shown(self.scene.train_tasks)
         have = {}
         for summary in store.summaries(split="demo", closed=True):
@@ -387,14 +390,14 @@ class DemoRun(TrainingRun):
             return await self.training.evaluate(engine, when)
 
     def _control_sft(self, history: History, trained: int) -> None:
-        """More imitation, on as many tokens as the loop trained on."""
+        """Continue the imitation, on as many tokens as the loop trained on."""
 
         def report(_: int, line: dict[str, Any]) -> None:
             done = min(history.trained_tokens, trained)
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
-        # The control has a store of its own. Its updates name these tapes, so the tapes must be there too; otherwise no
-        # later process could apply the updates again.
+        # The control has its own store. Its updates name these tapes, so the tapes must be in that store too. Otherwise
+        # no later process could apply the updates again.
         tapes = bring_in(self.out, self.order, history.store, self.policy.renderer)
         warm_start(
             self.demo.warm,
@@ -410,8 +413,8 @@ class DemoRun(TrainingRun):
         )
 
     def _control_shuffled(self, history: History, trained: int) -> None:
-        """The same loop on as many tokens, with rewards shuffled within groups. Its episodes become shorter, so it
-        takes more updates: at most four times as many, since episodes may shrink to nothing."""
+        """Run the same loop on as many tokens, with rewards shuffled within groups. Its episodes become shorter, so it
+        needs more updates. It makes at most four times as many, because episodes may shrink to nothing."""
         if self.demo.loop.demonstrations:
             bring_in(self.out, self.training.shown, history.store, self.policy.renderer)
         config = self.demo.loop.model_copy(update={"shuffle_rewards": "within", "updates": 4 * self.demo.loop.updates})
@@ -429,7 +432,7 @@ class DemoRun(TrainingRun):
     # The report
 
     def _reward_plot(self) -> Plot:
-        """Reward per update, with the held-out levels and the control."""
+        """Plot the reward per update, with the held-out levels and the control."""
         shuffled = self.out / "controls" / "shuffled" / METRICS
         others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
         return reward_plot(self.recipe.name, self.out / METRICS, self.directory.results, others=others)
@@ -444,7 +447,7 @@ class DemoRun(TrainingRun):
         )
 
     def _tapes_to_read(self) -> tuple[TapeToRead, ...]:
-        """A demonstration, and wrong and right answers before and after the loop."""
+        """Choose demonstrations, wrong answers before the loop, and right and wrong answers after it."""
         end = end_name(self.directory.results, self.demo.loop.updates)
         return tuple(
             TapeToRead(tape=found.id, caption=caption)
@@ -460,7 +463,7 @@ class DemoRun(TrainingRun):
 
 
 def _scores(results: Results) -> tuple[Score, ...]:
-    """The table: before, after, and the controls."""
+    """Return the rows of the table: before the loop, after it, and the controls."""
     rows = [
         _score(name, part["sampled"], part["greedy"], _partial_credit(part["sampled"]))
         for name, part in (("after imitation (before RL)", results.before), ("after RL", results.after))

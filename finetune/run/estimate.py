@@ -1,7 +1,7 @@
-"""Upper bounds on the memory and tokens of a training run, from its settings and the model's `config.json`, without
+"""Upper bounds for the memory and tokens of a training run, from its settings and the model's `config.json`, without
 torch.
 
-Not counted: players, the shards of several processes, CUDA itself (about 0.5 GiB), fragments of torch's allocator.
+Players, the shards of several processes, CUDA itself (about 0.5 GiB) and fragments in torch's allocator aren't counted.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from ..loop.loop_config import OWN, SECOND
 from .train_config import TrainConfig
 
 WIDE, NARROW = 4, 2
-"""Bytes of float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""
+"""Bytes per number in float32 and bfloat16. Trained weights, their gradients and optimiser states are float32."""
 SAVED = {
     (False, False, WIDE): (24, 16, 16, 16),
     (False, True, WIDE): (26, 10, 10, 8),
     (True, False, WIDE): (16, 12, 12, 16),
     (True, False, NARROW): (28, 12, 8, 10),
 }
-"""(LoRA, autocast, bytes of a weight) -> bytes that autograd saves of a token in a layer of Qwen3, by unit of width,
-queries, keys and feed-forward, counted as by Korthikanti et al. (2022). Llama has a tenth less."""
+"""(LoRA, autocast, bytes per weight) -> bytes that autograd saves for a token in a layer of Qwen3, per unit of width,
+queries, keys and feed-forward. They are counted as in Korthikanti et al. (2022). Llama needs a tenth less."""
 
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
-    """`GiB`: memory of the trainer's device by item, at the moment when their `sum` is largest. `tokens`: the most that
-    an episode, an update, and the run with its evaluations sample. None if the model's shape is unknown. config:
-    with its profile applied."""
+    """Estimate the memory and tokens that a run needs. `GiB` has the memory on the trainer's device by item, at the
+    moment when their `sum` is largest. `tokens` has the most tokens that an episode, an update, and the run with its
+    evaluations sample. The result is None if the model's shape is unknown. `config` must have its profile applied."""
     shape = shape_of(config.engine.model)
     if shape is None:
         return None
     loop, lora, settings, evaluation = config.loop, config.trainer.lora, config.engine, config.evaluation
     own, output = NARROW if config.trainer.dtype == "bfloat16" else WIDE, shape.vocabulary * shape.width
-    capacity = settings.capacity or 4096  # as the embedded engine
+    capacity = settings.capacity or 4096  # the default of the embedded engine
     rows = 2 * (2 * shape.width + shape.queries + shape.keys) + 3 * (shape.width + shape.feed)
     still = 0 if config.trainer.freeze == "nothing" else shape.tower
     trained = shape.parameters - still if lora is None else shape.layers * lora.rank * rows
@@ -40,7 +40,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     cache = settings.slots * capacity * 2 * shape.layers * shape.keys * own
     engine = {
         "weights of the engine": model,
-        # Between two turns a conversation's keys and values are parked: at most as many as the slots hold.
+        # Between two turns, a conversation's keys and values are parked. They take at most as much as the slots.
         "KV cache of the engine": cache * (1 if loop.limits.turns == 1 else 2),
         "logits of the engine": settings.slots * shape.vocabulary * 28,  # in float32, and three times in float64
     }
@@ -48,8 +48,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
     changed = [loop.changes.get(name) for name in ("regulariser", "shape")]
-    # `changes` is checked with the recipe, which needs torch. Values that aren't terms are skipped here and refused
-    # there.
+    # `changes` is checked together with the recipe, which needs torch. Values that aren't terms are skipped here and
+    # refused by that check.
     terms = [term for part in changed if isinstance(part, list) for term in part if isinstance(term, dict)]
     kls = [term for term in terms if "kl" in str(term.get("kind")) and term.get("to") in (None, "reference")]
     reads = "reference" in second or bool(kls)
@@ -69,13 +69,13 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     saved = SAVED.get((lora is not None, narrow, own), (20, 10, 8, 8))
     layer = micro * (sum(a * b for a, b in zip(saved, sizes, strict=True)) + (28 * lora.rank if lora else 0))
     if own == WIDE and not narrow and shape.keys != shape.queries:
-        # No fused kernel of torch takes float32 with fewer heads of keys than of queries: the matrix is kept.
+        # No fused kernel in torch takes float32 with fewer key heads than query heads, so the attention matrix is kept.
         layer += micro * min(capacity, micro) * shape.heads * WIDE
-    # With checkpointing, the input of each layer and all of one are kept; the backward pass adds the gradients of one
-    # layer.
+    # With checkpointing, the inputs of all layers and all activations of one layer are kept. The backward pass adds the
+    # gradients of one layer.
     whole = 1 if loop.optimiser.gradient_checkpointing else shape.layers
     inputs = micro * shape.width * own * (shape.layers - whole + 3)
-    # `micro_tokens` counts tokens and patches together. Of a patch in a layer, 16 times the width is kept.
+    # `micro_tokens` counts tokens and patches together. For each patch, a layer keeps 16 times the width.
     patches = 0 if still or lora else micro * shape.seen[1] * 16 * own * (shape.seen[0] if whole > 1 else 1)
     update = {
         # The gradient of the output layer is summed separately before it is added to the others.
@@ -84,7 +84,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
         "logits": 64 << 20,
     }
-    # After the update a copy of the weights is published, tied ones twice, and checked by 5 times 144 rows of logits.
+    # After the update, a copy of the weights is published, in which tied weights occur twice. The check of its delivery
+    # takes 5 times 144 rows of logits.
     copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
     memory = fixed | max(update, {"copy of the weights to publish": copied}, key=lambda items: sum(items.values()))
     episode = loop.longest_episode(capacity) or capacity

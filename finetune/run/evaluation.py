@@ -1,7 +1,7 @@
-"""Evaluation on held-out tasks: episodes with a sampling of their own, which change no state of training.
+"""Evaluation on held-out tasks, by episodes that have their own sampling and don't change the state of training.
 
-Their tapes have a split of their own, so that no update can name them and the accounting of tokens counts them as held
-out. `agents.runs.pass_at_k` computes the scores.
+Their tapes have a separate split, so that no update can name them and the accounting of tokens counts them as held out.
+`agents.runs.pass_at_k` computes the scores.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..loop.metrics import components, ends, lengths
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Rewards of one pass over held-out tasks."""
+    """The results of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """Of each episode, task after task; None if it could not be scored, or ended by an error that isn't the
-    agent's."""
+    """The reward of each episode, task after task. It is None if the episode could not be scored, or ended with an
+    error that isn't the agent's."""
     metrics: dict[str, float]
-    """Mean of every reward component and metric, summed over an episode, over the tapes that have it."""
+    """Mean of every reward component and metric over the tapes that have it. A component is summed over an episode."""
     tapes: tuple[str, ...]
     scores: Scores
-    """Mean reward and pass@k with their intervals."""
+    """Mean reward and pass@k, with intervals."""
     lengths: dict[str, float | None] = field(default_factory=dict)
     """Turns, tokens and ends of the episodes, by their names in the metrics."""
 
@@ -43,12 +43,12 @@ class Evaluation:
 
     @property
     def mean(self) -> float | None:
-        """Mean reward of the scored episodes; None without any."""
+        """Mean reward of the scored episodes, or None if there are none."""
         return mean_of([r for r in self.rewards if r is not None])
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean, with episodes taken as independent; None below two scored episodes."""
+        """Standard error of the mean if episodes are independent, or None for fewer than two scored episodes."""
         return standard_error({str(k): [reward] for k, reward in enumerate(self.rewards)})
 
 
@@ -69,10 +69,10 @@ async def evaluate(
     concurrent: int = 256,
     on_tape: Callable[[Tape], None] | None = None,
 ) -> Evaluation:
-    """Run `attempts` episodes of each task; returns their rewards, and pass@k for each of `k`.
+    """Run `attempts` episodes for each task. Return their rewards, and pass@k for each number in `k`.
 
-    success: the least reward of a success. The same seed gives every policy the same environment seeds, so two policies
-    can be compared task by task. Attempts at one task share the environment's seed.
+    `success` is the minimum reward that counts as a success. The same seed gives every policy the same environment
+    seeds, so two policies can be compared task by task. Attempts at one task share the environment's seed.
     """
     if split in TRAINED_SPLITS:
         raise ValueError(f"an evaluation can't be recorded as split {split!r}, which is trained on: choose another")

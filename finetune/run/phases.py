@@ -1,4 +1,4 @@
-"""The trainers of a run, one for each phase. Settings alone decide them, so every process makes the same trainers."""
+"""The trainers of a run, one for each phase. They depend only on the settings, so every process makes the same ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
-    """The recipe of each phase; `recipe` is the loop's. `sft-more`: more imitation in place of the loop (a control)."""
+    """Return the recipe for each phase. `recipe` is the loop's recipe. `sft-more` is a control that imitates more
+    instead of running the loop."""
     sft = get_recipe("sft")
     return {"sft": sft, "sft-more": sft, "rl": recipe}
 
@@ -48,11 +49,11 @@ class Phases:
     """Its model must have the base weights when `Phases` is made. Updates change it in place."""
     loop: LoopConfig
     recipe: Recipe
-    """Of the loop's updates."""
+    """The recipe for the loop's updates."""
     warm: WarmStartConfig
 
     def __post_init__(self) -> None:
-        # The models that the recipe compares the policy with are loaded here, before anything is written.
+        # The models with which the recipe compares the policy are loaded here, before anything is written.
         loop, recipe = self.loop, self.recipe
         if loop.critic is not None and not recipe.needs_value:
             raise UsageError(
@@ -91,8 +92,8 @@ class Phases:
         self._base = {name: p.detach().clone() for name, p in held.items()} or None
 
     def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
-        """A fresh trainer of `phase` on the model as it is now. work: a model with the same weights that is trained in
-        its place, if each rank has its own (a sharded one, for example)."""
+        """Return a fresh trainer for `phase` on the model as it is now. If each rank has its own model (a sharded one,
+        for example), `work` has the same weights and is trained instead."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
         work = work if work is not None else cast(nn.Module, self.policy.model)
@@ -113,7 +114,7 @@ class Phases:
         )
 
     def _reference(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
-        """The reference of a phase that begins. A resumed run makes it too, then loads the weights that it had."""
+        """Make the reference for a phase that begins. A resumed run makes it too and then loads its earlier weights."""
         how = self._how
         return self._others.get("reference") or EarlierWeights(
             work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks
@@ -124,7 +125,8 @@ class Phases:
         return self.loop.critic or CriticConfig()
 
     def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
-        """A fresh critic, a copy of the policy as it is now. A resumed run makes it too, then loads its weights."""
+        """Make a fresh critic from the policy as it is now. A resumed run makes it too and then loads its earlier
+        weights."""
         config = self._critic_config
         make, model = (Critic.of, self.policy.model) if config.body == "own" else (Critic.on, work)
         critic = make(model, normalised=config.normalised, vision=self.policy.vision)
@@ -140,8 +142,8 @@ class Phases:
 
 def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
     """Raise UsageError if the recipe reads a reference or a teacher that no setting names, if a setting names one that
-    the recipe doesn't read, or if the policy would only be compared with itself. start: the moment at which the loop
-    begins."""
+    the recipe doesn't read, or if the policy would only be compared with itself. `start` is the model with which the
+    loop begins: `warm` or `base`."""
     reference = None if how.model == "none" else how.model
     # Some configurations name `base` although their recipe doesn't read it.
     unread = loop.reference is not None and (reference not in (None, "base") or how.every is not None)
@@ -169,8 +171,8 @@ def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, star
 
 
 def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
-    """The model of that folder or name, on the policy's device and in its dtype. Raises UsageError if its tokens
-    differ."""
+    """Load the model with that folder or name, on the policy's device and in its dtype. Raises UsageError if its tokens
+    differ from the policy's."""
     weights = next(policy.model.parameters())
     base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
     dtype: Any = str(base.dtype).removeprefix("torch.")
@@ -181,8 +183,8 @@ def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
 
 
 def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:
-    """The teacher behind that engine, which is made and closed for each batch. Raises UsageError if its tokens
-    differ."""
+    """Return the teacher behind that engine, which is made and closed for each batch. Raises UsageError if its tokens
+    differ from the policy's."""
     if isinstance(config, ServerConfig) and not config.urls:
         raise UsageError("loop.teacher.urls is empty: start the teacher's server (`tapereel serve model`) and name it")
     if config.model is not None:
@@ -198,7 +200,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
                     f"{config.kind}:{config.model} can't see: set loop.teacher to vLLM with --enable-scale-out that "
                     "serves a model that sees, or to the folder of one"
                 )
-            # A text-only engine doesn't take these arguments.
+            # A text-only engine doesn't accept these arguments.
             more: list[Any] = [{"places": row.places, "picture": row.file} if row.places else {} for row in rows]
             asked = [engine.score(row.input_ids.tolist(), **own) for row, own in zip(rows, more, strict=True)]
             found = await asyncio.gather(*asked)
@@ -220,7 +222,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
 
 
 def _check_tokens(policy: Policy, tokenizer: PreTrainedTokenizerFast, named: str) -> None:
-    """Raise UsageError if a token has another id than for the policy."""
+    """Raise UsageError if a token has a different id in the policy's tokenizer."""
     ours, theirs = policy.tokenizer.get_vocab(), tokenizer.get_vocab()
     if ours != theirs:
         token = next((token for token in {**ours, **theirs} if ours.get(token) != theirs.get(token)), "")
@@ -232,7 +234,8 @@ def _check_tokens(policy: Policy, tokenizer: PreTrainedTokenizerFast, named: str
 
 
 def _plain_digest(model: nn.Module) -> str:
-    """Digest of the weights, without adapters that change nothing yet: as of the model that they were added to."""
+    """Return the digest of the weights without adapters that change nothing yet. It equals the digest of the model to
+    which they were added."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return weights_digest(
         {
@@ -244,7 +247,7 @@ def _plain_digest(model: nn.Module) -> str:
 
 
 def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:
-    """The settings of a policy's trainer and of a critic's, as `StepOptions` takes them."""
+    """Return the settings that a policy's trainer and a critic's trainer share, as arguments for `StepOptions`."""
     same = ("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
     return {
         **{name: getattr(optimiser, name) for name in same},

@@ -1,6 +1,6 @@
-"""Which engines `train` can train, the settings `trainer`, and `players`: the other models, trained or frozen.
+"""The engines that `train` can train, and the settings `trainer` and `players` (other models, trained or frozen).
 
-Doesn't import torch, so a configuration is checked without it.
+This module doesn't import torch, so that a configuration can be checked without it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..loop.loop_config import LoopConfig, OptimiserConfig, WarmStartConfig
 
 TrainedConfig = EmbeddedConfig | ServerConfig | CustomConfig
 Frozen = Literal["tower", "vision", "nothing"]
-"""What of a vision model is not trained: the tower, the tower and the projector, or nothing."""
+"""Which part of a vision model is not trained: the tower, the tower and the projector (`vision`), or nothing."""
 
 
 def kind(value: object) -> str:
-    """The tag of the engine's settings; `embedded` if no kind is set."""
+    """Return the tag for the engine's settings, which is `embedded` if no kind is set."""
     return engine_kind({"kind": "embedded", **value} if isinstance(value, dict) else value) or ""
 
 
@@ -58,18 +58,19 @@ class TrainerConfig(ComputeConfig):
     attention: Attention | None = None
     """The attention implementation in training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
-    """Train these adapters in place of the model's own weights. With servers, `engine.publish=lora` sends them."""
+    """Train these adapters instead of the model's own weights. With servers, `engine.publish=lora` sends them."""
     freeze: Frozen | None = None
-    """What of a vision model keeps its weights: `tower` (the default), `vision` (tower and projector) or `nothing`."""
+    """Which part of a vision model isn't trained: `tower` (the default), `vision` (tower, projector) or `nothing`."""
 
 
 class PlayerConfig(PartnerConfig):
-    """Another model in the episodes: it learns by the settings of `loop`, as the run's own model does, or is frozen."""
+    """Another model in the episodes. It is frozen, or it learns with the settings in `loop`, like the run's own
+    model."""
 
     frozen: bool = False
-    """The player isn't trained; its tokens are context to the others. Any engine may be frozen."""
+    """Whether the player isn't trained. Its tokens are context for the others. Any engine may be frozen."""
     optimiser: OptimiserConfig | None = None
-    """In place of `loop.optimiser`. Unset fields come from the profile of the player's own model."""
+    """Replaces `loop.optimiser`. Unset fields come from the profile for the player's own model."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how this player is trained."""
 
@@ -87,7 +88,7 @@ class PlayerConfig(PartnerConfig):
         return self
 
     def loop_of(self, loop: LoopConfig) -> LoopConfig:
-        """The loop's settings with the player's own optimiser."""
+        """Return the loop's settings with the player's own optimiser."""
         return loop if self.optimiser is None else loop.model_copy(update={"optimiser": self.optimiser})
 
 
@@ -126,7 +127,7 @@ def check_engine(
 ) -> None:
     """Raise ValueError if the settings of a trained model contradict each other.
 
-    player: the name in `players`; empty for the run's own model. warm: its warm start.
+    `player` is the name in `players`, or empty for the run's own model. `warm` is its warm start.
     """
     above = f"players.{player}." if player else ""
     name, trains = f"{above}engine", f"{above}trainer"

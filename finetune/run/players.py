@@ -1,6 +1,6 @@
-"""The players of a run: other models that speak in its episodes, trained or frozen (the setting `players`).
+"""The players of a run, which are other models that speak in its episodes (the setting `players`).
 
-A trained player learns in the loop (`loop/player.py`). A frozen one is an engine that is made once, for the loop and
+A trained player learns in the loop (`loop/player.py`). A frozen player is an engine that is made once, for the loop and
 the evaluations.
 """
 
@@ -32,15 +32,15 @@ NO_WARM_START = WarmStartConfig(updates=0, batch=1)
 
 
 def lineage_of(lead: str, name: str) -> str:
-    """The lineage of the player `name` in a run whose own policy has the lineage `lead`."""
+    """Return the lineage of the player `name` in a run whose own policy has the lineage `lead`."""
     return f"{lead}-{name}"
 
 
 class Team:
-    """The players of one run; may be empty."""
+    """The players of one run. There may be none."""
 
     def __init__(self, players: Mapping[str, PlayerConfig] | None = None, *, seed: int = 0) -> None:
-        """Loads the models of the trained players."""
+        """Load the models of the trained players."""
         self.players = dict(players or {})
         self.policies = {
             name: load_policy(cast(TrainedConfig, player.engine), player.trainer, seed)
@@ -49,19 +49,20 @@ class Team:
         }
         self._phases: dict[str, Phases] = {}
         self.histories: dict[str, History] = {}
-        """Of the trained players; each model has its base weights until `restore`."""
+        """The histories of the trained players. Each model has its base weights until `restore`."""
         self.frozen: dict[str, Made] = {}
-        """The engines of the frozen players; empty outside of `opened`."""
+        """The engines of the frozen players. It is empty outside of `opened`."""
 
     def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
-        """Load the models that the recipe compares each trained player with. Raises UsageError if one can't be
+        """Load the models with which the recipe compares the trained players. Raises UsageError if one can't be
         compared."""
         for name, policy in self.policies.items():
             if name not in self._phases:
                 self._phases[name] = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
 
     def begin(self, run: RunDir, loop: LoopConfig, recipe: Recipe) -> None:
-        """Give each trained player its history in the run. Raises BrokenHistory if it began with other weights."""
+        """Make the history of each trained player in the run. Raises BrokenHistory if a player began with other
+        weights."""
         self.load_compared(loop, recipe)
         for name, phases in self._phases.items():
             self._check_begun(run, name, weights_digest(phases.policy.model.state_dict()))
@@ -79,7 +80,7 @@ class Team:
         check_begun(own, digest, run.path, self.folder(name))
 
     def folder(self, name: str) -> str:
-        """The folder of the model that a player began with."""
+        """Return the folder of the model with which a player began."""
         return str(getattr(self.players[name].engine, "model", name))
 
     def restore(
@@ -88,8 +89,9 @@ class Team:
         checkpoint_every: int,
         line: Callable[[str, UpdateStats, Sequence[Use]], dict[str, object]],
     ) -> tuple[int, dict[int, dict[str, object]]]:
-        """Bring each player to its last recorded update; returns how many updates were applied again, and the players'
-        metrics of each update. checkpoint_every: as for `History.restore`. line: the metrics of a player's update."""
+        """Restore each player's weights after its last recorded update. Return how many updates were applied again, and
+        the players' metrics for each update. `checkpoint_every` is passed to `History.restore`. `line` computes the
+        metrics for one update of a player."""
         again, metrics = 0, dict[int, dict[str, object]]()
         for name, history in self.histories.items():
             say = f"re-applying recorded updates of {name}"
@@ -105,18 +107,18 @@ class Team:
         return again, metrics
 
     def behind(self, updates: int) -> bool:
-        """Whether a player has fewer updates than the loop's policy, which has `updates`."""
+        """Return whether a player lacks updates or records, if the loop's policy has made `updates`."""
         return any(history.updates < updates or history.unrecorded for history in self.histories.values())
 
     def settle(self) -> None:
-        """Make sure that the present weights of each player have a checkpoint that is kept."""
+        """Make sure that each player's present weights have a pinned checkpoint."""
         for history in self.histories.values():
             history.settle()
 
     @asynccontextmanager
     async def opened(self, run: RunDir) -> AsyncIterator[None]:
-        """Inside, the frozen players answer; the run records their weights."""
-        # Making an embedded engine sets torch's threads for the whole process; the run's own number must hold.
+        """Make the frozen players' engines for the block, and record their weights in the run."""
+        # Making an embedded engine sets torch's threads for the whole process, so the run's number is restored.
         threads = torch.get_num_threads()
         self.frozen = await make_partners({name: one for name, one in self.players.items() if one.frozen})
         torch.set_num_threads(threads)
@@ -132,14 +134,14 @@ class Team:
                 await made.engine.close()
 
     def measuring(self, lead: TrainableEngine) -> TrainableEngine:
-        """A team of `lead` and the players, each with a copy of its present weights."""
+        """Return a team of `lead` and the players. Each trained player has a copy of its present weights."""
         return self._team_with(
             lead, {name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()}
         )
 
     async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
-        """(a team of `lead` and the players, as the loop samples; the trained players). Closing the team closes all
-        engines but the frozen ones, which evaluations use too."""
+        """Return the team of `lead` and the players with which the loop samples, and the trained players. Closing the
+        team closes all engines except the frozen ones, because evaluations use those too."""
         own: dict[str, Engine] = {}
         players: list[Player] = []
         try:

@@ -30,7 +30,7 @@ from .player_config import Frozen, TrainedConfig, TrainerConfig
 
 @dataclass(frozen=True)
 class Policy:
-    """A model, which updates change in place."""
+    """A model that updates change in place."""
 
     model: Any
     tokenizer: Any
@@ -43,22 +43,22 @@ class Policy:
     """The dtype in which the model's body computes, in training and in embedded engines. None means the dtype of its
     weights."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
-    """Connects to the servers that sample for the loop, or None if an engine in this process samples."""
+    """Connects to the servers that sample for the loop. It is None if an engine in this process samples."""
 
     @property
     def vision(self) -> Vision | None:
-        """How the model reads pictures, or None if it reads text only."""
+        """How the model reads pictures, or None if it reads only text."""
         pictures = self.renderer.pictures
         return pictures if isinstance(pictures, Vision) else None
 
     @property
     def sees(self) -> bool:
-        """Whether its engines may be shown pictures."""
+        """Whether its engines accept pictures."""
         return self.vision is not None
 
     def copy(self, version: str) -> EmbeddedEngine:
-        """An engine with a copy of the present weights, under the name `version`. The copy lets the trainer change the
-        model while the engine samples."""
+        """Return an engine with a copy of the present weights, under the name `version`. With a copy, the trainer can
+        change the model while the engine samples."""
         model = copying.deepcopy(self.model)
         if sampling_attention(self.attention) != self.attention:
             model.set_attn_implementation(sampling_attention(self.attention))
@@ -73,12 +73,12 @@ class Policy:
         )
 
     def computing(self, loop: LoopConfig) -> Policy:
-        """This policy, in the precision in which `loop` trains it."""
+        """Return this policy with the precision in which `loop` trains it."""
         name = loop.optimiser.autocast
         return replace(self, autocast=None if name is None else getattr(torch, name))
 
     async def sampler(self, version: str) -> TrainableEngine:
-        """The engine of the loop, with the present weights."""
+        """Return the engine for the loop, with the present weights."""
         if self.servers is None:
             return self.copy(version)
         engine = await self.servers()
@@ -98,7 +98,7 @@ class Policy:
         make_trainer: Callable[[str], PolicyTrainer],
         loop: LoopConfig,
     ) -> History:
-        """Its history of that lineage, with checkpoints in `directory`."""
+        """Return its history for that lineage, with checkpoints in `directory`."""
         history = History(
             store,
             lineage,
@@ -116,13 +116,13 @@ class Policy:
 
 
 def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:
-    """The model that `engine` names, on the device of `trainer`, with its adapters, which `seed` draws."""
+    """Load the model that `engine` names, on the device in `trainer`. Its adapters, if any, are drawn from `seed`."""
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention, video=engine.renderer.video)
     renderer = engine.renderer.make(found.tokenizer, found.vision)
-    # Adapters are drawn on the CPU: the random streams of devices differ, and a run must begin with the same adapters
-    # on every machine.
+    # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random
+    # streams differ between devices.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
     if trainer.freeze is not None and (found.vision is None or trainer.lora is not None):
         why = "trainer.lora trains adapters alone" if found.vision else f"the model in {engine.model} reads text alone"
@@ -141,16 +141,17 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
 
 
 def freeze(model: torch.nn.Module, vision: Vision, what: Frozen) -> None:
-    """Freeze or free the weights that compute the features of pictures. Frozen ones take no gradient and no optimiser
-    state, and checkpoints hold them."""
+    """Freeze or unfreeze the weights that compute features of pictures. Frozen weights have no gradient and no
+    optimiser state, but checkpoints include them."""
     tower, *projector = vision.tower(model)
     tower.requires_grad_(what == "nothing")
-    for module in projector:  # which may be a part of the tower
+    for module in projector:  # it may be a part of the tower
         module.requires_grad_(what != "vision")
 
 
 def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:
-    """Makes the engine that samples for the loop, or None if an embedded engine with a copy of the weights samples."""
+    """Return a function that makes the engine that samples for the loop. Return None if an embedded engine samples with
+    a copy of the weights."""
     if isinstance(engine, EmbeddedConfig):
         return None
     if isinstance(engine, CustomConfig):
@@ -163,8 +164,8 @@ async def _make_custom(engine: CustomConfig) -> TrainableEngine:
 
 
 async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: bool = False) -> None:
-    """Make an engine of the user's own once and close it, so that training refuses it before anything is written.
-    Raises UsageError, as `CustomConfig.make`."""
+    """Make an engine that the user wrote, and close it again, so that a wrong one is refused before anything is
+    written. Raises UsageError, like `CustomConfig.make`."""
     if isinstance(engine, CustomConfig) and frozen:
         await engine.check()
     elif isinstance(engine, CustomConfig):
@@ -172,12 +173,13 @@ async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: boo
 
 
 def sampling_attention(attention: Attention | None) -> Attention | None:
-    """The attention that an embedded engine samples with, for a model that trains with `attention`."""
+    """Return the attention with which an embedded engine samples, for a model that trains with `attention`."""
     return attention if attention in (None, "eager") else "sdpa"
 
 
 def check_begun(results: Results | PlayerResults, digest: str, run: Path, folder: str) -> None:
-    """Raise BrokenHistory if the run began with weights of another digest. A new run's results get the digest."""
+    """Raise BrokenHistory if the run began with weights that have another digest. In a new run, the digest is written
+    to the results."""
     if results.base is None:
         results.base = digest
     if results.base != digest:

@@ -1,7 +1,7 @@
 """Keeps the `report.html` of a training run up to date: the viewer's overview page, written as one file.
 
-The file is written at evaluations and checkpoints, and when the run ends, also by an error. A failure to write the
-file never ends the run.
+The file is written at evaluations and checkpoints, and when the run ends, even with an error. If writing it fails while
+the run is in progress, the run continues.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ log = logger("report")
 
 REPORT = "report.html"
 EVERY = 60.0
-"""Seconds between two reports of a running run, at least."""
+"""Minimum number of seconds between two reports while the run is in progress."""
 
 
 @dataclass
 class Reporter:
-    """The report of one run."""
+    """Writes the report of one run."""
 
     run: RunDir
     title: str
     recipe: str
     updates: int
-    """Updates that the loop is to make."""
+    """Number of updates that the loop is configured to make."""
     checkpoint_every: int
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Gives the text of token ids; None shows the ids."""
+    """Decodes token ids to text. With None, the ids are shown."""
     complete: Callable[[Overview], Overview] = lambda overview: overview
-    """Adds to a finished run's page what only the caller knows."""
+    """Adds information that only the caller has to a finished run's page."""
 
     def __post_init__(self) -> None:
-        # A copy: a tokenizer is not safe to use from the report's thread while the run renders prompts with it.
+        # This is a copy, because the report's thread can't safely use a tokenizer with which the run renders prompts.
         self.tokenizer = copy.deepcopy(self.tokenizer)
         self._seconds_before = self.run.results.seconds.get("total", 0.0)
         self._began = self._last = time.perf_counter()
@@ -54,17 +54,17 @@ class Reporter:
 
     @property
     def path(self) -> Path:
-        """Path of the page."""
+        """The path of the page."""
         return self.run.path / REPORT
 
     def on_line(self, line: Mapping[str, object]) -> None:
-        """Called with each line of metrics: writes a due report in a thread, so that the loop doesn't wait."""
+        """Write a report if one is due, in a thread so that the loop doesn't wait. Called with each line of metrics."""
         due = line.get("phase") == "evaluation" or cast(int, line.get("update", 0)) % self.checkpoint_every == 0
         busy = self._thread is not None and self._thread.is_alive()
         if not due or busy or time.perf_counter() - self._last < EVERY:
             return
         self._last = time.perf_counter()
-        # A copy: the loop changes the results while the thread reads them.
+        # This is a copy, because the loop changes the results while the thread reads them.
         results = self.run.results.model_copy(deep=True)
         self._thread = threading.Thread(target=self._try, args=(results,), daemon=True, name="report")
         self._thread.start()
@@ -72,17 +72,17 @@ class Reporter:
     def _try(self, results: Results, cut: str | None = None) -> None:
         try:
             self._write(self.overview(results, over=cut is not None, cut=cut))
-        except Exception as error:  # a failure of the page must not end the run, nor hide the error that ended it
+        except Exception as error:  # a failure here must not end the run, nor hide the error that ended it
             log.warning("%s was not written; the run is not affected (%s: %s)", self.path, type(error).__name__, error)
 
     def _write(self, overview: Overview) -> None:
-        self.run.store.check_lead()  # the page is the later lead's
+        self.run.store.check_lead()  # only the latest lead may write the page
         tokenizer = self.tokenizer
         decode = None if tokenizer is None else lambda token: str(tokenizer.decode([token]))
         write_report(self.path, self.run.path, overview, decode)
 
     def end(self, error: BaseException | None) -> None:
-        """Write the last report: of a finished run, or of a run that `error` ended."""
+        """Write the last report, for a finished run or for a run that ended with `error`."""
         if self._thread is not None:
             self._thread.join()
         if error is None:
@@ -92,7 +92,7 @@ class Reporter:
             self._try(self.run.results, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
 
     def overview(self, results: Results, *, over: bool, cut: str | None = None) -> Overview:
-        """The page's content. `results` are the run's results so far, and `cut` is the error that ended it early."""
+        """Return the page's content. `results` are the run's results so far. `cut` is the error that ended it early."""
         known = results.seconds.get("total", 0.0)
         running = self._seconds_before + time.perf_counter() - self._began
         total = known if over and known > self._seconds_before else running
@@ -128,7 +128,7 @@ class Reporter:
 
 @contextmanager
 def reporting(reporter: Reporter) -> Iterator[Reporter]:
-    """Write report.html from time to time inside, and once more on the way out, also when an error ends the run."""
+    """Write report.html from time to time inside the block, and once at its end, even if an error ends the run."""
     reporter.run.listeners.append(reporter.on_line)
     try:
         yield reporter

@@ -6,8 +6,8 @@ The file is always written first. A tracker gets its numbers on three axes, each
     train/     what the update did           over the updates (`train/update`)
     eval/      held-out tasks                over the updates (`eval/update`)
 
-A tracker that fails never stops training: the failure is logged once, and the lost points are counted. Trackers get
-numbers only, never the configuration, so they get no secret. All trackers write below the run directory, unless an
+A tracker that fails never stops training. The failure is logged once, and the lost points are counted. Trackers only
+get numbers and never the configuration, so they get no secrets. All trackers write below the run directory, unless an
 environment variable names a server (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
 """
 
@@ -34,19 +34,19 @@ log = logger("trackers")
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"
-"""Below the run directory."""
+"""Folder below the run directory."""
 IDS = "ids.json"
-"""File in that folder: tracker -> its id of the run, so that a resumed run continues the same curves."""
+"""File in that folder. It maps each tracker to its id for the run, so that a resumed run continues the same curves."""
 ROLLOUT = frozenset({"reward", "component", "return", "episodes", "turns", "length", "ended", "truncated", "lag"})
 ROLLOUT |= {"stale_tokens", "stale_share", "filtered_tokens"}
-"""Keys of a line that describe rollouts; keys that begin with one of these and a slash do too."""
+"""Keys in a line that describe rollouts. Keys that begin with one of these and a slash describe rollouts too."""
 
 
 class TrackedConfig(Config):
     """The trackers of a run."""
 
     trackers: tuple[TrackerName, ...] = ()
-    """Send the metrics to these trackers too; metrics.jsonl is always written."""
+    """Trackers that also get the metrics. metrics.jsonl is always written."""
 
 
 _UNNAMED = re.compile(r"[^\w.\- :/]")
@@ -54,16 +54,16 @@ _UNNAMED = re.compile(r"[^\w.\- :/]")
 
 
 class Point(NamedTuple):
-    """Numbers of one axis at one step."""
+    """Numbers for one axis at one step."""
 
     axis: Literal["rollout", "train", "eval"]
     step: int
     values: dict[str, float]
-    """Name with its axis, as `train/loss`, -> number. The step is among them, for trackers that chart against it."""
+    """Name with its axis, such as `train/loss`, -> number. The step is included, for trackers that chart against it."""
 
 
 class Tracker(Protocol):
-    """The methods that each tracker of `accelerate.tracking` has."""
+    """The methods of each tracker in `accelerate.tracking` that are used here."""
 
     def log(self, values: dict[str, float], step: int | None = None) -> None: ...
     def finish(self) -> None: ...
@@ -76,7 +76,7 @@ class Axes:
         self.episodes = 0
 
     def points(self, line: Mapping[str, object]) -> list[Point]:
-        """The points of a line; values that aren't finite numbers are left out."""
+        """Return the points for a line. Values that aren't finite numbers are left out."""
         update = cast(int, line.get("updates", line["update"]))
         values = {
             k: float(v)
@@ -101,7 +101,7 @@ def _point(axis: Literal["rollout", "train", "eval"], step: int, name: str, valu
 
 
 class Trackers:
-    """The trackers of one run. `close()` at its end."""
+    """The trackers of one run. Call `close()` at its end."""
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class Trackers:
         earlier: Iterable[Mapping[str, object]] = (),
         make: Callable[[str, Path], Tracker] | None = None,
     ) -> None:
-        """earlier: the lines that an earlier process of the run wrote; they are counted, and not sent again."""
+        """`earlier` are the lines that an earlier process of the run wrote. They are counted but not sent again."""
         self.failures: dict[str, int] = {}
-        """tracker -> points that it lost."""
+        """tracker -> number of points that it lost."""
         self._axes = Axes()
         for line in earlier:
             self._axes.points(line)
@@ -143,7 +143,7 @@ class Trackers:
     def _guarded(self, name: str, work: Callable[[], Any], lost: int = 1) -> Any:
         try:
             return work()
-        except Exception as error:  # trackers raise anything (full disk, lost server), and none may stop training
+        except Exception as error:  # trackers can raise anything (full disk, lost server) and must not stop training
             if name not in self.failures:
                 log.warning(
                     "tracker %s FAILED, and training continues without it (%s: %s); metrics.jsonl is complete",
@@ -157,7 +157,7 @@ class Trackers:
 
 @contextmanager
 def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
-    """Send the run's metrics to these trackers inside the block; `results.lost_points` counts the points they lost."""
+    """Send the run's metrics to these trackers inside the block. `results.lost_points` counts the points they lost."""
     if not names:
         yield
         return
@@ -173,7 +173,7 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:
-    """Raise MissingExtra if a tracker's package isn't installed. Called before a run begins, so that it fails early."""
+    """Raise MissingExtra if a tracker's package isn't installed. This is called before a run begins, to fail early."""
     for name in names:
         for package, extra in (("accelerate", "train"), (name, "track" if name == "tensorboard" else name)):
             if importlib.util.find_spec(package) is None:
@@ -181,12 +181,12 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 
 
 def start_tracker(name: str, directory: Path) -> Tracker:
-    """Start a tracker for the run in `directory`, offline unless the environment names a server. It continues the
-    curves of an earlier process of the run."""
+    """Start a tracker for the run in `directory`. It is offline unless an environment variable names a server. It
+    continues the curves from an earlier process of the run."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # some trackers of accelerate read from it which process they run in
+    PartialState()  # some of accelerate's trackers read from it in which process they run
     folder = (directory / FOLDER).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     run, ids = directory.resolve().name, folder / IDS
@@ -195,7 +195,7 @@ def start_tracker(name: str, directory: Path) -> Tracker:
     if name == "tensorboard":
         arguments = {"run_name": "tensorboard", "logging_dir": str(folder)}
     elif name == "wandb":
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb sends telemetry from offline runs too
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb sends telemetry even from offline runs
         known.setdefault("wandb", secrets.token_hex(4))
         arguments = {
             "run_name": "tapereel",
@@ -235,8 +235,8 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 
 
 def _log(name: str, tracker: Tracker, point: Point) -> None:
-    if name == "mlflow":  # mlflow refuses the whole point for one bad character, as in `reward@agent`
+    if name == "mlflow":  # mlflow refuses the whole point for one bad character, such as the @ in `reward@agent`
         point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
-    # wandb has one step counter for all axes, and drops a point whose step goes back: each axis sends its step as a
+    # wandb has one step counter for all axes and drops a point whose step goes back. So each axis sends its step as a
     # number instead.
     tracker.log(point.values, step=None if name == "wandb" else point.step)

@@ -28,28 +28,30 @@ from .player_config import (
 from .trackers import TrackedConfig
 
 MeasuredBy = Literal["own", "loop"]
-"""The engine that samples held-out tasks: one in this process with a copy of the weights, or the loop's."""
+"""The engine that samples held-out tasks: `own` is in this process and has a copy of the weights, `loop` is the
+loop's."""
 
 
 class EvaluationConfig(ScoresConfig, TasksConfig):
-    """Held-out tasks, and when and how the policy is evaluated on them. An evaluation changes no state of training.
+    """Held-out tasks, and when and how the policy is evaluated on them. An evaluation doesn't change training.
 
-    `tasks` replace a fraction; none of them may be a task to train on. `attempts` are episodes of each held-out task.
+    If `tasks` are given, they replace `fraction`, and none of them may be a task to train on. `attempts` is the number
+    of episodes for each held-out task.
     """
 
     fraction: float = Field(default=0.1, ge=0, lt=1)
     """Share of the tasks that is held out, chosen by task hash. 0 disables held-out tasks and evaluation."""
     limit: int | None = Field(default=128, ge=1)
-    """Held-out tasks of one evaluation; None for all."""
+    """Largest number of held-out tasks in one evaluation. None uses all."""
     every: int | None = Field(default=20, ge=1)
     """Updates of the loop between two evaluations. None evaluates only before and after the loop."""
     sampling: Sampling | None = None
-    """None: as the loop samples."""
+    """How evaluations sample. None uses the loop's sampling."""
     greedy: bool = False
-    """Evaluate at temperature 0 as well."""
+    """Whether to evaluate at temperature 0 too."""
     engine: MeasuredBy | None = None
     """`own` samples with a copy of the weights in this process while the loop continues. `loop` uses the loop's engine,
-    which gets its next weights after the evaluation. None means `loop` with servers, otherwise `own`."""
+    which gets its next weights after the evaluation. None means `own` with an embedded engine, otherwise `loop`."""
 
 
 class ImitationConfig(WarmStartConfig):
@@ -58,41 +60,42 @@ class ImitationConfig(WarmStartConfig):
     tapes: str
     """The other run's directory. The tapes are copied, so it isn't needed again."""
     split: str | None = None
-    """Only tapes of this split. None uses `train` and `demo`."""
+    """Only tapes in this split are used. None uses `train` and `demo`."""
     min_reward: float | None = None
-    """Only tapes with at least this reward."""
+    """Only tapes with at least this reward are used. None uses all."""
 
 
 class CurriculumConfig(SuccessConfig):
-    """Tasks drawn from pools: easy, normal and hard by the share of attempts that passed; new without any attempt."""
+    """Tasks are drawn from the pools easy, normal and hard, by the share of attempts that passed. Tasks without any
+    attempt are in the pool new."""
 
     tapes: str
-    """A run directory: its attempts at these tasks are counted once, when training begins."""
+    """A run directory. Its attempts at these tasks are counted once, when training begins."""
     easy: float = Field(default=EASY, ge=0, le=1)
-    """A task of which a larger share of attempts passed is easy."""
+    """A task is easy if a larger share of its attempts passed."""
     hard: float = Field(default=HARD, ge=0, le=1)
-    """A task of which a smaller share of attempts passed is hard."""
+    """A task is hard if a smaller share of its attempts passed."""
     weights: dict[str, float] = Field(default={"easy": 1.0, "normal": 2.0, "hard": 1.0, "new": 1.0})
-    """How often each pool is drawn from, relative to the others; an empty pool gives its share to the others."""
+    """How often each pool is drawn from, relative to the others. The share of an empty pool goes to the others."""
 
 
 class TrainConfig(Setup, TrackedConfig):
     """The settings of a training run."""
 
     engine: TrainedEngine
-    """The model to train, and the engine that samples with it: embedded, or servers that take its weights."""
+    """The model to train, and the engine that samples with it. The engine is embedded, or it takes the weights."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how the model is trained."""
     loop: LoopConfig = LoopConfig()
     players: Players = Field(default={})
-    """Other models in the episodes, by names of your choice: each learns from the tokens of its agents, or is frozen.
-    The model of `engine` learns from the agents in `loop.agents`, and speaks for every agent that no player has."""
+    """Other models in the episodes, by names of your choice. Each learns from its agents' tokens or is frozen. The
+    model of `engine` learns from the agents in `loop.agents`, and speaks for every agent that no player has."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
-    """Draw tasks by their difficulty. None takes each in turn."""
+    """Draw tasks by their difficulty. None takes the tasks in turn."""
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
-    """Multi-process settings; ignored unless started by `accelerate launch` or `torchrun`."""
+    """Multi-process settings. They are ignored unless the run is started by `accelerate launch` or `torchrun`."""
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
@@ -111,10 +114,10 @@ class TrainConfig(Setup, TrackedConfig):
         return self
 
     def checked(self, resume: bool = False) -> TrainConfig:
-        """Make the checks that don't need torch, download models of the hub, and apply the model's profile.
+        """Make the checks that don't need torch, download models from the hub, and apply the model's profile.
 
-        So a wrong setting is answered at once. resume: the runs of `warm` and `curriculum` need not be there any more.
-        Raises UsageError."""
+        So a wrong setting is reported at once. With `resume`, the runs in `warm` and `curriculum` may be gone.
+        Raises UsageError if a check fails."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
         files = {"evaluation.tasks": str(self.evaluation.tasks)}
         if self.loop.corpus is not None and not resume:
@@ -128,7 +131,7 @@ class TrainConfig(Setup, TrackedConfig):
 
     @property
     def threads(self) -> int:
-        """Torch threads of the process."""
+        """The number of torch threads in the process."""
         trainers = (self.trainer, *(player.trainer for player in self.players.values()))
         frozen = threads_of(player.engine for player in self.players.values())
         return max(frozen, *(trainer.threads for trainer in trainers))

@@ -1,8 +1,8 @@
 """`train`: the asynchronous loop on any agent, environment, tasks and model, in one run directory.
 
-A warm start on another run's tapes comes first if it is configured. Then rollouts and updates run side by side, with
-evaluations on held-out tasks before, between and after. A run that was killed resumes: recorded updates are applied
-again from the tapes, and recorded rollouts are used. A finished run continues if `loop.updates` is raised.
+If a warm start on another run's tapes is configured, it comes first. Then rollouts and updates run side by side, with
+evaluations on held-out tasks before, between and after them. A run that was killed can be resumed: recorded updates are
+applied again from the tapes, and recorded rollouts are used. A finished run continues if `loop.updates` is raised.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PlayerSummary(Value):
 
     agents: tuple[str, ...]
     lineage: str | None
-    """None for a frozen model."""
+    """The lineage of its weights, or None for a frozen model."""
     updates: int
     model: str | None
     """The folder with the model, or None if the engine has no folder."""
@@ -85,16 +85,16 @@ class TrainSummary(Value):
     lineage: str
     recipe: str
     updates: int
-    """Updates of the loop, not counting the warm start."""
+    """Updates made by the loop, without the warm start."""
     reward: dict[str, float | None]
-    """Mean reward of the loop's `first` and `last` five updates."""
+    """Mean reward in the loop's `first` and `last` five updates."""
     agents: dict[str, dict[str, float | None]]
-    """The same for each agent with its own reward (`loop.by_agent`), by path."""
+    """The same means by path, for each agent with its own reward (`loop.by_agent`)."""
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
-    """`before`, `after` and, with `greedy`, `greedy_before` and `greedy_after`: mean reward on `n` tasks;
-    `after_change` is their difference, paired by task, with its interval. `every` maps update to mean reward. None
-    without an evaluation."""
+    """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
+    episodes, or None without an evaluation. `after_change` is the difference, paired by task, with its interval.
+    `every` maps updates to mean rewards."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -106,7 +106,7 @@ class TrainSummary(Value):
     compared: dict[str, str] = Field(default={})
     """`reference` and `teacher` -> name and digest of the model, if the recipe reads them."""
     advice: tuple[str, ...] = ()
-    """Suggestions of where to look if training doesn't work, one sentence each."""
+    """Suggestions for where to look if training doesn't work. Each is one sentence."""
 
 
 def train(
@@ -125,8 +125,8 @@ def train(
     `agent`, `env` and `tasks` are objects for a configuration that names none. `setup` is the result of
     `config.checked()` and `resolve`. Raises UsageError, before anything is written, if the configuration names
     something that doesn't exist.
-    Started as one of several processes (`accelerate launch`, `torchrun`), rank 0 does all of this and the other ranks
-    compute shares of its updates; every rank returns the summary. Works inside a running event loop too.
+    In a group of processes (`accelerate launch`, `torchrun`), rank 0 does all of this, and the other ranks compute
+    shares of its updates. Every rank returns the summary. `train` also works inside a running event loop.
     """
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
@@ -144,13 +144,13 @@ def train(
 
 
 class TrainingRun:
-    """One run of `train`. Everything that the configuration names is loaded before the run directory is made: what
-    can't be loaded must leave no directory behind."""
+    """One run of `train`. Everything that the configuration names is loaded before the run directory is made, so that a
+    failure to load it leaves no directory behind."""
 
     directory: RunDir
-    """The run directory, from `lead` on."""
+    """The run directory, which `lead` sets."""
     training: Training
-    """The training in the run directory, from `lead` on."""
+    """The training in the run directory, which `lead` sets."""
     advice: tuple[str, ...] = ()
 
     def __init__(
@@ -162,7 +162,7 @@ class TrainingRun:
         ranks: Ranks,
         policy: Policy | None = None,
     ) -> None:
-        """policy: the model of `config.engine`, if the caller has made it."""
+        """`policy` is the model of `config.engine`, if the caller has already made it."""
         self.config, self.out, self.progress = config, out, progress
         self.title = f"Training {setup.agent.name}"
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
@@ -171,7 +171,7 @@ class TrainingRun:
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         self.recipe = cast(Recipe, ranks.broadcast(recipe))
         if self.recipe.needs_value and "critic" not in config.loop.model_fields_set:
-            # A recipe of the user's own: whether it takes values is known from here on.
+            # Whether a recipe written by the user needs values is only known here.
             loop = config.loop.model_copy(update={"critic": CriticConfig()})
             self.config = config = fit_critic(config.model_copy(update={"loop": loop}))
         check_recipe(config.loop, self.recipe, None if config.warm or config.loop.corpus else 0)
@@ -195,7 +195,7 @@ class TrainingRun:
         self.processes = Processes(ranks, self.policy.model, phases.trainer)
 
     def lead(self, resume: bool) -> TrainSummary:
-        """The whole run, on rank 0; other ranks only compute shares of its updates."""
+        """Do the whole run, on rank 0. The other ranks only compute shares of its updates."""
         check_trackers(self.config.trackers)
         run_async(self._check_custom_engines())
         places = (
@@ -238,8 +238,9 @@ class TrainingRun:
         return self.summary()
 
     def _new_results(self) -> Results:
-        """The results of a new run. What can't be imitated or drawn is refused here, before there is a directory."""
-        # A lineage of its own gives the run's versions of weights names of their own.
+        """Return the results of a new run. Tapes that can't be imitated and tasks that can't be drawn are refused here,
+        before there is a directory."""
+        # A new lineage makes the names of the run's versions unique.
         results = Results(lineage=secrets.token_hex(4))
         self.tapes_to_imitate()
         if self.config.loop.corpus is not None:
@@ -248,7 +249,7 @@ class TrainingRun:
         return results
 
     def _texts(self, results: Results) -> Sequence[Conversation]:
-        """The documents of `loop.corpus`. Raises UsageError if they have changed since the run began."""
+        """Return the documents in `loop.corpus`. Raises UsageError if they have changed since the run began."""
         assert self.config.loop.corpus is not None
         documents, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
         if results.corpus_digest not in (None, digest):
@@ -265,7 +266,7 @@ class TrainingRun:
             await check_custom(policy.engine, self.config.loop, frozen=frozen)
 
     def _work(self) -> None:
-        """Restore, then the warm start, then the loop with its evaluations."""
+        """Restore the weights, then run the warm start, and then the loop with its evaluations."""
         results = self.directory.results
         check_begun(results, weights_digest(self.policy.model.state_dict()), self.out, str(self.config.engine.model))
         self.scene = replace(self.scene, draw=self._draw(results))
@@ -294,7 +295,8 @@ class TrainingRun:
             await self.training.improve()
 
     def _draw(self, results: Results) -> Callable[[int], Task] | None:
-        """The curriculum's draw, by the rates that the run began with; None without a curriculum."""
+        """Return the function with which the curriculum draws tasks, by the pass rates at the start of the run. Return
+        None if there is no curriculum."""
         config, tasks = self.config.curriculum, self.scene.train_tasks
         if config is None:
             return None
@@ -306,16 +308,17 @@ class TrainingRun:
 
     @property
     def recorded(self) -> Config:
-        """The configuration that `config.yaml` holds."""
+        """The configuration that is saved in `config.yaml`."""
         return self.config
 
     def lengthened(self, directory: RunDir, then: int, now: int) -> str:
-        """Allow another `loop.updates` in a resumed run, as `open_run` asks."""
+        """Allow a different `loop.updates` in a resumed run. `open_run` calls this."""
         warm = self.config.warm.updates if self.config.warm else 0
         return lengthening(self.config.loop, warm, self.config.players)(directory, then, now)
 
     def tapes_to_imitate(self) -> Sequence[str]:
-        """Ids of the tapes in the other run; none without a warm start. Raises UsageError if there are too few."""
+        """Return the ids of the tapes to imitate in the other run, or none if there is no warm start. Raises UsageError
+        if there are too few."""
         warm = self.config.warm
         if warm is None:
             return ()
@@ -328,7 +331,8 @@ class TrainingRun:
         return tapes
 
     def imitated(self) -> tuple[Sequence[str], Source]:
-        """The tapes in this run that the warm start imitates. They are copied at the first call."""
+        """Return the tapes in this run that the warm start imitates, and a source for them. The first call copies
+        them."""
         warm, results = self.config.warm, self.directory.results
         if warm is not None and results.imitated is None:
             tapes = self.tapes_to_imitate()
@@ -337,14 +341,14 @@ class TrainingRun:
         return results.imitated or (), self.training.history.from_store
 
     def control(self) -> None:
-        """Runs to compare with, after the loop."""
+        """Do other runs to compare with, after the loop."""
 
     def page(self, overview: Overview) -> Overview:
-        """The page of the finished run."""
+        """Return the page for the finished run."""
         return overview
 
     def summary(self) -> TrainSummary:
-        """The results."""
+        """Return the results of the finished run."""
         results, history = self.directory.results, self.training.history
         assert results.books is not None
         lines = _loop_lines(self.out)
@@ -380,8 +384,8 @@ class TrainingRun:
 def _split_tasks(
     tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
 ) -> tuple[Sequence[Task], Sequence[Task]]:
-    """(tasks to train on, held-out tasks), with no task in both. dataset: the settings of the tasks to train on; its
-    columns apply to the held-out tasks too."""
+    """Return the tasks to train on and the held-out tasks. No task is in both. `dataset` has the settings for the tasks
+    to train on. Its columns also apply to the held-out tasks."""
     if config.tasks is not None:
         columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
         shared = config.dataset.model_copy(update={"columns": columns})
@@ -405,8 +409,8 @@ def _split_tasks(
 
 
 def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Task hash -> (passed, tried) of these tasks in the run `config.tapes`. Raises UsageError if it tried none of
-    them."""
+    """Return task hash -> (passed, tried) for these tasks in the run `config.tapes`. Raises UsageError if that run
+    tried none of them."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)
     rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}
@@ -421,7 +425,8 @@ def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tupl
 def _drawn(
     config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, tuple[int, int]], seed: int
 ) -> Callable[[int], Task]:
-    """A function from k to the task of group k. Raises UsageError if the weights or bounds leave no task to draw."""
+    """Return a function that maps k to the task for group k. Raises UsageError if the weights or bounds leave no task
+    to draw."""
     measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
     try:
         parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)

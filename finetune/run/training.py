@@ -1,6 +1,6 @@
 """Training in one run directory: the updates, the engines with their weights, the loop and the evaluations.
 
-Each method reads from the directory how far an earlier process got, and continues from there.
+Each method reads from the directory how far an earlier process got, and continues from that point.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .warm_start import warm_start
 
 @asynccontextmanager
 async def closing(engine: Engine) -> AsyncIterator[Engine]:
-    """Closes the engine at the end."""
+    """Close the engine at the end of the block."""
     try:
         yield engine
     finally:
@@ -55,16 +55,16 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
 
 @dataclass(frozen=True)
 class Scene:
-    """Who acts, where, and on what."""
+    """The agent, the environment and the tasks."""
 
     agent: Agent
     env: EnvironmentFactory
     train_tasks: Sequence[Task]
     held_out: Sequence[Task]
     draw: Callable[[int], Task] | None = None
-    """The task of the loop's group k. None takes each of `train_tasks` in turn, in an order that the seed decides."""
+    """Returns the task for the loop's group k. None takes `train_tasks` in turn, in an order drawn from the seed."""
     shows: str | None = None
-    """As `LoadedSetup.shows`."""
+    """The same as `LoadedSetup.shows`."""
 
 
 class Training:
@@ -81,9 +81,9 @@ class Training:
         processes: Processes | None = None,
         progress: Progress = silent,
     ) -> None:
-        """policy, team: the models of `config`, with their base weights; updates change them in place. scene: None if
-        recorded updates are only applied again. processes: the processes that compute the updates; None for this one
-        alone."""
+        """`policy` and `team` hold the models of `config`, with their base weights. Updates change them in place.
+        `scene` may be None if recorded updates are only applied again. `processes` compute the updates; None means only
+        this process."""
         self.config, self.run, self.team, self.progress = config, run, team, progress
         self.loop = config.loop
         self.policy = policy.computing(config.loop)
@@ -98,36 +98,36 @@ class Training:
         team.begin(run, self.loop, self.recipe)
         self._scene = scene
         self.shown: Sequence[str] = ()
-        """Tapes in the run that the loop may imitate in addition to its rollouts."""
+        """Tapes in the run that the loop may also imitate."""
         self._loop: Loop | None = None
         """The loop, while it runs."""
         self._evaluation: asyncio.Task[None] | None = None
-        """The latest evaluation that runs while the loop continues."""
+        """The most recently started evaluation that runs while the loop continues."""
 
     @property
     def scene(self) -> Scene:
-        """The scene; only a run that samples has one."""
+        """The scene. Only a run that samples has one."""
         assert self._scene is not None
         return self._scene
 
     def history_in(self, store: Store, lineage: str, out: Path) -> History:
-        """The history of `lineage` in `store`, with its checkpoints under `out`."""
+        """Return the history of `lineage` in `store`, with its checkpoints under `out`."""
         write_recipes(out, recipes_by_phase(self.recipe))
         return self.policy.history(store, lineage, out / "checkpoints", self.processes.trainer, self.loop)
 
     def engine(self, history: History) -> Engine:
-        """An engine with a copy of the present weights, the players' included."""
+        """Return an engine with a copy of the present weights, including those of the players."""
         return self.team.measuring(self.policy.copy(history.version))
 
     @property
     def measured_by(self) -> MeasuredBy:
-        """The engine of the evaluations."""
+        """Which engine is used for evaluations."""
         return self.config.evaluation.engine or ("own" if self.config.engine.kind == "embedded" else "loop")
 
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[Engine]:
-        """An engine with the present weights, for an evaluation: the loop's engine, or one that is closed at the
-        end."""
+        """Provide an engine with the present weights for an evaluation. It is the loop's engine, or another one that is
+        closed at the end of the block."""
         if self.measured_by == "loop" and self._loop is not None:
             yield self._loop.engine
             return
@@ -139,7 +139,7 @@ class Training:
             yield engine
 
     async def _sampling(self, version: str) -> tuple[TrainableEngine, list[Player]]:
-        """The engine of the loop with the present weights, and the players."""
+        """Return the loop's engine with the present weights, and the players."""
         engine, tolerance = await self.policy.sampler(version), self.loop.sampler_tolerance
         try:
             team, players = await self.team.playing(engine)
@@ -154,16 +154,16 @@ class Training:
             raise
 
     async def settled(self) -> None:
-        """Wait until no evaluation needs the present weights of the loop's engine. New weights in mid-evaluation would
-        mix two versions in one score."""
+        """Wait until no evaluation needs the present weights in the loop's engine. New weights in the middle of an
+        evaluation would mix two versions in one score."""
         if self._evaluation is not None and self.measured_by == "loop":
             await self._evaluation
 
     def restore(self) -> None:
-        """Bring the weights to the last recorded update, and metrics.jsonl to one line for each update.
+        """Restore the weights after the last recorded update, and make metrics.jsonl have one line for each update.
 
         The record of an update becomes durable before its line of metrics is written, without fsync. After a crash, a
-        recorded update may lack its line, and a line may be there without its recorded update; both are mended here.
+        recorded update may lack its line, or a line may be there without its recorded update. Both are fixed here.
         """
         lines = read_metrics(self.run.path / METRICS)
         reported = {cast(int, line["update"]) for line in lines if line.get("phase") != "evaluation"}
@@ -182,12 +182,12 @@ class Training:
                 report=report,
                 checkpoint_every=self.loop.checkpoint_every,
             )
-        # A line without a recorded update: the next process makes that update again and writes its line.
+        # Lines without a recorded update are dropped. The run makes those updates again and writes their lines.
         self.run.drop_metrics(
             lambda line: line.get("phase") != "evaluation" and cast(int, line["update"]) > self.history.updates
         )
         if self.history.updates == 0:
-            # The digest of the base weights: `reproduce` checks that it derives all later weights from the same ones.
+            # This records the digest of the base weights. `reproduce` checks that it begins with the same weights.
             self.history.record_version("base")
         self._note_scores()
         if again:
@@ -195,7 +195,7 @@ class Training:
             self.run.save()
 
     def _note_scores(self) -> None:
-        """Give the histories the held-out rewards of their versions, so that the best checkpoint is kept."""
+        """Pass the held-out rewards of their versions to the histories, so that the best checkpoint is kept."""
         for update, found in self.run.results.evaluations.items():
             mean = found["sampled"].mean if "sampled" in found else None
             if mean is None:
@@ -213,7 +213,7 @@ class Training:
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
         """Make the warm start's missing updates on these tapes. Every process must pass the same tapes in the same
-        order. The loop may imitate them too (`loop.demonstrations`)."""
+        order. The loop may also imitate them (`loop.demonstrations`)."""
         self.shown = tapes
         target = self.warm.updates
         if self.history.updates >= target:
@@ -243,7 +243,7 @@ class Training:
     async def improve(self) -> None:
         """Make the loop's missing updates, with evaluations on the held-out tasks before, between and after."""
         results = self.run.results
-        # `before` stays None if the loop has begun without it: the weights of that moment are gone.
+        # `before` stays None if the loop has begun without it, because the weights from that moment are gone.
         if self.scene.held_out and self.history.updates == self.warm.updates and results.before is None:
             async with self.measuring() as engine:
                 results.before = await self.evaluate(engine, "before")
@@ -252,7 +252,7 @@ class Training:
         try:
             await self._improve()
         except BaseException:
-            if self._evaluation is not None:  # its episodes are closed as cancelled
+            if self._evaluation is not None:  # cancelling it closes its episodes as cancelled
                 self._evaluation.cancel()
                 await asyncio.gather(self._evaluation, return_exceptions=True)
             raise
@@ -268,7 +268,7 @@ class Training:
     async def _improve(self) -> None:
         start = self.warm.updates
         if self.history.updates >= start + self.loop.updates:
-            # All updates are made, but a crash may have cut off their last records, or a player's last update.
+            # All updates were made, but a crash may have prevented their last records or a player's last update.
             if self.history.unrecorded or self.team.behind(self.history.updates):
                 await self.run_loop(self.history, self.loop, lambda update: None, name="catching up", start=start)
             self.history.settle()
@@ -287,14 +287,14 @@ class Training:
         self.run.save()
 
     def _evaluate_beside(self, done: int) -> None:
-        """Start the evaluation that is due after `done` updates of the loop; it begins when the one before has ended.
-        It has an engine of its own with a copy of the present weights, so training continues meanwhile; or the loop's
-        engine, which gets its next weights after the evaluation. An evaluation that a crash cut off is not
-        repeated: its weights are gone."""
+        """Start the evaluation that is due after `done` updates of the loop. It waits for the previous one to end. It
+        has either its own engine with a copy of the present weights, while training continues, or the loop's engine,
+        which gets its next weights after the evaluation. If a crash interrupts an evaluation, it is not repeated,
+        because its weights are gone."""
         every = self.config.evaluation.every
         if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
             return
-        # Copied here: a copy that is made after the wait for the evaluation before would be of later weights.
+        # The weights are copied here. A copy made after waiting for the previous evaluation would have later weights.
         engine = self.engine(self.history) if self.measured_by == "own" else None
         self._evaluation = asyncio.create_task(self._measure(self._evaluation, engine, done))
 
@@ -318,7 +318,7 @@ class Training:
         start: int,
         stop: Callable[[], bool] = lambda: False,
     ) -> Loop:
-        """Run the loop by `config` on `history` and in its store. start, stop: as in `Loop`."""
+        """Run the loop with `config` on `history` and in its store. `start` and `stop` are passed to `Loop`."""
         engine, players = await self._sampling(history.version)
         # Tapes name the version that sampled them, so its record must be there before the first one.
         history.record_version("start")
@@ -359,8 +359,8 @@ class Training:
         return loop
 
     def _note_evaluation(self, update: int, found: Evaluations) -> None:
-        """Write a line of metrics: mean reward, components, lengths and pass@k of each evaluation. update: updates of
-        the loop so far."""
+        """Write a line of metrics with mean reward, components, lengths and pass@k for each evaluation. `update` is the
+        number of updates that the loop has made."""
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
             line[name] = part.mean
@@ -372,12 +372,13 @@ class Training:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Paths of the trained agents with `loop.by_agent`, which gives each its own reward; empty without it."""
+        """Paths of the trained agents if `loop.by_agent` gives each its own reward, otherwise empty."""
         others = (path for name in self.team.policies for path in self.team.players[name].agents)
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 
     async def evaluate(self, engine: Engine, when: str) -> Evaluations:
-        """Run every evaluation on the held-out tasks with that engine. when: part of the name of their splits."""
+        """Run every evaluation on the held-out tasks with that engine. `when` becomes part of the names of their
+        splits."""
         config, scene = self.config.evaluation, self.scene
         sampled = config.sampling or self.loop.sampling
         evaluations = {"sampled": sampled}
@@ -432,6 +433,6 @@ class Training:
         return found
 
     def token_counts(self) -> dict[str, int]:
-        """The accounting of tokens, as `--json` prints it."""
+        """Return the accounting of tokens, as `--json` prints it."""
         assert self.run.results.books is not None
         return self.run.results.books.counts

@@ -1,7 +1,7 @@
-"""Warm start: copies tapes of another run into a run, and imitates them (SFT) with the loop's trainer and ledger.
+"""Warm start: copies tapes from another run into a run, and imitates them (SFT) with the loop's trainer and ledger.
 
-Tapes are copied record by record, so each keeps its id and its digest, and every token of the copying run stays
-accounted for. Calls that were recorded as text get their tokens here, once, as a layer.
+Tapes are copied record by record, so each keeps its id and its digest, and every token in the copying run stays
+accounted for. Calls that were recorded as text are tokenized once here, and the tokens are added as a layer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHECKPOINT_EVERY = 100
 def choose(
     source: str | Path, renderer: Renderer, *, split: str | None = None, min_reward: float | None = None
 ) -> list[str]:
-    """Ids of the tapes of the run `source` that may be imitated and match the filters, in the order of their begin.
+    """Return the ids of the tapes in the run `source` that may be imitated and match the filters, oldest first.
 
     Raises UsageError if no tape matches, a tape was tokenized for another model, `split` is held out, or `source` isn't
     a run.
@@ -53,7 +53,8 @@ def choose(
 
 
 def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Renderer) -> list[str]:
-    """Copy these tapes of the run `source`; returns the ids of those that `into` has whole now, in the same order.
+    """Copy these tapes from the run `source`. Return the ids of the tapes that `into` now has completely, in the same
+    order.
 
     A tape that an earlier call copied is not copied again.
     """
@@ -64,8 +65,8 @@ def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Rend
             if name not in there:
                 _copy(store.tape(name, refresh=False), store, into, renderer, there)
     into.writer.sync()
-    # A process that was killed while it copied a tape left that tape `crashed`. An id stands once in a store, so the
-    # tape can't be copied again, and its half must not be imitated.
+    # If a process was killed while it copied a tape, that tape is `crashed`. An id can occur only once in a store, so
+    # the tape can't be copied again. It is incomplete, so it must not be imitated.
     crashed = {summary.id for summary in into.summaries(status=Status.CRASHED)}
     return [name for name in ids if name not in crashed]
 
@@ -81,7 +82,7 @@ def _check_tokens(tape: Tape, renderer: Renderer, source: str | Path) -> None:
 
 def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set[str]) -> None:
     parent = tape.begin.parent
-    # A fork holds only its own turns: its parent must be in the store first.
+    # A fork only contains its own turns, so its parent must be in the store first.
     if parent is not None and parent.tape not in there:
         _copy(source.tape(parent.tape, refresh=False), source, into, renderer, there)
     for name in sorted({name for body in tape.bodies for name in references(body)}):
@@ -94,7 +95,7 @@ def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set
 
 
 def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
-    """A layer of tokens for each call that was recorded as text and has none yet."""
+    """Return a layer of tokens for each call that was recorded as text and has no such layer yet."""
     layered = {layer.call for layer in tape.layers if isinstance(layer, Tokens)}
     made = []
     for call in tape.calls:
@@ -121,10 +122,10 @@ def warm_start(
     on_update: Callable[[int, dict[str, object]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train until the history has `updates` updates (default: the configuration's), or `stop()` is true.
+    """Train until the history has `updates` updates (by default, the configured number), or `stop()` returns true.
 
-    Continues at the history's present update. Each update is in the ledger; the last one gets a checkpoint that is
-    kept. agents: paths of the agents that are imitated, or None for all.
+    Training continues from the history's present update. Each update is recorded in the ledger, and the last one gets a
+    pinned checkpoint. `agents` are the paths of the agents that are imitated, or None for all.
     """
     target = config.updates if updates is None else updates
     while history.updates < target and not stop():
@@ -135,7 +136,8 @@ def warm_start(
         if on_update is not None:
             on_update(history.updates, imitation_line(stats, uses))
         if history.updates % CHECKPOINT_EVERY == 0 and history.updates < target:
-            # The records must be durable before the checkpoint: a checkpoint ahead of the ledger can't be resumed from.
+            # The records must be durable before the checkpoint, because no run can resume from a checkpoint that is
+            # ahead of the ledger.
             store.writer.sync()
             history.checkpoint()
     store.writer.sync()
