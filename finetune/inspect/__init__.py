@@ -1,4 +1,4 @@
-"""Questions to a training run: what each token meant to the update, reproduction, and updates tried again.
+"""Inspects a training run: explains each token's role, reproduces checkpoints, and tries updates with other recipes.
 
-Imports `finetune.run` and the rooms below it.
+It imports `finetune.run` and the packages below it.
 """

@@ -1,7 +1,7 @@
-"""Explain: the role of each token of a tape in training, and the reason.
+"""Explain: which role each token in a tape had in training, and why.
 
-The converter of training makes the rows. The ledger says which tokens were trained on. Advantages are computed again
-from the batch that the ledger names, with the recipe that the run recorded. The run is only read.
+The same converter as in training makes the rows. The ledger says which tokens were trained on. Advantages are computed
+again from the batch that the ledger names, with the recipe that the run recorded. The run is only read.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class TokenLine(Value):
     """Index in the row."""
     id: int
     text: str | None
-    """None without a tokenizer."""
+    """The token's text, or None if there is no tokenizer."""
     own: bool
-    """True for a label: a token that an agent produced. The fields below are None for context."""
+    """Whether the token is a label, which is a token that an agent produced. The fields below are None for context."""
     call: str | None = None
     offset: int | None = None
     """Index in the call's completion."""
@@ -59,30 +59,31 @@ class TokenLine(Value):
     step: int | None = None
     """Index of the step that was parsed from the token."""
     version: str | None = None
-    """Policy version that sampled the token; None for authored text."""
+    """Policy version that sampled the token, or None for authored text."""
     temperature: float | None = None
-    """Temperature at sampling; None for authored text."""
+    """Temperature at sampling, or None for authored text."""
     logprob: float | None = None
-    """Log-prob at sampling; None if unknown."""
+    """Log-prob at sampling, or None if unknown."""
     reward: float | None = None
-    """Reward of the token's turn; rewards of the whole episode count on its last turn."""
+    """Reward of the token's turn. Rewards for the whole episode count in its last turn."""
     fate: str | None = None
-    """Fate in the last update that took the tape: `trained`, `stale`, `filtered`, `context`. None: no update."""
+    """Fate in the last update that took the tape: `trained`, `stale`, `filtered`, `context`, or None if no update
+    accounts for the token."""
     advantage: float | None = None
-    """Advantage in that update; None if it had none or if it can't be computed again."""
+    """Advantage in that update, or None if it had none or can't be computed again."""
     weight: float | None = None
-    """Weight in that update's loss; None for a token outside the loss."""
+    """Weight in that update's loss, or None for a token outside the loss."""
 
 
 class RowLine(Value):
-    """One token sequence that the trainer forwards."""
+    """One token sequence that the trainer processes in a forward pass."""
 
     begins: str
     """Id of the row's first call."""
     split: str | None
-    """Why that call doesn't extend an earlier row; None for the first call of its path."""
+    """Why that call doesn't extend an earlier row, or None for the first call on its path."""
     repeated: int
-    """Leading tokens that an earlier row has too, and that the trainer forwards again here."""
+    """Leading tokens that an earlier row also has. The trainer processes them again here."""
     own: int
     calls: tuple[str, ...]
     tokens: tuple[TokenLine, ...]
@@ -95,11 +96,11 @@ class UseLine(Value):
     update: int
     phase: str
     recipe: str | None
-    """None if `recipes.json` has none that can be used here."""
+    """The recipe's name, or None if `recipes.json` has no recipe that can be used here."""
     trained: int
-    """Tokens of this tape with a weight."""
+    """Number of tokens in this tape that have a weight."""
     skipped: str | None
-    """Why the update was not applied; None if it was."""
+    """Why the update was not applied, or None if it was."""
 
 
 class Explanation(Value):
@@ -107,24 +108,24 @@ class Explanation(Value):
 
     tape: TapeSummary
     verdict: str
-    """The use of the tape in training, as a sentence."""
+    """How the tape was used in training, as a sentence."""
     uses: tuple[UseLine, ...]
     group_rewards: tuple[float | None, ...]
-    """Rewards of the tapes in the tape's group in its last update, the tape included."""
+    """Rewards of the tapes in the tape's group in its last update, including the tape."""
     rows: tuple[RowLine, ...]
     forwarded: int
     repeated: int
-    """Tokens among them that another row has too."""
+    """Tokens among them that another row also has."""
     own: int
     unlabelled: int
-    """Completion tokens without a label in any row: tokens of failed calls, or removed by a label layer."""
+    """Completion tokens without a label in any row. They are from failed calls or were removed by a label layer."""
     notes: tuple[str, ...]
     """What could not be computed, and why."""
 
 
 @dataclass
 class Explainer:
-    """Explains the tapes of one run. decode: gives the text of a token id. renderer: tokenizes authored text."""
+    """Explains the tapes of one run. `decode` returns the text of a token id. `renderer` tokenizes authored text."""
 
     store: Store
     decode: Callable[[int], str] | None = None
@@ -133,18 +134,18 @@ class Explainer:
 
     @cached_property
     def updates(self) -> list[_Update]:
-        """Every update of every living lineage, in order."""
+        """Every update in every living lineage, in order."""
         lineages = self.store.lineages()
         uses = (use for lineage in lineages.living for use in lineages.ledger(lineage).uses)
         return [_Update(use, UpdateInfo.of(use)) for use in uses]
 
     @cached_property
     def recipes(self) -> dict[str, Recipe | UsageError]:
-        """The recipe of each phase that the run recorded, or why it can't be used here."""
+        """The recorded recipe for each phase, or the error that says why it can't be used here."""
         return read_recipes(self.store.path)
 
     def newest(self, n: int) -> list[str]:
-        """The last n tapes of the last update; in a run without updates the last n closed tapes."""
+        """Return the last n tapes in the last update. In a run without updates, return the last n closed tapes."""
         taken = [tape for update in self.updates[-1:] for tape in update.info.tapes]
         return (taken or [summary.id for summary in self.store.summaries(closed=True)])[-n:]
 
@@ -193,7 +194,7 @@ class Explainer:
         for index, entry in enumerate(tape.entries):
             for call, start, end in entry.calls:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
-        # Later fates overwrite earlier ones: FATES is in order of strength, so `trained` is written last.
+        # Later fates overwrite earlier ones. FATES begins with the strongest, so `trained` is written last.
         for fate in reversed(FATES):
             for name, call, start, end in (entry for use, _ in updates for entry in ranges(use, fate)):
                 if name == tape.id:
@@ -283,13 +284,13 @@ class _Update(NamedTuple):
     info: UpdateInfo
 
     def read(self, tape: str) -> bool:
-        """True if the update read the tape: to train on it, to set it aside or to imitate it."""
+        """Return whether the update read the tape, to train on it, to set it aside or to imitate it."""
         return tape in self.info.read
 
 
 def _lasts(took: list[_Update]) -> list[_Update]:
-    """The last applied update that took the tape (else the last one), and the updates of other policies on the same
-    batch: with several policies, each trains on its own tokens of one tape."""
+    """Return the last applied update that took the tape, or the last one if none was applied, and the updates of other
+    policies on the same batch. With several policies, each trains on its own tokens in a tape."""
     last = next((update for update in reversed(took) if not update.info.skipped), took[-1] if took else None)
     if last is None:
         return []
@@ -310,7 +311,7 @@ class _Taken:
     groups: dict[str, list[float | None]]
     """Group -> rewards of its tapes."""
     problem: str = ""
-    """Why advantages can't be computed; empty if they can, or if the recipe has none."""
+    """Why advantages can't be computed. It is empty if they can, or if the recipe has none."""
 
 
 @dataclass
@@ -348,7 +349,7 @@ def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
 
 
 def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
-    """Why a recipe's advantages can't be computed from the tapes alone; empty if they can."""
+    """Return why a recipe's advantages can't be computed from the tapes alone. The text is empty if they can."""
     if recipe is None:
         return f"the run has no recipes.json with the recipe of phase {phase!r}"
     if isinstance(recipe, UsageError):
@@ -367,7 +368,8 @@ def _no_trainer(phase: str) -> Any:
 def token_reader(
     run: Path, named: str | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
-    """(decoder of a token id, renderer) of the tapes' own tokenizer; (None, None) if that is missing or another."""
+    """Return a function that decodes a token id, and the renderer, both with the tapes' own tokenizer. Return (None,
+    None) if that tokenizer is missing or differs."""
     folder = named or tokenizer_folder(run)
     if folder is None:
         log.warning("the run has no tokenizer, so tokens are shown as numbers: name the folder of one")

@@ -1,15 +1,16 @@
 """Lab: computes a recorded update under other recipes, with the same tapes at the same weights, and compares them.
 
-The weights are those that the update began with, rebuilt from the nearest checkpoint. The batch has the tapes as the
-update read them. Gradients are computed and compared, no weights change, and the run is only read. What is compared:
+The update's initial weights are rebuilt from the nearest checkpoint. The batch has the tapes as the update read them.
+Gradients are computed and compared, no weights change, and the run is only read. These values are compared:
 
-    pull      of a token: minus the derivative of the loss by its log-prob, as a share of the sum of all |pulls|. Above
-              0 the step makes the token likelier. The pull contains weight, advantage, clip, ratio and KL. It leaves
-              out an entropy bonus, which does not depend on the sampled token.
-    cosine    between the gradients of all weights: 1 where two recipes pull the same way.
+    pull      minus the derivative of the loss by a token's log-prob, as a share of the sum of all |pulls|. If it is
+              above 0, the step makes the token likelier. The pull includes weight, advantage, clip, ratio and KL. It
+              leaves out an entropy bonus, which does not depend on the sampled token.
+    cosine    the cosine between the gradients for all weights. It is 1 if two recipes pull in the same direction.
 
-1. Norms are before clipping. An update of several mini-batches or epochs is computed whole, at its first weights.
-2. Running statistics of a recipe (a reward scale) are the run's for the run's own recipe, and start empty otherwise.
+1. Norms are before clipping. An update with several mini-batches or epochs is computed as a whole, at its initial
+   weights.
+2. For the run's own recipe, its running statistics (a reward scale) are the run's. For other recipes, they start empty.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ from ..trainer.updates import UpdateStats
 from .rebuild import RebuiltRun
 
 ROUNDING = 1e-6
-"""Shares of a pull that differ by less count as equal."""
+"""Pulls, as shares, that differ by less than this count as equal."""
 OWN = "own"
-"""Name for the recipe of the run itself."""
+"""Name for the run's own recipe."""
 
 
 class TokenShift(Value):
-    """A token that one recipe pulls more, or less, than the first recipe."""
+    """A token that one recipe pulls more or less than the first recipe does."""
 
     tape: str
     call: str
@@ -61,9 +62,9 @@ class TokenShift(Value):
     id: int
     text: str
     first: float
-    """Pull by the first recipe, as a share."""
+    """Pull under the first recipe, as a share."""
     pull: float
-    """Pull by this recipe, as a share."""
+    """Pull under this recipe, as a share."""
 
 
 class RecipeLine(Value):
@@ -72,27 +73,27 @@ class RecipeLine(Value):
     recipe: str
     loss: float | None
     grad_norm: float | None
-    """None if no token has a gradient."""
+    """Norm of the gradient, or None if no token has a finite one."""
     cosine: float | None
-    """Cosine with the first recipe's gradient; None if either gradient is missing."""
+    """Cosine with the first recipe's gradient, or None if either gradient is missing or 0."""
     mean_advantage: float | None
-    """Mean |advantage| of the tokens that enter the loss; None for a recipe without advantages."""
+    """Mean |advantage| of the tokens that enter the loss, or None for a recipe without advantages."""
     clipped: float | None
-    """Share of live tokens whose surrogate is clipped; None if the recipe clips nothing."""
+    """Share of live tokens whose surrogate is clipped, or None if the recipe clips nothing."""
     tokens: int
-    """Tokens with a weight in the loss."""
+    """Number of tokens with a weight in the loss."""
     dropped: int
-    """The agent's own tokens without a weight."""
+    """Number of the agent's own tokens without a weight."""
     skipped: str | None
-    """Why the update would not be applied."""
+    """Why the update would not be applied, or None if it would."""
     recorded: bool | None
-    """Whether token weights, loss and gradient norm equal the ledger bit for bit. None if they need not be equal:
-    for another recipe than the run's, or an update of several steps."""
+    """Whether token weights, loss and gradient norm equal the ledger bit for bit. It is None if they need not be equal,
+    because the recipe isn't the run's or the update has several steps."""
     gained: tuple[TokenShift, ...]
-    """Tokens whose |pull| grows most against the first recipe's."""
+    """Tokens whose |pull| grows most compared to the first recipe."""
     lost: tuple[TokenShift, ...]
     pulls: tuple[float, ...]
-    """Pull of every token of the agent's own, in the order of the batch."""
+    """Pull on each of the agent's own tokens, in the order of the batch."""
 
 
 class Experiment(Value):
@@ -101,11 +102,11 @@ class Experiment(Value):
     lineage: str
     update: int
     version: str
-    """Version of the weights that the update began with."""
+    """Version of the weights with which the update began."""
     phase: str
     episodes: int
     tokens: int
-    """The agent's own tokens in the batch."""
+    """Number of the agent's own tokens in the batch."""
     lines: tuple[RecipeLine, ...]
 
 
@@ -129,10 +130,10 @@ def lab(
 ) -> LabReport:
     """Compute recorded updates of the run under each recipe, and compare the others with the first recipe.
 
-    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). updates: numbers from 0. None: the
-    loop's last. policy: a trained player of the run. None: the loop's own policy. tokens: number of tokens to list with
-    the largest gain, and with the largest loss. UsageError if an update, a policy or a recipe doesn't exist; Unknown
-    if the base weights are gone.
+    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). `updates` are counted from 0; None is
+    the loop's last update. `policy` is a trained player in the run; None is the loop's own policy. `tokens` is how many
+    tokens to list with the largest gain, and how many with the largest loss. Raises UsageError if an update, a policy
+    or a recipe doesn't exist, and Unknown if the base weights are gone.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
@@ -156,7 +157,7 @@ def lab(
 
 
 def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
-    """(name of the recipe, the recipe; None for the run's own)."""
+    """Return the name of the recipe, and the recipe or None for the run's own."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
     if recipe == OWN:
@@ -168,7 +169,7 @@ def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
 
 
 def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
-    """The policy's lineage and the directory of its checkpoints."""
+    """Return the policy's lineage and the directory with its checkpoints."""
     living = store.lineages().living
     own, *others = checkpoint_folders(run)
     last = [one.state["lineage"] for one in checkpoints(own)]
@@ -185,7 +186,7 @@ def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
 
 
 def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
-    """The records of each requested update, in order."""
+    """Return the records for each requested update, in order."""
     known = {epochs[0].update: epochs for epochs in by_update(uses)}
     if updates is None:
         loop = [n for n, epochs in known.items() if not UpdateInfo.of(epochs[0]).phase.startswith("sft")]
@@ -197,9 +198,9 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
 
 
 def _go_to(history: History, update: int) -> None:
-    """Bring the weights to the beginning of `update`, from the present weights or from the nearest checkpoint.
+    """Restore the weights with which `update` began, from the present weights or from the nearest checkpoint.
 
-    Applying recorded updates to the present weights is right only when they are before `update`, on the same lineage.
+    Recorded updates may only be applied to the present weights if these are before `update`, on the same lineage.
     """
     saved = [
         one.update
@@ -324,11 +325,11 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One recipe's gradient of one update."""
+    """One recipe's gradient for one update."""
 
     name: str
     mine: bool
-    """True for the run's own recipe."""
+    """Whether this is the run's own recipe."""
     stats: UpdateStats
     gradient: Mapping[str, Tensor]
     pull: Tensor
@@ -348,6 +349,6 @@ def _as_recorded(trial: _Trial, batch: Batch, use: Use) -> bool:
     weights = [list(item) for item in weighed(batch.rows, stats.stream, stats.weight)] if stats.applied else []
     recorded = [list(item) for item in use.items]
     if stats.applied and stats.shown is not None:
-        recorded = recorded[: len(weights)]  # the weights of imitated demonstrations follow those of the batch
+        recorded = recorded[: len(weights)]  # the weights of imitated demonstrations come after those of the batch
     info = UpdateInfo.of(use)
     return (weights, known(stats.loss), known(stats.grad_norm)) == (recorded, info.loss, info.grad_norm)

@@ -1,7 +1,8 @@
 """Rebuilds the beginning of a training run: its base weights and the history that trains from them.
 
-Agent, environment and tasks are not needed. `demo` and `train` build the parts from the configuration in the run
-directory, so no second training code exists. The run is only read. `reproduce` and `lab` use it.
+Agent, environment and tasks are not needed. The parts are built by the code of `demo` and `train`, from the
+configuration in the run directory, so there is no second training code. The run is only read. `reproduce` and `lab` use
+this module.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ Settings = TypeVar("Settings", bound=Config)
 
 
 class Unknown(TapereelError, ValueError):
-    """The run's base weights or its configuration can't be rebuilt; names the missing part."""
+    """The run's base weights or its configuration can't be rebuilt. The message names the missing part."""
 
 
 @dataclass(frozen=True)
 class RebuiltRun:
-    """The beginning of a run. The history's model has the base weights; the history has no checkpoint."""
+    """The beginning of a run. The history's model has the base weights, and the history has no checkpoint."""
 
     training: Training
     history: History
@@ -44,8 +45,8 @@ class RebuiltRun:
 
     @classmethod
     def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """Of the run in the directory `run`, open as `store`. scratch: an empty directory for what the history writes.
-        Unknown if the beginning can't be rebuilt."""
+        """Rebuild the beginning of the run in the directory `run`, which is open as `store`. The history writes to
+        `scratch`, an empty directory. Raises Unknown if the beginning can't be rebuilt."""
         if not (run / CONFIG).exists():
             if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
                 return cls._of_control(run, store, scratch, lineage)
@@ -65,7 +66,7 @@ class RebuiltRun:
 
     @classmethod
     def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """A control of a demo begins with the weights that the demo had after its imitation."""
+        """Rebuild a demo's control. It begins with the weights that the demo had after its imitation."""
         demo = run.parent.parent
         directory = RunDir(scratch, _results(demo).model_copy(update={"lineage": lineage}), store, resumed=True)
         training, _ = _begin(demo, directory)
@@ -105,7 +106,7 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
         raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"a model that the run began with is gone: {error}") from error
-    # A model folder may have been overwritten since: other base weights would make every later update differ.
+    # A model folder may have been overwritten since. With other base weights, every later update would differ.
     found, begun = weights_digest(policy.model.state_dict()), directory.results.base
     if begun not in (None, found):
         raise Unknown(
@@ -123,7 +124,8 @@ def _read(kind: type[Settings], run: Path) -> Settings:
 
 
 def _on_present_devices(config: TrainConfig) -> TrainConfig:
-    """The trainers on their recorded devices, or on one that this machine has: a CPU can inspect a run of a GPU."""
+    """Set the trainers to their recorded devices, or to a device that this machine has. So a machine without a GPU can
+    inspect a run that used one."""
     players = {
         name: player if player.frozen else player.model_copy(update={"trainer": _on_present_device(player.trainer)})
         for name, player in config.players.items()

@@ -1,12 +1,13 @@
 """Reproduce: derives a checkpoint again, update by update, from the base weights and the recorded tapes.
 
 No model samples and no environment runs. The training code makes every update again from the tapes that its record
-names, and compares the result with the record, bit for bit. The weights after an update are compared with the digest
-that was published. The report names the first update that differs, and what differs. The run is only read.
+names, and compares the result with the record, bit for bit. The weights after an update are compared with the published
+digest. The report names the first update that differs, and what differs. The run is only read.
 
-1. `verified` holds on every machine: equal digests mean equal weights. A difference on another machine or with another
-   version of torch is `unverifiable`: a sum in another order differs in its last bits.
-2. Reproduce does not check how a tape came about: `verify` checks its bytes, `replay` the agent and the model.
+1. `verified` holds on every machine, because equal digests mean equal weights. A difference on another machine or with
+   another version of torch is `unverifiable`, because a sum in another order can differ in its last bits.
+2. Reproduce does not check how a tape came about. `verify` checks its bytes, and `replay` checks the agent and the
+   model.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ Outcome = Literal["verified", "diverged", "unverifiable"]
 
 
 class Difference(Value):
-    """The first difference to the record."""
+    """The first difference from the record."""
 
     update: int
-    """Number of the update, from 0; it makes version `update + 1`. -1: the base weights."""
+    """Number of the update, counted from 0. It makes version `update + 1`. -1 stands for the base weights."""
     field: str
     """`tape`, `recipe`, `reference`, `teacher`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`,
     `weights`, `checkpoint`, `trainer`, `taught` or `files`."""
@@ -63,37 +64,38 @@ class Reproduction(Value):
 
     run: str
     checkpoint: str | None
-    """Directory of the checkpoint; None if only the ledger was compared."""
+    """Directory of the checkpoint, or None if only the ledger was compared."""
     lineage: str
     outcome: Outcome
     base: str
     updates: int
-    """Updates applied again and found equal."""
+    """Number of updates that were applied again and found equal."""
     of: int
-    """Updates in the checkpoint."""
+    """Number of updates in the checkpoint."""
     published: int = 0
-    """Versions up to the checkpoint whose weights have the digest that was published."""
+    """Number of versions up to the checkpoint whose weights have the published digest."""
     checkpoints: int = 0
-    """Checkpoint files whose weights equal the derived weights."""
+    """Number of checkpoints whose weights equal the derived weights."""
     trainers: int = 0
-    """Of these, files whose trainer's state (optimiser, counts, moments, coefficients, averages, critic) equals the
-    derived state; the base has no such state."""
+    """Number of these checkpoints whose trainer's state (optimiser, counts, moments, coefficients, averages, critic)
+    equals the derived state. The base has no such state."""
     tapes: int = 0
-    """Tapes that were trained on, each with the digest that its updates pinned."""
+    """Number of tapes that were trained on. Each has the digest that its updates pinned."""
     digest: str | None = None
-    """Of the derived weights; None if a difference ended the derivation."""
+    """Digest of the derived weights, or None unless the outcome is `verified`."""
     difference: Difference | None = None
-    """Only for `diverged`."""
+    """The first difference, if the outcome is `diverged`."""
     reason: str | None = None
-    """Why the comparison is not possible; only for `unverifiable`."""
+    """Why the comparison is not possible, if the outcome is `unverifiable`."""
     seconds: float = 0.0
     players: dict[str, Reproduction] = Field(default={})
-    """Results of the last checkpoints of the run's other policies, by name; empty if one checkpoint was named."""
+    """Results for the last checkpoints of the run's other policies, by name. It is empty if a checkpoint was named."""
 
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 verified, 1 diverged, 2 unverifiable; of several policies 1 if any diverged, else 2 if any is."""
+        """0 for verified, 1 for diverged, 2 for unverifiable. With several policies, it is 1 if any diverged, otherwise
+        2 if any is unverifiable."""
         every = {self.outcome, *(one.outcome for one in self.players.values())}
         codes = {"diverged": 1, "unverifiable": 2}
         return next((code for outcome, code in codes.items() if outcome in every), 0)
@@ -101,7 +103,7 @@ class Reproduction(Value):
     @computed_field
     @property
     def verdict(self) -> Standing:
-        """The exit code in words: `broken` if a policy diverged, `undecided` if one can't be verified."""
+        """The exit code in words. It is `broken` if a policy diverged, and `undecided` if one can't be verified."""
         return STANDINGS[self.exit_code]
 
     def __str__(self) -> str:
@@ -112,11 +114,12 @@ class Reproduction(Value):
 
 
 def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-    """Derive a checkpoint of the run in the directory `run` again. The default is the last one, and each one before it.
+    """Derive a checkpoint of the run in the directory `run` again. By default, this is the last one, and all earlier
+    ones are compared too.
 
-    checkpoint: the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. Without
-    it, `run` may also be the directory of a checkpoint inside its run. UsageError if no such checkpoint exists,
-    OtherVersion if another version wrote the run's settings.
+    `checkpoint` is the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates.
+    Without it, `run` may also be the directory of a checkpoint inside its run. Raises UsageError if no such checkpoint
+    exists, and OtherVersion if another version wrote the run's settings.
     """
     run = Path(run)
     if not run.is_dir():
@@ -132,12 +135,12 @@ def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress
 
 
 def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progress) -> Reproduction:
-    """The reproduction of one policy, whose checkpoints are in `folder`."""
+    """Reproduce one policy, whose checkpoints are in `folder`."""
     found = checkpoints(folder)
     wanted = _find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
         lineage = str(wanted.state["lineage"])
-        # A damaged one is named, whatever lineage its state says now.
+        # A damaged checkpoint is reported, whichever lineage its state names now.
         among = [c for c in found if c.update < wanted.update]
         among = [c for c in among if c.state.get("lineage") == lineage or store.damage(c.path)]
         try:
@@ -163,12 +166,13 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """The run that contains a checkpoint."""
+    """Return the run that contains a checkpoint."""
     return next((above.parent for above in checkpoint.parents if above.name == "checkpoints"), checkpoint.parent.parent)
 
 
 def _find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint]) -> Checkpoint:
-    """The checkpoint named by a directory, `update-000040` or `40`. None: the last. UsageError without one."""
+    """Return the checkpoint that is named by a directory, `update-000040` or `40`. None is the last one. Raises
+    UsageError if there is no such checkpoint."""
     if not found and name is None:
         raise UsageError(
             f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"
@@ -193,8 +197,8 @@ def retrace(
     base: str = "the weights of the model",
     progress: Progress = silent,
 ) -> Reproduction:
-    """Apply the recorded updates below `until` (default: all) to `history`, whose model has the base weights, and
-    compare the results with the records and with the weights in `files`."""
+    """Apply the recorded updates below `until` (by default all) to `history`, whose model has the base weights. Compare
+    the results with the records and with the weights in `files`."""
     return _Walk(history, until, files, base, progress).report()
 
 
@@ -214,7 +218,7 @@ class _Walk:
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
-        """How torch or this machine differs from an update's so far; empty if they don't differ."""
+        """How torch or this machine differs from those that made an update. It is empty if no difference was found."""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)
@@ -239,7 +243,7 @@ class _Walk:
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
         trainer = self.history.enter(Plan.of(epochs[0]).phase)
-        # The threads are set to the recorded number while an update is applied, so they can't differ.
+        # Torch has the recorded number of threads while an update is applied, so it can't differ.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
         _, again = apply_again(self.history, epochs)
@@ -251,9 +255,10 @@ class _Walk:
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the present weights with the published digest and the checkpoint file of this update, if any.
+        """Compare the present weights with the published digest and the checkpoint for this update, if there are any.
 
-        Without the comparison after each update, a difference would show at the last checkpoint only, unlocated.
+        They are compared after each update. Otherwise only the last checkpoint would show that something differs, but
+        not which update.
         """
         n = self.history.updates
         published, file = self.known.get(version_name(lineage, n)), self.files.get(n)
@@ -286,8 +291,8 @@ class _Walk:
             raise _Other(file.update - 1, "checkpoint", str(error), self.digest, None) from error
 
     def _unlike_file(self, file: Checkpoint) -> Iterator[tuple[str, str, JsonValue, JsonValue]]:
-        """(field, sentence, recorded, found) of what differs in a checkpoint. Random number states are left out: no
-        update draws from them."""
+        """Yield (field, sentence, recorded, found) for each part that differs in a checkpoint. Random number states are
+        left out, because no update draws from them."""
         derives = "base weights and tapes give"
         found, taught = weights_digest(file.weights()), file.taught()
         if found != self.digest:
@@ -313,7 +318,7 @@ class _Walk:
             then, now = taught.get(tape), pinned.get(tape)
             sentence = f"{file.path} was taught by tape {tape} as {then}, the ledger says {now}"
             yield "taught", sentence, list(now or ()), list(then or ())
-        if broken := self.history.store.damage(file.path):  # files that no update reads, as the deployed `hf/`
+        if broken := self.history.store.damage(file.path):  # files that no update reads, such as the deployed `hf/`
             yield "files", broken[0], None, None
 
     def _differs(self, difference: Difference) -> Reproduction:
@@ -345,7 +350,7 @@ class _Walk:
 
 
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
-    """(place, saved, derived) of every value that is not bit-equal; tensors as their digests."""
+    """Yield (place, saved, derived) for every value that is not equal bit for bit. Tensors are given as digests."""
     if isinstance(saved, dict) and isinstance(derived, dict):
         for key in dict.fromkeys([*saved, *derived]):
             yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))

@@ -1,8 +1,8 @@
 """Requery: scores recorded tokens with a model again, and compares its log-probs with the recorded ones.
 
-It checks that a tape came from a policy: the weights that the tape names for a sampled token score that token,
-teacher-forced. The caller may name other weights. Tokens of several policy versions are scored by their own version.
-The weights come from checkpoints and model folders; a version without weights can't be verified.
+It checks that a tape came from a policy. Each sampled token is scored, teacher-forced, with the weights of the policy
+version that the tape names for it. The caller may name other weights. The weights come from checkpoints and model
+folders. A version without weights can't be verified.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from ..trainer.logprobs import score
 
 TOLERANCE = 1e-4
-"""Nats by which a log-prob may differ, in float32: ten times the observed rounding, less than one update's effect."""
+"""Nats by which a log-prob may differ in float32. This is ten times the observed rounding, and less than the effect of
+one update."""
 BATCH = 128
-"""Tapes scored in one call of `requery`."""
+"""Tapes that are scored in one call of `requery`."""
 
 
 @dataclass(frozen=True)
@@ -45,21 +46,21 @@ class Policy:
     """Weights with their name and digest."""
 
     name: str
-    """The folder."""
+    """The folder with the weights."""
     digest: str
-    """As in a `publish` record."""
+    """The same digest as in a `publish` record."""
     load: Callable[[], Pretrained] = field(repr=False)
-    """() -> the model, ready to score."""
+    """Loads the model, ready to score."""
 
 
 class Policies:
-    """Finds the weights of a policy version: in the run's checkpoints and model folders, or in a named folder."""
+    """Finds the weights of a policy version in the run's checkpoints and model folders, or in a named folder."""
 
     def __init__(
         self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
     ) -> None:
-        """only: a checkpoint or model folder that scores all tokens, whatever version the tapes name. begun: the model
-        folders that the run began with."""
+        """`only` is a checkpoint or model folder that scores all tokens, whichever version the tapes name. `begun` are
+        the model folders with which the run began."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
         self._video: VideoTokens = recorded_rendering(run).video
@@ -69,7 +70,7 @@ class Policies:
         self._loaded: tuple[str, Pretrained] | None = None
 
     def of(self, version: str) -> Policy | str:
-        """The weights of a version, or the reason why there are none."""
+        """Return the weights of a version, or the reason why they are missing."""
         if self.only is not None:
             return self.only
         digest = self.digests.get(version)
@@ -84,13 +85,13 @@ class Policies:
         return self._known.get(digest) or f"no checkpoint holds the weights of version {version!r}"
 
     def loaded(self, policy: Policy) -> Pretrained:
-        """The model with these weights. Only the last model stays in memory."""
+        """Return the model with these weights. Only the last model stays in memory."""
         if self._loaded is None or self._loaded[0] != policy.digest:
             self._loaded = (policy.digest, policy.load())
         return self._loaded[1]
 
     def logprobs(self, policy: Policy, rows: Sequence[Row]) -> NDArray[np.float64]:
-        """(T,) log-probs of the rows' own tokens by these weights."""
+        """Return the log-probs (T,) of the rows' own tokens under these weights."""
         found = self.loaded(policy)
         return score(found.model, rows, vision=found.vision).logprob.double().cpu().numpy()
 
@@ -108,7 +109,7 @@ def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
 
 
 def _folder(path: Path, video: VideoTokens) -> Policy:
-    """A checkpoint's directory, or a model in Hugging Face format."""
+    """Find the weights in a checkpoint's directory or in a model in Hugging Face format."""
     if (path / "state.json").is_file():
         return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path), video)
     found = load_pretrained(path, device="auto", video=video)
@@ -117,16 +118,16 @@ def _folder(path: Path, video: VideoTokens) -> Policy:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens of a row that one version sampled, with their log-probs by its weights."""
+    """The tokens in a row that one version sampled, with their log-probs under its weights."""
 
     row: Row
     logprob: NDArray[np.float64]
-    """(n,) of the row's own tokens."""
+    """Log-probs (n,) of the row's own tokens."""
     policy: str
 
     @property
     def gap(self) -> NDArray[np.float64]:
-        """(n,) |log-prob - recorded log-prob| in nats; NaN if the weights give no number."""
+        """|log-prob - recorded log-prob| (n,) in nats. It is NaN where the weights give NaN."""
         return np.abs(self.logprob - self.row.old.astype(np.float64))
 
 
@@ -140,11 +141,12 @@ def requery_run(
     split: str | None = None,
     progress: Progress = silent,
 ) -> tuple[Verdicts, str | None]:
-    """(the verdicts, why there are none) of the named tapes, or of all closed tapes of a split with sampled tokens.
+    """Check the named tapes, or all closed tapes in a split that have sampled tokens. Return the verdicts, and the
+    reason if there are none.
 
-    model: a checkpoint or model folder that every token is compared with. None: the weights of each token's own
-    version, from the run's checkpoints. tolerance: the largest difference that counts as equal, in nats. threads: of
-    torch.
+    `model` is a checkpoint or model folder that scores every token. With None, each token is scored with the weights of
+    its own version, from the run's checkpoints and model folders. `tolerance` is the largest difference in nats that
+    counts as equal. `threads` is the number of torch threads.
     """
     if tolerance < 0 or threads < 1:
         raise UsageError(
@@ -158,7 +160,7 @@ def requery_run(
         ids = chosen if tapes else [one.id for one in store.summaries(split=split, closed=True) if one.sampled]
         published = list(store.published.values())
         policies = Policies(store.path, published, only=model, begun=_begun(run))
-        # A batch shares forward passes; only one batch of tapes is in memory at a time.
+        # The tapes in a batch share forward passes. Only one batch of tapes is in memory at a time.
         for k in range(0, len(ids), BATCH):
             batch = [store.tape(name, refresh=False) for name in ids[k : k + BATCH]]
             verdicts = requery(batch, policies, tolerance=tolerance)
@@ -175,7 +177,7 @@ def requery_run(
 
 
 def _begun(run: str | Path) -> list[str]:
-    """The model folders that the run began with, its players' included."""
+    """Return the model folders with which the run began, including those of its players."""
     settings = recorded_settings(run)
     policies = (settings, *(settings.get("players") or {}).values())
     folders = ((policy.get("engine") or {}).get("model") for policy in policies)
@@ -183,7 +185,7 @@ def _begun(run: str | Path) -> list[str]:
 
 
 def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOLERANCE) -> list[Verdict]:
-    """The verdict on each tape. Tapes of one call share forward passes."""
+    """Return the verdict on each tape. The tapes share forward passes."""
     made = [rows(tape) if any(call.completion is not None for call in tape.calls) else [] for tape in tapes]
     parts: dict[str, tuple[Policy, list[tuple[int, Row]]]] = {}
     missing: dict[int, list[str | Divergence]] = defaultdict(list)
@@ -213,8 +215,8 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
 
 
 def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str | Divergence | None:
-    """Why the model can't read the row's pictures as the engine did; None if it can. fitting: `Place.key` of pictures
-    that were processed without an error, to which this adds."""
+    """Return why the model can't read the row's pictures as the engine did, or None if it can. `fitting` has the
+    `Place.key` of each picture that was processed without an error. This function adds to it."""
     recorded = tape.begin.versions.get("processor")
     if row.places and (found.vision is None or found.vision.hash != recorded):
         here = "none" if found.vision is None else found.vision.hash[:12]
@@ -241,15 +243,17 @@ def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str
 
 
 def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
-    """(version, row with its tokens only) of the sampled tokens whose log-prob is known."""
+    """Divide the sampled tokens with a known log-prob by version. Return each version and a row with only its tokens
+    as own tokens."""
     row = _as_recorded(tape, row)
     known = np.isfinite(row.old) & (row.version >= 0)
     return [(row.versions[v], row.where(known & (row.version == v))) for v in np.unique(row.version[known]).tolist()]
 
 
 def _as_recorded(tape: Tape, row: Row) -> Row:
-    """The row with the log-probs of greedily drawn tokens added. Training ignores them, since they are not samples of
-    the policy; they are recorded at temperature 1, so the weights can be compared with them."""
+    """Return the row with the log-probs of greedily drawn tokens added. Training ignores these tokens, because they are
+    not samples from the policy. Their log-probs are recorded at temperature 1, so the weights can be compared with
+    them."""
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)
@@ -276,7 +280,7 @@ def _verdict(tape: Tape, seen: Sequence[Scored], missing: Sequence[str | Diverge
         if isinstance(bad, Divergence):
             return diverged("requery", bad, not_checked=tuple(notes), **more)
     for one in seen:
-        if not (one.gap <= tolerance).all():  # written so that a NaN counts as a difference
+        if not (one.gap <= tolerance).all():  # also true if a gap is NaN
             return diverged("requery", _divergence(tape, one), not_checked=tuple(notes), **more)
     if missing:
         return unverifiable("requery", tape.id, notes[0], not_checked=tuple(notes[1:]), **more)

@@ -1,6 +1,6 @@
-"""Facts of training for the viewer: advantages, rows, verdicts, the text of token ids, and ratios to named weights.
+"""Facts about training for the viewer: advantages, rows, verdicts, the text of token ids, and ratios to named weights.
 
-An adapter from `Explainer` and `score` to the protocol `Insight` of `tapes/view`.
+It adapts `Explainer` and `score` to the protocol `Insight` in `tapes/view`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .explainer import Explainer, token_reader
 from .requery import Policies, Policy
 
 LONGEST = 20_000
-"""Records of the longest tape that is explained, since an explanation reads the tape whole."""
+"""Number of records in the longest tape that is explained. An explanation reads the whole tape."""
 
 
 class TrainingInsight:
-    """The facts of one run. Loads the run's tokenizer at once."""
+    """The facts about one run. The run's tokenizer is loaded at once."""
 
     def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
-        """weights: a checkpoint or model folder; its probabilities are compared with those at sampling. tokenizer: a
-        folder; None takes the run's own tokenizer."""
+        """`weights` is a checkpoint or model folder, whose probabilities are compared with those at sampling.
+        `tokenizer` is a folder. None takes the run's own tokenizer."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]
@@ -32,15 +32,15 @@ class TrainingInsight:
 
     @property
     def decode(self) -> Callable[[int], str] | None:
-        """Gives the text of a token id; None without a tokenizer."""
+        """A function that returns the text of a token id, or None if there is no tokenizer."""
         return self._decode
 
     def forget(self) -> None:
-        """Forget the ledger's content, because training has added updates."""
+        """Forget the ledger's content. This is called after training has added updates."""
         self._explainer = Explainer(self._store, self._decode, self._renderer)
 
     def explain(self, tape: str) -> dict[str, object]:
-        """The tape's use in training, with an advantage for each completion token that has one."""
+        """Describe how the tape was used in training, with an advantage for each completion token that has one."""
         records = len(self._store.index.places(tape))
         if records > LONGEST:
             return {
@@ -70,7 +70,7 @@ class TrainingInsight:
         }
 
     def _ratios(self, tape: str) -> dict[str, object]:
-        """exp(log-prob by the named weights - log-prob at sampling) for each sampled completion token."""
+        """Return exp(log-prob under the named weights - log-prob at sampling) for each sampled completion token."""
         policy = self._policies.of("") if self._policies is not None else None
         if self._policies is None or not isinstance(policy, Policy):
             return {}
@@ -84,7 +84,8 @@ class TrainingInsight:
 
 
 def _by_call(values: Iterable[tuple[str, int, float | None]]) -> dict[str, list[float | None]]:
-    """call -> values by index in its completion, from (call, index, value); None if there is none."""
+    """Group the (call, index, value) by call. Each list has the values by index in the completion, and None where there
+    is no value."""
     known: dict[str, list[float | None]] = {}
     for call, at, value in values:
         column = known.setdefault(call, [])
