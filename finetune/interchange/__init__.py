@@ -1,7 +1,7 @@
-"""Interchange: tapes as rows of datasets, and rows of conversations as tapes.
+"""Interchange: converts tapes to rows of datasets, and rows of conversations to tapes.
 
-`write(tapes, path, format)` and `read(path, run, format)`; on the command line `tapereel export --format` and `tapereel
-import`. `Format.loses` lists what a format can't hold.
+The functions are `write(tapes, path, format)` and `read(path, run, format)`. On the command line, these are `tapereel
+export --format` and `tapereel import`. `Format.loses` lists what a format can't contain.
 """
 
 from .formats import FORMATS, Exchange, Format, read, write

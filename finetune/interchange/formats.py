@@ -1,7 +1,7 @@
-"""The formats of rows by name; `write` exports tapes to a file, `read` imports a file as tapes.
+"""The formats of rows by name. `write` exports tapes to a file, and `read` imports a file as tapes.
 
-`read` parses the whole file and checks every record before it writes the first tape: an invalid record leaves the run
-unchanged.
+`read` parses the whole file and checks every record before it writes the first tape. So an invalid record leaves the
+run unchanged.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Format:
     name: str
     what: str
     loses: tuple[str, ...]
-    """The parts of a tape that the format can't hold, one text each."""
+    """The parts of a tape that the format can't contain. Each is described by one text."""
     write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
-    """Tapes -> records. A string in place of a record is the reason why a tape has no record."""
+    """Converts tapes to records. If a tape has no record, it yields the reason as a string."""
     read: Callable[[Mapping[str, object], str], list[Conversation]]
-    """(record, stem of the file's name) -> conversations. ValueError for a wrong record."""
+    """Converts a record to conversations, given the stem of the file's name. Raises ValueError for a wrong record."""
 
 
 ENDINGS = (".jsonl", ".parquet")
@@ -63,7 +63,7 @@ class Exchange(Value):
     """The result of an export or an import."""
 
     path: str
-    """The file that was written, or the run that was read into."""
+    """The file that was written, or the run into which a file was read."""
     format: str
     records: int
     tapes: int
@@ -73,22 +73,22 @@ class Exchange(Value):
     left_out: dict[str, int] = Field(default={})
     """Reason why tapes have no record -> number of tapes."""
     loses: tuple[str, ...] = ()
-    """The parts of a tape that the format can't hold."""
+    """The parts of a tape that the format can't contain."""
 
 
 def _format_of(name: str) -> Format:
-    """The format with this name; UsageError for an unknown name."""
+    """Return the format with this name. Raises UsageError for an unknown name."""
     if name not in FORMATS:
         raise UsageError(f"there is no format {name!r}; there are {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool = False) -> Exchange:
-    """Write closed `tapes` to `path`. images: the tapes show pictures, which the rows hold
-    in a column `images`: as `datasets.Image` in Parquet, as data URLs in JSONL.
+    """Write closed `tapes` to `path`. With `images`, the rows also have the tapes' pictures, in a column `images`. The
+    pictures are `datasets.Image` in Parquet and data URLs in JSONL.
 
-    UsageError if `path` exists, or has an ending that the format doesn't accept. NothingToExport if no tape has a
-    record; no file is written then.
+    Raises UsageError if `path` exists or has an ending that the format doesn't accept, and NothingToExport if no tape
+    has a record. Then no file is written.
     """
     chosen, path = _format_of(format), Path(path)
     check_new(path, ENDINGS, format)
@@ -132,11 +132,11 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
 def read(path: str | Path, run: str | Path, format: str, *, split: str | None = None) -> Exchange:
     """Read a file into the run directory `run`, which may exist.
 
-    BadImport if a record isn't of the format; nothing is written then. A conversation whose tape the run already has is
-    left out, so reading a file again adds only the new ones. split: overrides the file's split.
+    Raises BadImport if a record doesn't have the format. Then nothing is written. A conversation whose tape the run
+    already has is left out, so reading a file again only adds new ones. `split` overrides the file's split.
     """
     chosen, path = _format_of(format), Path(path)
-    # The first pass only checks. Without it, an invalid record would be found after some tapes were written.
+    # The first pass only checks. Otherwise an invalid record could be found after some tapes were written.
     checked = sum(len(made) for made in _conversations(chosen, path))
     if not checked:
         raise BadImport(f"{path} holds no record")
@@ -148,7 +148,7 @@ def read(path: str | Path, run: str | Path, format: str, *, split: str | None = 
             count += 1
             for one in made if split is None else (replace(one, split=split) for one in made):
                 key = (one.content, one.status.value)
-                # Counted, not only looked up: a file may hold the same row several times, and each is a tape.
+                # The tapes are counted, because a file may have the same row several times, and each becomes a tape.
                 if known[key]:
                     known[key] -= 1
                     there += 1
@@ -164,7 +164,7 @@ def _conversations(chosen: Format, path: Path) -> Iterator[list[Conversation]]:
         try:
             made = chosen.read(record, path.stem)
             for one in made:
-                write_tape(one, None, chosen.name)  # writes nothing: raises if it can't become a tape
+                write_tape(one, None, chosen.name)  # writes nothing, but raises if it can't become a tape
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "record"

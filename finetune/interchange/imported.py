@@ -1,7 +1,7 @@
-"""Tapes of conversations that weren't recorded here: rows of an import, and texts of a corpus.
+"""Tapes of conversations that weren't recorded here, which are rows of an import and texts of a corpus.
 
-Such a tape has a call for each answer of the model, and steps made of the messages. Its agent and environment aren't
-known, so it can be imitated and not replayed.
+Such a tape has a call for each answer from the model, and steps made from the messages. Its agent and environment
+aren't known, so it can be imitated but not replayed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ...tapes.store.store import Store
 from ...tapes.tape import new_tape_id, step_record
 
 MODEL = "policy"
-"""Name of the agent."""
+"""Name of the agent in these tapes."""
 IMPORTED = "imported"
-"""Name of the environment."""
+"""Name of the environment in these tapes."""
 
 
 class Function(BaseModel):
@@ -61,7 +61,8 @@ _messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
 
 
 def checked_messages(messages: object) -> list[Message]:
-    """Validated chat messages, without their None values except `content`. ValidationError names the wrong message."""
+    """Return validated chat messages. None values are removed, except in `content`. Raises ValidationError, which names
+    the wrong message."""
     _messages.validate_python(messages)
     return [
         {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -74,10 +75,10 @@ class Said:
     """One answer of the model."""
 
     messages: tuple[Message, ...] = ()
-    """The messages since the answer before."""
+    """The messages since the previous answer."""
     reply: Message
     prompt: Sequence[int] | None = None
-    """All prompt ids; None without token ids."""
+    """All prompt ids, or None if there are no token ids."""
     completion: Sequence[int] | None = None
 
 
@@ -86,10 +87,10 @@ class Conversation:
     """One episode."""
 
     id: str = ""
-    """Id of the tape that it was exported from; empty without one."""
+    """Id of the tape from which it was exported, or empty if there is none."""
     answers: tuple[Said, ...]
     by: str = MODEL
-    """Path of the agent whose answers these are."""
+    """Path of the agent that gave these answers."""
     tools: tuple[dict[str, JsonValue], ...] = ()
     task: Task = field(default_factory=Task)
     group: str | None = None
@@ -97,7 +98,7 @@ class Conversation:
     split: str = "train"
     status: Status = Status.FINISHED
     reward: tuple[str, float] | None = None
-    """(component, value); None for an unscored episode."""
+    """(component, value), or None for an unscored episode."""
 
     @property
     def content(self) -> str:
@@ -106,10 +107,10 @@ class Conversation:
 
 
 def imported(store: Store) -> Counter[tuple[str, str]]:
-    """(content, status) -> number of the run's tapes that were written from such a conversation.
+    """Return (content, status) -> number of the run's tapes that were written from such a conversation.
 
-    A tape that a crashed process left unfinished is closed with another status. It doesn't match its conversation, so
-    the next import writes that one again.
+    If a process crashed before it finished a tape, the tape is closed with another status. Then it doesn't match its
+    conversation, and the next import writes the conversation again.
     """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):
@@ -121,9 +122,10 @@ def imported(store: Store) -> Counter[tuple[str, str]]:
 
 
 def write_tape(one: Conversation, journal: Journal | None, source: str) -> str:
-    """Write a conversation as a closed tape; return the tape's id.
+    """Write a conversation as a closed tape, and return the tape's id.
 
-    journal: None checks whether it can become a tape, and writes nothing. source: name of the format it came in.
+    If `journal` is None, nothing is written, but errors are raised if the conversation can't become a tape. `source` is
+    the name of its original format.
     """
     begin = Begin(
         tape=new_tape_id(),
@@ -181,7 +183,8 @@ def _tools(tools: tuple[dict[str, JsonValue], ...], *, known: bool) -> Tools | N
 
 
 def _seen(messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...]) -> Iterator[Step]:
-    """The observations before a call: tool results if all messages are, otherwise one prompt with the messages."""
+    """Yield the observation before a call. It has tool results if all messages are such, otherwise it is a prompt with
+    the messages."""
     if not messages:
         return
     if all(message["role"] == "tool" for message in messages):
@@ -215,7 +218,7 @@ def _action(reply: Message) -> Answer | ToolCalls:
 
 
 def _arguments(given: JsonValue) -> dict[str, JsonValue]:
-    """The parsed arguments of a tool call; text that isn't a JSON object is kept under `arguments`."""
+    """Return the parsed arguments of a tool call. Text that isn't a JSON object is kept under `arguments`."""
     try:
         found = from_json(given) if isinstance(given, str) else given
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads rows from JSONL and Parquet files, and writes records to new ones. Reading a file runs no code."""
+"""Reads rows from JSONL and Parquet files, and writes records to new files. Reading a file runs no code."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pydantic_core import from_json, to_json
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
 
 PARQUET_ROWS = 100
-"""Rows of Parquet that are decoded at once."""
+"""Number of rows in Parquet that are decoded at once."""
 
 
 class BadImport(UsageError):
-    """An invalid file; the message names the place and the cause."""
+    """A file is invalid. The message names the place and the cause."""
 
 
 class NothingToExport(TapereelError, ValueError):
-    """No tape has a record in the format, so no file was written; the message says why."""
+    """No tape has a record in the format, so no file was written. The message says why."""
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """(place for error messages, record) of a .jsonl or .parquet file. BadImport for an invalid file, UsageError for a
-    missing one."""
+    """Yield each record in a .jsonl or .parquet file, with its place for error messages. Raises BadImport for an
+    invalid file, and UsageError for a missing one or another ending."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     if path.suffix not in (".jsonl", ".parquet"):
@@ -68,7 +68,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _without_none(value: object) -> object:
-    """The value without None fields: Parquet adds a field to every object of a column if one object has it."""
+    """Return the value without None fields. Parquet adds a field to every object in a column if one object has it."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -77,7 +77,7 @@ def _without_none(value: object) -> object:
 
 
 def check_new(path: Path, endings: Sequence[str], format: str) -> None:
-    """UsageError if `path` exists, or has an ending that the format doesn't accept. The ending '' is a folder."""
+    """Raise UsageError if `path` exists or has an ending that the format doesn't accept. The ending '' is a folder."""
     if path.exists():
         raise UsageError(f"{path} exists already; name another file, or remove it first")
     if path.suffix not in endings:
@@ -87,7 +87,7 @@ def check_new(path: Path, endings: Sequence[str], format: str) -> None:
 
 @contextmanager
 def completed(path: Path) -> Iterator[Path]:
-    """`NAME.partial`, a place to write to, which is renamed to `path` at the end of the block.
+    """Provide the path `NAME.partial` to write to, and rename it to `path` at the end of the block.
 
     No partial file has the final name, even after a crash.
     """
@@ -98,7 +98,8 @@ def completed(path: Path) -> Iterator[Path]:
 
 
 def write_records(made: Iterable[Mapping[str, object]], path: Path) -> int:
-    """Write records to a new .jsonl or .parquet file; return their number. Without a record, write no file."""
+    """Write records to a new .jsonl or .parquet file, and return their number. If there are none, no file is
+    written."""
     records = iter(made)
     first = next(records, None)
     if first is None:
@@ -123,7 +124,7 @@ def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
     try:
         found = Dataset.from_list([dict(record) for record in made])
         (found.cast_column("images", List(Image())) if "images" in made[0] else found).to_parquet(str(path))
-    except ValueError as error:  # ArrowInvalid, as for contents that are text in one message and parts in another
+    except ValueError as error:  # ArrowInvalid, for example if a content is text in one message and parts in another
         raise UsageError(
             f"{path.name}: a column of Parquet has one type, and messages with pictures have parts where others have "
             f"text ({error}): write it with images=True"
@@ -132,7 +133,7 @@ def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
 
 
 def nothing(path: Path, tapes: int, left_out: Mapping[str, int]) -> NothingToExport:
-    """The error for the case that none of the tapes has a record. left_out: reason -> number of tapes."""
+    """Return the error for the case that no tape has a record. `left_out` maps each reason to a number of tapes."""
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items() if n)
     why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else "no closed tape fits"
     return NothingToExport(f"nothing to export, and {path} was not written: {why}")

@@ -1,13 +1,15 @@
 """Tapes as rows of a Hugging Face dataset: one row per token sequence, one column per fact that training reads.
 
-Columns aligned to `input_ids`, one value per token: `labels` (-100 except for own tokens), `rewards`, `advantages`,
-`old_logprobs`, `ref_logprobs`, `temperature`, `turn`, `version`. Columns with one value per row: `tape_id`, `group_id`,
-`reward`, `status`, `cause`, `split`, `task_hash`, `overflow` (the episode or one of the row's completions was cut off),
-`num_labels` (own tokens), and `turn_rewards` (a list over the episode's turns). A renderer adds `text`, `prompt_text`,
-`output_text` and `n_predicted`. A run with pictures has `images`, a list of `datasets.Image`.
+These columns are aligned to `input_ids` and have one value per token: `labels` (-100 except for own tokens), `rewards`,
+`advantages`, `old_logprobs`, `ref_logprobs`, `temperature`, `turn`, `version`. These columns have one value per row:
+`tape_id`, `group_id`, `reward`, `status`, `cause`, `split`, `task_hash`, `overflow` (whether the episode or one of the
+row's completions was cut off), `num_labels` (own tokens), and `turn_rewards` (a list over the episode's turns). A
+renderer adds `text`, `prompt_text`, `output_text` and `n_predicted`. A run with pictures has `images`, a list of
+`datasets.Image`.
 
-A missing number is NaN (null in JSON), never 0: a log-prob or an advantage of a token that isn't the agent's own, an
-advantage that isn't computed yet, the reward of an unscored episode. `rl_dataset` trains on these columns.
+A missing number is NaN (null in JSON), never 0. This applies to the log-prob or advantage of a token that isn't the
+agent's own, an advantage that isn't computed yet, and the reward of an unscored episode. `rl_dataset` trains on these
+columns.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
 
 TABLE_ROWS = 1000
-"""Rows that are converted to Arrow at once: as Python lists they take about twenty times the memory."""
+"""Number of rows that are converted to Arrow at once. As Python lists, they take about twenty times the memory."""
 
 
 def rl_features(*, text: bool = False, images: bool = False) -> Features:
-    """The type of each column. text: with those that need a renderer. images: with `images`.
+    """Return the type of each column. `text` includes the columns that need a renderer. `images` includes `images`.
 
-    For `Dataset.from_json(path, features=rl_features())`: without it, a column that is null in the first 10 MB of a
+    Use it as `Dataset.from_json(path, features=rl_features())`. Otherwise a column that is null in the first 10 MB of a
     file has no type, and a number further down is an error.
     """
     token = {
@@ -72,10 +74,11 @@ def prepare_rl_fields(
     *,
     temperature: float | Sequence[float] = 1.0,
 ) -> dict[str, Sequence[float]]:
-    """The encoding with the RL columns. A target of `labels` gets its log-prob, in order; other tokens get NaN.
+    """Return the encoding with the RL columns. The targets in `labels` get the log-probs in order; other tokens get
+    NaN.
 
-    temperature: at which the targets were sampled, one for all or one for each. BadBatch if the number of log-probs or
-    temperatures isn't the number of targets.
+    `temperature` is the one at which all targets were sampled, or has one value for each target. Raises BadBatch if
+    there aren't as many log-probs or temperatures as targets.
     """
     labels = np.asarray(encoding["labels"])
     at = labels != IGNORED
@@ -104,10 +107,10 @@ def row_rewards(
     starts: NDArray[np.integer],
     reward: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """(rows,) the reward of each row, the one value of its `rewards` (tokens,); NaN if it has none.
+    """Return the reward of each row (rows,), which is the only value in its `rewards` (tokens,), or NaN without one.
 
-    BadBatch if a row has two values, or another in the column `reward` (rows,). NaN is a value at the tokens `own`
-    (tokens,) bool, and none at others. starts: (rows + 1,) offsets of the rows.
+    Raises BadBatch if a row has two different values, or another one in the column `reward` (rows,). NaN counts as a
+    value only at the tokens where `own` (tokens,) is True. `starts` (rows + 1,) are the offsets of the rows.
     """
     found, read = np.full(len(starts) - 1, np.nan), np.flatnonzero(own | ~np.isnan(rewards))
     row = np.repeat(np.arange(len(found)), np.diff(starts))[read]
@@ -130,7 +133,8 @@ def row_rewards(
 def span_labels(
     input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Labels of authored text: a token is a target iff its characters overlap a span's. Offsets are in characters."""
+    """Return labels for authored text. A token is a target if and only if its characters overlap a span. Offsets are in
+    characters."""
     return [
         token if any(start < b and a < end for a, b in spans) else IGNORED
         for token, (start, end) in zip(input_ids, offsets, strict=True)
@@ -144,9 +148,10 @@ def to_dataset(
     agents: Collection[str] | None = None,
     renderer: Renderer | None = None,
 ) -> Dataset:
-    """A Hugging Face dataset in memory with the columns above.
+    """Return a Hugging Face dataset in memory, with the columns described at the top of this module.
 
-    items: closed tapes; or rows, with the `Episode` of each tape. agents, renderer: as in `records`.
+    `items` are closed tapes, or rows if `episodes` has the `Episode` of each row's tape. `agents` and `renderer` are
+    passed to `records`.
     """
     if episodes is None:
         made = records(items, agents=agents, renderer=renderer)  # type: ignore[arg-type]
@@ -167,11 +172,11 @@ def records(
     images: bool = False,
     counts: Counter[str] | None = None,
 ) -> Iterator[Mapping[str, object]]:
-    """The rows of closed tapes one by one, as mappings of column to value; one tape is in memory at a time.
+    """Yield the rows of closed tapes one by one, as mappings from column to value. One tape is in memory at a time.
 
-    agents: paths of the agents whose tokens are labels. None: all. renderer: tokenizes tapes that hold only text, and
-    spells the text columns. images: with the files of pictures. Without a renderer, a tape of text is an error that
-    says so; with `counts`, which counts tapes, rows and tokens, it is left out and counted.
+    `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that only
+    have text, and decodes the text columns. `images` adds the pictures' files. `counts` counts tapes, rows and tokens.
+    Without a renderer, a tape that only has text is an error, but with `counts` it is left out and counted.
     """
     for tape in tapes:
         if counts is not None and renderer is None and _has_text_only(tape):
@@ -231,7 +236,8 @@ def _record(row: Row, episode: Episode, renderer: Renderer | None, cut: Collecti
 
 
 def tables(made: Iterable[Mapping[str, object]], *, text: bool, images: bool = False) -> Iterator[pa.Table]:
-    """Records as Arrow tables of up to TABLE_ROWS rows; at least one table. text, images: as in `rl_features`."""
+    """Yield the records as Arrow tables with up to TABLE_ROWS rows. There is at least one table. `text` and `images`
+    are passed to `rl_features`."""
     schema, made = rl_features(text=text, images=images).arrow_schema, iter(made)
     while chunk := list(islice(made, TABLE_ROWS)):
         yield pa.Table.from_pylist(chunk, schema=schema)

@@ -1,16 +1,18 @@
-"""RL fine-tuning over Hugging Face `datasets`: advantages over the dataset, padded batches, one step on a batch.
+"""RL fine-tuning with Hugging Face `datasets`: advantages over the dataset, padded batches, one step on a batch.
 
-`populate_rl_data` decides which tokens train, with which advantages and weights, over whole groups; `collate` pads;
-`rl_step` computes the loss of a batch. It has the columns of `rl_columns`, and null is read as NaN. The objective's
-terms compute every number, as in the trainer; the functions here only move numbers between columns and tensors.
+`populate_rl_data` decides over whole groups which tokens train, with which advantages and weights. `collate` pads rows
+to a batch. `rl_step` computes the loss for a batch. The dataset has the columns of `rl_columns`, and null is read as
+NaN. As in the trainer, the objective's terms compute every number. The functions here only move numbers between columns
+and tensors.
 
-1. A log-prob is at the index of its token. Right-aligning log-probs by their count would misplace them if the
+1. A log-prob has the same index as its token. Right-aligning log-probs by their count would misplace them if the
    targets are not the last contiguous block.
-2. A tape is one episode of its group, for any number of rows. Its status decides whether it trains and counts in its
-   group, as in the trainer.
+2. A tape is one episode in its group, even if it has several rows. Its status decides whether it trains and counts in
+   its group, as in the trainer.
 3. With a KL penalty in the reward, `rewards` and `advantages` are computed from the same shaped reward.
-4. A token trains if its `weights` is above 0. NaN in a column that the loss reads of such a token is an error. NaN
-   elsewhere is normal: other agents' and the environment's tokens, unscored episodes, inexact sampling.
+4. A token trains if its value in `weights` is above 0. If the loss reads NaN for such a token, that is an error. NaN
+   elsewhere is normal, for example for the environment's and other agents' tokens, unscored episodes and inexact
+   sampling.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from ..trainer.logprobs import MICRO_TOKENS, forward, plan, score
 from .rl_columns import row_rewards
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs", "temperature", "weights")
-"""Columns of floats, aligned to `input_ids`; `collate` pads them with NaN."""
+"""Columns of floats that are aligned to `input_ids`. `collate` pads them with NaN."""
 REMEDY = {
     "labels": "make the rows with prepare_rl_fields or to_dataset",
     "rewards": f"score the episodes within ±{REWARD_LIMIT:g}, or leave their rows out",
@@ -61,36 +63,36 @@ REMEDY = {
 
 
 class LossNotFinite(TapereelError, ArithmeticError):
-    """The loss of a batch is NaN or infinite, so its gradient must not reach the weights."""
+    """The loss for a batch is NaN or infinite, so its gradient must not reach the weights."""
 
 
 class RLConfig(Value):
-    """Settings of `rl_step` and of the pass over the dataset. An unknown key is an error."""
+    """Settings for `rl_step` and for the pass over the dataset. An unknown key is an error."""
 
     algo: str = "grpo"
-    """Name of a recipe whose loss of a token reads no other token: grpo, reinforce, dapo, sapo, ..."""
+    """Name of a recipe in which a token's loss doesn't depend on other tokens: grpo, reinforce, dapo, sapo, ..."""
     use_advantages: bool = True
-    """False: a token's loss is weighed by its raw reward, not by its advantage."""
+    """If true, a token's loss is weighted by its advantage, otherwise by its raw reward."""
     epsilon: float | None = Field(default=None, ge=0, le=1)
-    """Clip range of the ratio, if the recipe clips. None: the recipe's own."""
+    """Clip range for the ratio, if the recipe clips. None uses the recipe's own range."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL to the reference model in the loss (k3)."""
     reward_minus_kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty in the reward: r - coef * sum over the episode of k3(old against ref)."""
     relu_log_p_weights: bool = False
-    """True: a negative weight of a token becomes 0, so only actions above the baseline are learned."""
+    """If true, a token's negative weight becomes 0, so that only actions above the baseline are learned."""
     weigh: Literal["token", "episode"] | None = None
-    """token: every token's loss counts alike. episode: every episode's does, whatever its length (the mean of sequence
-    means). None: as the recipe has it."""
+    """With `token`, every token's loss counts the same. With `episode`, every episode's loss counts the same, whatever
+    its length (the mean of sequence means). None leaves it to the recipe."""
 
     @field_validator("algo")
     @classmethod
     def _known(cls, name: str) -> str:
-        get_recipe(name)  # UsageError for an unknown name
+        get_recipe(name)  # raises UsageError for an unknown name
         return name
 
     def recipe(self) -> Recipe:
-        """The recipe with these settings. BadBatch if it needs more than one padded batch."""
+        """Return the recipe with these settings. Raises BadBatch if it needs more than one padded batch."""
         base = get_recipe(self.algo)
         changes: dict[str, Any] = {}
         if isinstance(base.surrogate, PPO | CPG) and self.epsilon is not None:
@@ -121,12 +123,12 @@ class RLConfig(Value):
 
 
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
-    """The dataset with `rewards`, `advantages`, `weights` and `group_tokens`, computed over its groups.
+    """Return the dataset with `rewards`, `advantages`, `weights` and `group_tokens`, computed over its groups.
 
-    The order of rows doesn't matter. `weights` is the weight of each own token's loss before the division by the
-    number of tokens or episodes of a batch, 0 for a token that doesn't train: its episode's status forbids it, it has
-    no reward, or its log-prob at sampling is unknown. `group_tokens`: mean number of tokens of the group's episodes.
-    BadBatch names column and row of a value that the recipe needs and that is unknown.
+    The order of rows doesn't matter. `weights` is the weight of each own token's loss, before the division by the
+    number of tokens or episodes in a batch. It is 0 for a token that doesn't train, because its episode's status
+    forbids it, it has no reward, or its log-prob at sampling is unknown. `group_tokens` is the mean number of tokens in
+    the group's episodes. If a value that the recipe needs is unknown, this raises BadBatch with its column and row.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -147,16 +149,16 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
 
 
 populate_rl_data = update_rewards_and_advantages
-"""The other name of the pass over the dataset."""
+"""Another name for the pass over the dataset."""
 
 
 def fill_ref_logprobs(
     dataset: Dataset, model: nn.Module, config: RLConfig, *, micro_tokens: int = MICRO_TOKENS
 ) -> Dataset:
-    """The dataset with `ref_logprobs` of all own tokens under `model`, at the temperatures of sampling.
+    """Return the dataset with `ref_logprobs` for all own tokens under `model`, at the temperatures of sampling.
 
-    micro_tokens: most tokens that are forwarded at once, padding included. The model is in evaluation mode meanwhile.
-    For a LoRA policy as its own reference, call it within `model.disable_adapter()`.
+    One forward pass has at most `micro_tokens` tokens, including padding. The model is in evaluation mode meanwhile. To
+    use a LoRA policy as its own reference, call this function within `model.disable_adapter()`.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -193,13 +195,13 @@ def _table(dataset: Dataset) -> pa.Table:
 
 
 def _sealed(dataset: Dataset, table: pa.Table, how: str) -> Dataset:
-    # `datasets` caches by fingerprint: without a new one, a later map would return results of the old columns.
+    # `datasets` caches by fingerprint. Without a new one, a later map would return results for the old columns.
     seal = hashlib.sha256(f"{dataset._fingerprint}{how}".encode()).hexdigest()[:16]
     return Dataset(table, fingerprint=seal)
 
 
 class _Columns:
-    """The list columns of a dataset as flat arrays: `starts` (rows + 1,) are the offsets of the rows."""
+    """The list columns of a dataset as flat arrays. `starts` (rows + 1,) are the offsets of the rows."""
 
     def __init__(self, table: pa.Table, recipe: Recipe) -> None:
         self.table, self.recipe = table, recipe
@@ -228,7 +230,7 @@ class _Columns:
         return self.table.column(name)
 
     def _numbered(self, name: str, column: pa.ChunkedArray | pa.Array) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-        """(distinct values in the order of appearance, (rows,) index of each row's value)."""
+        """Return the distinct values in the order in which they appear, and the index (rows,) of each row's value."""
         if column.null_count:
             row = int(np.asarray(column.is_null()).argmax())
             raise BadBatch(f"column {name!r} is null in row {row}: {REMEDY[name]}")
@@ -237,7 +239,7 @@ class _Columns:
         return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
 
     def values(self, name: str) -> NDArray[Any]:
-        """(tokens,) the values of a token column; null as NaN."""
+        """Return the values (tokens,) of a token column, with NaN for null."""
         values = self._column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
         if len(values) != len(self.labels):
             raise BadBatch(
@@ -247,7 +249,8 @@ class _Columns:
         return values.astype(np.float64) if values.dtype == object else values
 
     def check(self, stream: Stream) -> None:
-        """BadBatch if a value that the recipe needs in this pass isn't finite, or a reward is beyond REWARD_LIMIT."""
+        """Raise BadBatch if a value that the recipe needs in this pass isn't finite, or a reward is beyond
+        REWARD_LIMIT."""
         episodes = stream.episodes
         scored = episodes.trains & ~episodes.reward.isnan()
         extreme = scored & (episodes.reward.abs() > REWARD_LIMIT)
@@ -258,7 +261,7 @@ class _Columns:
             self.refuse("ref_logprobs", scored[stream.episode] & stream.old.isfinite() & ~stream.ref.isfinite())
 
     def check_some(self, stream: Stream) -> None:
-        """BadBatch if nothing may train because one column is unknown everywhere."""
+        """Raise BadBatch if nothing may train because one column is unknown everywhere."""
         scored = stream.episodes.trains & ~stream.episodes.reward.isnan()
         known = stream.old.isfinite()
         empty = "rewards" if not bool(scored.any()) else "old_logprobs" if not bool(known.any()) else None
@@ -266,14 +269,14 @@ class _Columns:
             raise BadBatch(f"column {empty!r} is NaN in every row whose status may train: {REMEDY[empty]}")
 
     def refuse(self, name: str, bad: Tensor) -> None:
-        """BadBatch for the first own token for which `bad` (own tokens,) is True."""
+        """Raise BadBatch for the first own token for which `bad` (own tokens,) is True, if there is one."""
         if bool(bad.any()):
             at = int(self.own.nonzero()[0][int(bad.int().argmax())])
             row = int(np.searchsorted(self.starts, at, side="right")) - 1
             _refuse(name, float(self.values(name)[at]), row, at - int(self.starts[row]))
 
     def shaped(self, stream: Stream) -> NDArray[np.float64]:
-        """(tokens,) the shaped reward of each token's episode."""
+        """Return the shaped reward (tokens,) of each token's episode."""
         x, scored = stream.episodes.reward, stream.episodes.trains
         for term in self.recipe.shape:
             if not isinstance(term, TokenKL):
@@ -281,13 +284,14 @@ class _Columns:
         return np.repeat(x.numpy()[self.episode], self.lengths)
 
     def group_tokens(self, stream: Stream) -> NDArray[np.float64]:
-        """(rows,) mean number of tokens, prompts included, of the episodes of the row's group."""
+        """Return the mean number of tokens (rows,), including prompts, in the episodes of each row's group."""
         group = stream.episodes.group.numpy()
         tokens = np.bincount(self.episode, weights=self.lengths, minlength=len(self.tapes))
         return (np.bincount(group, weights=tokens) / np.bincount(group))[group[self.episode]]
 
     def stream(self) -> Stream:
-        """The stream of the own tokens of all rows, with their episodes and, if the recipe reads it, `ref_logprobs`."""
+        """Return the stream of the own tokens in all rows, with their episodes. It has `ref_logprobs` if the recipe's
+        reward needs them."""
         own = np.zeros(len(self.own) + 1, dtype=np.int64)
         np.cumsum(self.own, out=own[1:])
         bounds = own[self.starts]
@@ -326,11 +330,12 @@ class _Columns:
         )
 
     def numbers(self, name: str) -> Tensor:
-        """(own tokens,) float64 values of a token column."""
+        """Return the float64 values (own tokens,) of a token column."""
         return torch.from_numpy(self.values(name)[self.own].astype(np.float64, copy=False))
 
     def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
-        """(rewards, group indices, whether its status lets it train) of the episodes, and the names of the groups."""
+        """Return reward, group index and whether the status permits training for each episode, and the names of the
+        groups."""
         there = "reward" in self.table.column_names
         reward = self.table.column("reward").to_numpy().astype(np.float64) if there else None
         per_row = row_rewards(self.values("rewards"), self.own, self.starts, reward)
@@ -350,7 +355,7 @@ class _Columns:
         return reward, group, allowed, groups
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """(rows,) whether the row's status lets it train; True without a column `status`."""
+        """Return whether each row's status (rows,) permits training. Without a column `status`, all are True."""
         names = self.table.column_names
         if "status" not in names:
             return np.ones(len(self.lengths), dtype=bool)
@@ -366,7 +371,8 @@ class _Columns:
         return np.fromiter(map(known.__getitem__, ends), bool, len(ends))
 
     def _turns(self, reward: NDArray[np.float64], episode: Tensor) -> tuple[Tensor, Turns]:
-        """((own tokens,) the turn of each, the table of turns). Without columns of turns an episode is one turn."""
+        """Return the turn of each own token (own tokens,) and the table of turns. If the dataset has no columns for
+        turns, an episode is one turn."""
         n = len(self.tapes)
         if not {"turn", "turn_rewards"} <= set(self.table.column_names):
             unknown = torch.full((n,), -1)
@@ -397,13 +403,13 @@ class _Columns:
         return torch.from_numpy(turn + start[of]), turns
 
     def laid_out(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """(tokens,) values of own tokens at their places, NaN elsewhere."""
+        """Return an array (tokens,) with the values at the own tokens' places and NaN elsewhere."""
         whole = np.full(len(self.own), np.nan, dtype=np.float32)
         whole[self.own] = values
         return whole
 
     def put(self, table: pa.Table, name: str, values: NDArray[Any]) -> pa.Table:
-        """The table with column `name` set to `values` (tokens,), split into rows."""
+        """Return the table with the column `name` set to `values` (tokens,), split into rows."""
         return _with_column(table, name, pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values)))
 
 
@@ -419,9 +425,10 @@ def _refuse(name: str, value: float, row: int, token: int) -> None:
 def collate(
     features: Sequence[Mapping[str, Sequence[float]]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
 ) -> dict[str, Tensor]:
-    """Rows as one padded batch. Padding: `labels` -100, RL columns NaN (never a valid log-prob), `attention_mask` 0.
+    """Pad rows to one batch. `labels` are padded with -100, RL columns with NaN (never a valid log-prob), and
+    `attention_mask` with 0.
 
-    `episode` (rows,) numbers the tapes of the batch. None and null are NaN.
+    `episode` (rows,) numbers the tapes in the batch. None and null become NaN.
     """
     if not features or side not in ("right", "left"):
         raise BadBatch(f"{len(features)} rows padded on side {side!r}: give at least one row, and 'right' or 'left'")
@@ -454,13 +461,14 @@ def collate(
 
 
 def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
-    """(loss with gradient, statistics) of a collated batch: the recipe's mean over the batch's tokens that train.
+    """Return the loss for a collated batch, with its gradient, and statistics. The loss is the recipe's mean over the
+    batch's tokens that train.
 
-    Statistics are means, and extremes as `name/min` and `name/max`, over these tokens. `tokens` is their number, and
-    `weight` the divisor of the loss: the losses of several batches, each times its `weight`, divided by the sum of the
-    weights, are the loss of one batch that holds all rows (with `weigh.kind = constant`, if no episode's rows are in
-    several batches). BadBatch names column, row and token of a value that the
-    recipe needs and that is unknown; LossNotFinite if the loss is NaN or infinite.
+    Statistics are means over these tokens, and extremes as `name/min` and `name/max`. `tokens` is their number, and
+    `weight` is the divisor of the loss. To get the loss for all rows in several batches, multiply each batch's loss by
+    its `weight`, and divide the sum by the sum of the weights. With `weigh.kind = constant`, this only holds if no
+    episode has rows in several batches. Raises BadBatch with column, row and token if a value that the recipe needs is
+    unknown, and LossNotFinite if the loss is NaN or infinite.
     """
     recipe = config.recipe()
     batch = {name: column.detach().cpu() for name, column in batch.items() if isinstance(column, Tensor)}
@@ -503,7 +511,7 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
         weight = weight.clamp(min=0)
     every = torch.ones(len(lp), dtype=torch.bool)
     whole = objective.Batch(recipe=recipe, stream=stream, advantage=weight, entered=every, selected=every, target=None)
-    # The weights come from the whole dataset, so that an episode whose rows are in several batches keeps its weight.
+    # The weights come from the whole dataset, so that an episode with rows in several batches keeps its weight.
     episodes = float(len(batch["episode"][own.any(-1)].unique())) if recipe.weigh.kind == "constant" else 1.0
     total = episodes if recipe.weigh.kind in ("constant", "sum") else float(weights.sum())
     part = replace(whole.part(), weight=weights / (total or 1.0))
@@ -523,15 +531,15 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
 
 
 def _known(batch: Mapping[str, Tensor], name: str, own: Tensor) -> Tensor:
-    """The column's values at `own` (rows, width) bool. BadBatch if the column is missing, or one of them isn't finite,
-    is a negative weight or a temperature that isn't above 0."""
+    """Return the column's values where `own` (rows, width) is True. Raises BadBatch if the column is missing, or if a
+    value isn't finite, is a negative weight or is a temperature that isn't above 0."""
     if name not in batch:
         raise BadBatch(f"the batch has no column {name!r} (it has {', '.join(batch)}): {REMEDY[name]}")
     low = batch[name] < 0 if name == "weights" else batch[name] <= 0 if name == "temperature" else torch.tensor(False)
     bad = own & (low | ~batch[name].isfinite())
     if bool(bad.any()):
         row, token = bad.nonzero()[0].tolist()
-        # Left padding shifts the tokens, so they are counted from the row's first one.
+        # Left padding shifts the tokens, so they are counted from the first token in the row.
         _refuse(name, float(batch[name][row, token]), row, int(batch["attention_mask"][row, :token].sum()))
     return batch[name][own]
 
@@ -543,7 +551,7 @@ def _row(
     temperature: NDArray[Any],
     old: NDArray[Any] | None = None,
 ) -> Row:
-    """A row from columns (L,) over its tokens."""
+    """Make a row from columns (L,) over its tokens."""
     at = own.nonzero()[0].astype(np.int32)
     zeros = np.zeros(len(at), np.int32)
     return Row(
@@ -573,7 +581,7 @@ def _statistics(
     config: RLConfig,
     sums: Sums,
 ) -> None:
-    """Add the statistics over the tokens of this batch that train to `sums`."""
+    """Add statistics over the tokens in this batch that train to `sums`."""
     surrogate = recipe.surrogate
     epsilon = 0.2 if config.epsilon is None else config.epsilon
     low, high = (surrogate.low, surrogate.high) if isinstance(surrogate, PPO | CPG) else (epsilon, epsilon)
@@ -593,7 +601,8 @@ def _statistics(
         values["ratio_ref_old"] = (stream.ref - stream.old).exp()
         values["kl"] = estimate("k3", lp, stream.ref)
     for name, column in values.items():
-        # Unknown in a column that the recipe doesn't read: the loss has refused all others.
+        # Only columns that the recipe doesn't read can have unknown values here, because the loss has refused all
+        # others.
         sums.add(name, column[~column.isnan()], extremes=True)
     sums.add("logprob_where_weight_positive", lp[weight > 0])
     sums.add("logprob_where_weight_negative", lp[weight < 0])

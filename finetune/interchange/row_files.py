@@ -1,7 +1,8 @@
-"""The rows of a run's tapes as a Hugging Face dataset: in memory, streamed, or as a JSONL, Parquet or dataset folder.
+"""The rows of a run's tapes as a Hugging Face dataset in memory, as a stream, or as a file (JSONL, Parquet or a dataset
+folder).
 
-The rows have the columns of `rl_columns`. An unknown number is null in JSONL and NaN elsewhere, never 0. All of these
-convert 1,000 rows at a time.
+The rows have the columns of `rl_columns`. An unknown number is null in JSONL and NaN elsewhere, never 0. Datasets in
+memory, Parquet files and dataset folders are converted 1,000 rows at a time.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Exported(Value):
     rows: int
     tokens: int
     own_tokens: int
-    """Number of targets: the agent's own tokens."""
+    """Number of targets, which are the agent's own tokens."""
     without_own: int
     without_tokens: int
-    """Number of tapes that were left out: they have text without token ids, and there is no tokenizer."""
+    """Number of tapes that were left out, because they have text without token ids and there is no tokenizer."""
 
 
 def export(
@@ -50,10 +51,10 @@ def export(
 ) -> Exported:
     """Write the rows of closed `tapes` to `path`.
 
-    agents: paths of the agents whose tokens are labels. None: all. renderer: tokenizes tapes that hold only text, and
-    adds the text columns. images: with the pictures' files. UsageError if `path` exists, if it has an ending other than
-    .jsonl, .parquet or none (a dataset folder), and for JSONL with `images`. NothingToExport if no tape has a row;
-    nothing is written.
+    `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that only
+    have text, and adds the text columns. `images` adds the pictures' files. Raises UsageError if `path` exists, if it
+    has an ending other than .jsonl, .parquet or none (a dataset folder), or for JSONL with `images`. Raises
+    NothingToExport if no tape has a row. In these cases nothing is written.
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
@@ -92,7 +93,7 @@ def export(
 def run_dataset(
     run: Path, where: Where, *, agents: Sequence[str] | None, tokenizer: str | Path | None, streaming: bool
 ) -> Dataset | IterableDataset:
-    """The rows of a run's closed tapes that fit, as `Run.dataset` says."""
+    """Return the rows of the run's closed tapes that match. `Run.dataset` describes the arguments."""
     try:
         import pyarrow as pa
         from datasets import Dataset, IterableDataset
@@ -115,7 +116,8 @@ def run_dataset(
 def _run_records(
     run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None, images: bool
 ) -> Iterator[Mapping[str, object]]:
-    """A module's function with plain arguments, so that a worker of a data loader can be sent it."""
+    """Yield the rows of a run. This is a module-level function with plain arguments, so that it can be sent to the
+    workers of a data loader."""
     from .rl_columns import records
 
     renderer = renderer_of(tokenizer)
@@ -125,7 +127,7 @@ def _run_records(
 
 
 def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
-    """The renderer of the tokenizer in a folder."""
+    """Return the renderer for the tokenizer in a folder, or None without one."""
     if tokenizer is None:
         return None
     from ...agents.setup.engine_config import RendererConfig
@@ -134,7 +136,7 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
 
 
 def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
-    """The records. NothingToExport if there is none."""
+    """Return the records. Raises NothingToExport if there are none."""
     first = next(made, None)
     if first is None:
         empty, untokenized = counts["without_own"], counts["without_tokens"]

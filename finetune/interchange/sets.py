@@ -1,8 +1,8 @@
-"""Rows as TRL's trainers take them: conversations to imitate, and preference pairs.
+"""Rows in the form that TRL's trainers accept: conversations to imitate, and preference pairs.
 
-Each row is flat, so JSONL and Parquet hold the same rows. Tool calls and tool schemas are JSON strings, because a
-column of Parquet has one type. An import also accepts TRL's standard form, in which prompt and completion are texts:
-a text becomes one message, of the user or of the assistant.
+Each row is flat, so JSONL and Parquet contain the same rows. Tool calls and tool schemas are JSON strings, because a
+column in Parquet has one type. An import also accepts TRL's standard form, in which prompt and completion are texts.
+Each text becomes one message from the user or the assistant.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def _as_text(tools: object) -> object:
 
 
 class Turn(NamedTuple):
-    """One model call of a tape: its whole request, its answer and its tools."""
+    """One model call in a tape: its whole request, its answer and its tools."""
 
     messages: list[Message]
     reply: Message
     tools: tuple[dict[str, JsonValue], ...]
 
     def follows(self, earlier: Turn) -> bool:
-        """Whether the messages begin with the messages of `earlier` and its reply."""
+        """Return whether the messages begin with the messages of `earlier` and its reply."""
         said = [*earlier.messages, earlier.reply]
         return self.messages[: len(said)] == said
 
 
 def turns_of(tape: Tape) -> list[Turn]:
-    """The model calls of a tape that gave an answer."""
+    """Return the model calls in a tape that gave an answer."""
     return [
         Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or ())
         for call in tape.calls
@@ -61,7 +61,7 @@ def turns_of(tape: Tape) -> list[Turn]:
 class SFTRow(BaseModel):
     """One conversation, or a prompt and a completion.
 
-    Each message of the assistant in a conversation is a call. With a prompt, only the completion's messages are.
+    In a conversation, each message from the assistant is a call. With a prompt, only those in the completion are calls.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -71,7 +71,7 @@ class SFTRow(BaseModel):
     split: str = Field(default="train", max_length=200)
     status: Status = Status.FINISHED
     tools: Annotated[str | None, BeforeValidator(_as_text)] = None
-    """A list of function schemas, as JSON text; a list becomes text."""
+    """A list of function schemas as JSON text. A list is converted to text."""
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     prompt: list[dict[str, Any]] | str | None = None
     completion: list[dict[str, Any]] | str | None = None
@@ -85,7 +85,7 @@ class SFTRow(BaseModel):
 
 
 def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """A row for each conversation that no later call extends."""
+    """Yield a row for each conversation that no later call extends, or the reason if a tape has none."""
     for tape in tapes:
         turns = turns_of(tape)
         if not turns:
@@ -105,7 +105,7 @@ def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
 
 
 def read_sft(record: Mapping[str, object], stem: str) -> list[Conversation]:
-    """One conversation without token ids; a trainer tokenizes its text."""
+    """Return one conversation without token ids. A trainer tokenizes its text."""
     _without_images(record)
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
@@ -125,7 +125,7 @@ def read_sft(record: Mapping[str, object], stem: str) -> list[Conversation]:
 
 
 def _spoken(prompt: list[Message], said: list[Message]) -> tuple[tuple[Said, ...], list[Message]]:
-    """(each message of the assistant in `said`, the messages before the first one)."""
+    """Return each message from the assistant in `said`, and the messages before the first one."""
     whole = [*prompt, *said]
     at = [k for k in range(len(prompt), len(whole)) if whole[k]["role"] == "assistant"]
     if not at:
@@ -139,7 +139,7 @@ def _spoken(prompt: list[Message], said: list[Message]) -> tuple[tuple[Said, ...
 
 
 class PreferenceRow(BaseModel):
-    """Two answers to one prompt: the chosen and the rejected one."""
+    """Two answers to one prompt, of which one was chosen and the other was rejected."""
 
     model_config = ConfigDict(extra="ignore")
     prompt: list[dict[str, Any]] | str
@@ -157,9 +157,10 @@ class _Member(NamedTuple):
 
 
 def write_preference(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """A pair for each group: the answers with the highest and the lowest reward.
+    """Yield a pair for each group, with the answers that have the highest and the lowest reward. For other tapes, yield
+    the reason why they are left out.
 
-    All conversations stay in memory until the last, because a group's members may come in any order.
+    All conversations stay in memory until the end, because a group's members may come in any order.
     """
     groups: dict[str, list[_Member]] = {}
     for tape in tapes:
@@ -196,7 +197,8 @@ def _pair(members: Sequence[_Member]) -> dict[str, Any] | None:
 
 
 def read_preference(record: Mapping[str, object], stem: str) -> list[Conversation]:
-    """Two attempts of one group. Without scores, the reward `preferred` is 1 for the chosen and 0 for the rejected."""
+    """Return two attempts in one group. An answer without a score has the reward `preferred`, which is 1 for the chosen
+    answer and 0 for the rejected one."""
     _without_images(record)
     row = PreferenceRow.model_validate(dict(record))
     prompt = _back(row.prompt, "user")
@@ -214,9 +216,9 @@ def read_preference(record: Mapping[str, object], stem: str) -> list[Conversatio
 
 
 def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Mapping[str, object] | str:
-    """The row in TRL's form for pictures: every content is a list of parts, and the column `images` has the picture of
-    each part `{"type": "image"}`, in order. A reason if TRL's form can't hold the row. image: the value of the
-    column, by the name of the file."""
+    """Return the row in TRL's form for pictures, or the reason if that form can't contain the row. In this form, every
+    content is a list of parts, and the column `images` has the picture for each part `{"type": "image"}`, in order.
+    `image` takes the name of a file and returns the value for the column."""
     names: list[str] = []
     made: dict[str, object] = dict(row)
     for key in ("messages", "prompt", "completion", "chosen", "rejected"):
@@ -241,7 +243,7 @@ def _flat(messages: Iterable[Message]) -> list[Message]:
 
 
 def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[Message]:
-    """Validated messages, with tool calls parsed from JSON. role: the role of a plain text."""
+    """Return validated messages, with tool calls parsed from JSON. A plain text becomes a message with `role`."""
     if isinstance(messages, str):
         messages = [{"role": role, "content": messages}]
     return checked_messages(
