@@ -1,6 +1,6 @@
-"""The Python API at the top of the package: `run`, `train`, `evaluate`, `open`, and the `Run` that they return.
+"""The Python API at the top of the package: `run`, `train`, `evaluate`, `open`, and the class `Run`.
 
-Imports every room below it. Only the root package imports it, and each function imports torch when it trains.
+It imports every package below it. Only the root package imports it. `train` imports torch only when it is called.
 """
 
 from .public import evaluate, open, run, save_tiny_model, train

@@ -1,7 +1,7 @@
-"""`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions that a script starts with.
+"""`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions with which a script starts.
 
-They take objects: an agent, an environment class or factory, any iterable of tasks, and a model. They work in a script
-and in a notebook. They record the same as the command line.
+They take objects: an agent, an environment class or factory, any iterable of tasks, and a model. They work in scripts
+and in notebooks. They record the same as the command line.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def run(
     settings: Mapping[str, JsonValue] | None = None,
     progress: Progress = silent,
 ) -> Run:
-    """Roll the agent out over the tasks, and record every episode.
+    """Run the agent on the tasks, and record every episode.
 
-    `out`: the run directory. None: a new one below `runs/`. `attempts`: episodes of each task. `resume`: continue the
-    run in `out`. `settings`: any setting of `tapereel run` by its dotted key, as `{"limits.turns": 8}`.
+    `out` is the run directory; by default, a new one is made below `runs/`. `attempts` is the number of episodes for
+    each task. `resume` continues the run in `out`. `settings` can set any setting of `tapereel run` by its dotted key,
+    for example `{"limits.turns": 8}`.
 
-    Raises UsageError, before anything is written, if an argument is invalid or `out` holds a run.
+    Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
+    false.
     """
     sets = {"attempts": attempts, "seed": seed, **(settings or {})}
     config = _config(RunConfig, model, sets)
@@ -72,10 +74,10 @@ def evaluate(
     settings: Mapping[str, JsonValue] | None = None,
     progress: Progress = silent,
 ) -> Scores:
-    """Mean reward and pass@k of a model on tasks, with 95 % intervals over tasks.
+    """Return the mean reward and pass@k of a model on tasks, with 95 % intervals over tasks.
 
-    `k`: numbers of attempts to report pass@k for; each needs as many `attempts`. `success`: the least reward of a
-    success. The episodes are recorded in `out`, as `run` does.
+    `k` lists the numbers for which to report pass@k. Each needs at least as many `attempts`. `success` is the minimum
+    reward that counts as a success. The episodes are recorded in `out`, as in `run`.
     """
     sets = {**(settings or {}), "k": list(k), "success": success}
     made = run(agent, env, tasks, model, out=out, attempts=attempts, seed=seed, settings=sets, progress=progress)
@@ -97,14 +99,15 @@ def train(
     settings: Mapping[str, JsonValue] | None = None,
     progress: Progress = silent,
 ) -> Run:
-    """Train a model on the agent's own episodes: rollouts continue while the trainer updates the weights.
+    """Train a model on the agent's own episodes. Rollouts continue while the trainer updates the weights.
 
-    `model`: a folder in Hugging Face format, or a model of the hub as `org/name` or `org/name@revision`. `updates`:
-    optimiser updates of the loop. `recipe`: the objective's name, as `grpo`, or `module:name` (None: the defaults of
-    `tapereel train`). `settings`: any setting of `tapereel train` by its dotted key, as `{"loop.optimiser.lr": 1e-3}`.
-    The trained model's folder is `run.summary.model`.
+    `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
+    the number of updates in the loop. `recipe` is the objective's name, such as `grpo`, or `module:name`. Both default
+    to the settings of `tapereel train`. `settings` can set any setting of `tapereel train` by its dotted key, for
+    example `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is `run.summary.model`.
 
-    Raises UsageError, before anything is written, if an argument is invalid or `out` holds a run.
+    Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
+    false.
     """
     from ..run.train_config import TrainConfig
 
@@ -121,7 +124,7 @@ def train(
 
 @check_arguments
 def open(path: str | Path) -> Run:
-    """The run in the directory `path` (`tapereel.open`). Raises UsageError if there is none."""
+    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if there is none."""
     return Run(path)
 
 
@@ -129,9 +132,9 @@ def open(path: str | Path) -> Run:
 def save_tiny_model(
     folder: str | Path, alphabet: str = ALPHABET, *, size: Size = "tiny", seed: int = 0, context: int = 512
 ) -> str:
-    """Save an untrained chat model of under a million parameters in `folder`; for tests and first steps on a CPU.
+    """Save an untrained chat model with under a million parameters in `folder`, for tests and first steps on a CPU.
 
-    `alphabet`: characters that get a token each. `size`: `micro`, `tiny`, `small` or `base`. Gives the folder.
+    Each character in `alphabet` gets a token. `size` is `micro`, `tiny`, `small` or `base`. Returns the folder.
     """
     from ...agents.engines.embedded.tiny_model import char_tokenizer, tiny_model
 
@@ -142,12 +145,12 @@ def save_tiny_model(
 
 
 def _config(kind: Any, model: Model, settings: Mapping[str, Any]) -> Any:
-    """The configuration of `kind` with these settings on top of its defaults."""
+    """Return the configuration of type `kind` with these settings and otherwise its defaults."""
     return load_config(kind, None, [*engine_settings(model), *settings.items()])
 
 
 def _folder(out: str | Path | None, agent: AgentSource) -> Path:
-    """`out`, or a new folder below `runs/` that is named after the agent and the time."""
+    """Return `out`, or a new folder below `runs/` that is named after the agent and the time."""
     if out is not None:
         return Path(out)
     name = agent if isinstance(agent, str) else getattr(agent, "name", None) or getattr(agent, "__name__", "run")
@@ -156,7 +159,7 @@ def _folder(out: str | Path | None, agent: AgentSource) -> Path:
 
 
 def _instance(agent: AgentSource) -> Agent | None:
-    """The agent as an object, for replays in this process; None if it was named as text."""
+    """Return the agent as an object, for replays in this process, or None if it was named as text."""
     return None if isinstance(agent, str) else load_agent(agent)
 
 

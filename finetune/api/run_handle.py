@@ -1,4 +1,4 @@
-"""A run directory as a Python object: its tapes, and the questions that can be asked of them."""
+"""A run directory as a Python object, with its tapes and the methods to inspect them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RunAudit(Value):
-    """Where the tokens of a run went, and what its tapes say."""
+    """What happened to the tokens of a run, and what its tapes say."""
 
     books: Books
     """The accounting of every sampled token and every episode."""
@@ -50,9 +50,9 @@ class RunAudit(Value):
 
 @check_arguments
 class Run:
-    """A run directory. `tapereel.run` and `tapereel.train` return one; `tapereel.open(path)` opens one.
+    """A run directory. `tapereel.run` and `tapereel.train` return one, and `tapereel.open(path)` opens one.
 
-    Methods read the directory when they are called, so a run that is being written can be asked too.
+    Methods read the directory when they are called, so they also work while the run is being written.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Run:
         env: EnvironmentFactory | None = None,
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
-        """agent, env: the objects that the run was made with, for `replay` and `branch`; None: as `config.yaml` names
-        them. Raises UsageError if `path` holds no run."""
+        """`agent` and `env` are the objects with which the run was made, for `replay` and `branch`. With None, those in
+        `config.yaml` are used. Raises UsageError if `path` holds no run."""
         self.path = Path(path)
         self.agent = agent
         self.env = env
         self.summary = summary
-        """What `tapereel.run` or `tapereel.train` reported; None for a run that was opened."""
+        """What `tapereel.run` or `tapereel.train` reported, or None for a run that was opened."""
         Store.open(self.path).close()
 
     def __repr__(self) -> str:
@@ -79,12 +79,14 @@ class Run:
         return iter(self.tapes())
 
     def tapes(self, split: str | None = None) -> list[Tape]:
-        """The closed tapes, oldest first. With `split`, only tapes recorded for it (`train`, `eval`, ...)."""
+        """Return the closed tapes, oldest first. With `split`, only return tapes in that split (`train`, `eval`,
+        ...)."""
         with Store.open(self.path) as store:
             return [store.tape(one.id, refresh=False) for one in store.summaries(split=split, closed=True)]
 
     def tape(self, name: str) -> Tape:
-        """One tape by its id or the first characters of it. Raises NoSuchTape."""
+        """Return the tape with this id, or with the only id that begins with `name`. Raises NoSuchTape if there is no
+        such tape."""
         with Store.open(self.path) as store:
             return store.tape(name)
 
@@ -98,11 +100,13 @@ class Run:
         tokenizer: str | Path | None = None,
         streaming: bool = False,
     ) -> Dataset | IterableDataset:
-        """The rows of the closed tapes that fit, as a Hugging Face dataset with the columns of `tapereel export`.
+        """Return the rows of the closed tapes that match, as a Hugging Face dataset with the columns of `tapereel
+        export`.
 
-        agents: paths of the agents whose tokens are labels. None: all. tokenizer: a folder; it tokenizes tapes that
-        hold only text, which are an error without it, and adds the text columns. streaming: an IterableDataset that
-        reads tape by tape. Raises NothingToExport if no tape has a row (streaming: when it is iterated).
+        `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder. It
+        tokenizes tapes that only have text, which are an error otherwise, and adds the text columns. `streaming`
+        returns an IterableDataset that reads tape by tape. Raises NothingToExport if no tape has a row. With
+        `streaming`, this is raised during iteration.
         """
         from ..interchange.row_files import run_dataset
 
@@ -111,9 +115,11 @@ class Run:
 
     @property
     def reward(self) -> float | None:
-        """Mean over tasks of the mean reward of their scored attempts, over all splits; None when nothing was scored.
+        """Mean over tasks, in all splits, of the mean reward of each task's scored attempts. It is None if nothing was
+        scored.
 
-        Of a training run this mixes weights of all versions: `summary` and `metrics.jsonl` have the curve.
+        In a training run, this mixes attempts by all versions of the weights. `summary` and `metrics.jsonl` have the
+        curve.
         """
         found = self.scores().reward
         return None if found is None else found.value
@@ -121,20 +127,21 @@ class Run:
     def scores(
         self, split: str | None = None, *, k: Collection[int] = (), success: float = 1.0, by: str | None = None
     ) -> Scores:
-        """Mean reward and pass@k with 95 % intervals over tasks.
+        """Return the mean reward and pass@k, with 95 % intervals over tasks.
 
-        `k`: the numbers of attempts to report pass@k for. `success`: the least reward of a success. `by`: report by
-        the value under this key of each task's public part as well.
+        `k` lists the numbers for which to report pass@k. `success` is the minimum reward that counts as a success.
+        `by` is a key in each task's public part. With it, scores are also reported for each value under that key.
         """
         with Store.open(self.path) as store:
             return scores_of(store, split, k=k, success=success, by=by)
 
     def verify(self, pins: Iterable[str] = ()) -> Report:
-        """Check that the bytes of the run are as they were written. `pins`: heads that were kept elsewhere."""
+        """Check that the bytes of the run are as they were written. `pins` are heads that were kept elsewhere."""
         return verify(self.path, pins=pins)
 
     def audit(self, split: str | None = None, *, limit: int | None = None, progress: Progress = silent) -> RunAudit:
-        """Account for every token and episode, and list what looks odd. `limit`: only the newest tapes' statistics."""
+        """Account for every token and episode, and list what looks odd. With `limit`, the statistics only cover this
+        many of the newest tapes, and the other tapes in their groups."""
         with Store.open(self.path) as store:
             books, audit = audit_run(store, split=split, limit=limit, progress=progress)
         return RunAudit(books=books, audit=audit)
@@ -149,8 +156,8 @@ class Run:
     ) -> Verdicts:
         """Run the agent's code again on recorded answers, and compare every request and step.
 
-        `agent`: an object or `module:name`. None: the agent that the run was made with. `tapes`: ids. Empty: all closed
-        tapes of the split. No model and no environment is needed.
+        `agent` is an object or `module:name`. By default, it is the agent with which the run was made. `tapes` are ids.
+        By default, all closed tapes in the split are replayed. No model and no environment is needed.
         """
         from ...agents.replay.replayer import replay_run
 
@@ -159,7 +166,8 @@ class Run:
     def reproduce(self, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
         """Derive a checkpoint again from the base weights and the tapes, and compare bit for bit.
 
-        `checkpoint`: a folder, its name or its update. None: the last one and every other on the way to it.
+        `checkpoint` is a folder, its name or its number of updates. By default, it is the last one, and every earlier
+        one is compared too.
         """
         from ..inspect.reproducer import reproduce
 
@@ -178,9 +186,10 @@ class Run:
     ) -> list[Tape]:
         """Continue a recorded episode from a turn, `n` times, and record the continuations in this run.
 
-        `turn`: the first turn that is new, counted from 0. `agent`, `env`: as in `replay`. `model`: a folder or a list
-        of answers. None: the recorded model. Raises PrefixUnverified if the environment does not return to the
-        recorded state; `unverified` continues anyway.
+        `turn` is the first new turn, counted from 0. `agent` and `env` are objects or `module:name`. By default, they
+        are those with which the run was made. `model` is a folder or a list of answers. By default, it is the recorded
+        model. Raises PrefixUnverified if the environment does not return to the recorded state. With `unverified`, the
+        episode is continued anyway.
         """
         from ...agents.replay.branching import branch_run
 
@@ -196,14 +205,15 @@ Model = Annotated[
     str | Path | Sequence[str],
     "a model's folder or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
 ]
-"""A folder in Hugging Face format, litellm's name of a hosted model, a model of the hub as `org/name` or
-`org/name@revision`, an engine as `module:name` or `file.py:name`, or a list of answers: the k-th answers the k-th
-request of every episode. Where the first part is a provider of litellm, as in `openai/...`, the model is hosted."""
+"""A folder in Hugging Face format, litellm's name for a hosted model, a model on the hub as `org/name` or
+`org/name@revision`, an engine as `module:name` or `file.py:name`, or a list of answers. In every episode, the k-th
+answer is for the k-th request. If the first part is one of litellm's providers, as in `openai/...`, the model is
+hosted."""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def engine_settings(model: Model | None) -> list[tuple[str, object]]:
-    """The settings of the engine that a `model` argument names; none for None."""
+    """Return the settings for the engine that a `model` argument names. The list is empty for None."""
     if model is None:
         return []
     if not model:
