@@ -52,8 +52,8 @@ class Difference(Value):
     update: int
     """Number of the update, counted from 0. It makes version `update + 1`. -1 stands for the base weights."""
     field: str
-    """`tape`, `recipe`, `reference`, `teacher`, `items`, `stale`, `filtered`, `skipped`, `lr`, `loss`, `grad_norm`,
-    `weights`, `checkpoint`, `trainer`, `taught` or `files`."""
+    """What differs: `tape`, `recipe`, `reference`, `teacher`, `items`, `stale`, `filtered`, `context`, `skipped`, `lr`,
+    `loss`, `grad_norm`, `weights`, `checkpoint`, `trainer`, `taught` or `files`."""
     recorded: JsonValue = None
     found: JsonValue = None
     sentence: str

@@ -63,7 +63,7 @@ class _Version(NamedTuple):
 
     name: str
     after: NDArray[np.float32]
-    """(places, vocabulary) log-probs of the token after each place."""
+    """Log-probs (places, vocabulary) of the token after each place."""
 
 
 class _Answer(NamedTuple):
@@ -71,9 +71,9 @@ class _Answer(NamedTuple):
 
     sampler: str
     ids: NDArray[np.int64]
-    """(places,)"""
+    """Token ids (places,)."""
     logprobs: NDArray[np.float32]
-    """(places,) in nats."""
+    """Log-probs (places,) in nats."""
 
     def of(self, version: _Version) -> NDArray[np.float32]:
         """Return the log-probs (places,) of these ids under a version."""

@@ -482,7 +482,7 @@ def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]
 
 
 CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Lines of `/proc/cpuinfo`: the first three on x86_64, the others on aarch64."""
+"""Lines of `/proc/cpuinfo` that are read. The first three exist on x86_64, and the others on aarch64."""
 
 
 @cache

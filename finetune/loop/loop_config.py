@@ -29,7 +29,7 @@ class OptimiserConfig(Config):
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay, per optimiser step, of a moving average of the weights. None keeps no average."""
     micro_tokens: int = Field(default=4096, ge=1)
-    """Tokens of one forward pass, padding included."""
+    """Tokens per forward pass, including padding."""
     pack: bool | None = None
     """Put rows end to end in one sequence instead of padding them. None packs if the attention kernel knows the
     boundaries of rows (flash attention on a GPU). Packing is exact with other kernels too, but slower than padding."""
@@ -69,9 +69,9 @@ class CriticConfig(Config):
     """Whether targets are scaled by their running mean and deviation. If so, the critic begins at the mean of its
     first targets."""
     passes: int = Field(default=4, ge=1)
-    """Optimiser steps on each update's targets."""
+    """Number of optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
-    """Updates at the beginning in which the critic learns and the policy stays as it is."""
+    """Number of updates at the beginning in which only the critic learns."""
 
     @model_validator(mode="after")
     def _keeps_activations(self) -> CriticConfig:
@@ -92,11 +92,11 @@ class ForkConfig(Config):
     """Continuations of a group's attempts, for a recipe that compares them with `baseline: {by: fork}`."""
 
     attempts: int = Field(default=1, ge=1)
-    """Attempts of each group that are forked, drawn from those with at least two turns."""
+    """How many attempts in each group are forked. They are drawn from those with at least two turns."""
     turns: int = Field(default=1, ge=1)
-    """Turns at which each of these attempts is forked, drawn from those after its first."""
+    """At how many turns each of these attempts is forked. They are drawn from the turns after its first."""
     continuations: int = Field(default=4, ge=2)
-    """Episodes that continue from each of these turns."""
+    """How many episodes continue from each of these turns."""
 
 
 class CorpusConfig(DatasetConfig):

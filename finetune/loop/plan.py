@@ -58,7 +58,7 @@ class ComputedOn(Value):
     device: str | None = None
     chip: str | None = None
     ranks: int = 1
-    """Processes that trained together."""
+    """Number of processes that trained together."""
 
 
 class Plan(Value):

@@ -102,7 +102,7 @@ class TrainSummary(Value):
     model: str
     """The folder with the trained model, in Hugging Face format."""
     report: str
-    """A page with all of this, for a browser."""
+    """The file with a page of these results, for a browser."""
     compared: dict[str, str] = Field(default={})
     """`reference` and `teacher` -> name and digest of the model, if the recipe reads them."""
     advice: tuple[str, ...] = ()
