@@ -24,7 +24,7 @@ from .staleness import stale_before
 
 
 class BadPlayers(TapereelError, ValueError):
-    """An agent would be trained by two policies, or the division of agents between policies is unclear."""
+    """Two policies would train one agent or have one lineage, or the loop's own agents aren't named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

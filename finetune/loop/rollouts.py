@@ -73,7 +73,7 @@ class Taken:
     """Groups that were sampled for this update and are flat."""
     filled: Filled
     closings: Counter[Closing]
-    """How the groups closed that have closed since the last update. Dropped groups are included."""
+    """How many groups closed in each way since the last update, including dropped groups."""
     lost: Counter[str] = field(default_factory=Counter)
     """Cause -> number of tapes in those groups that can't be trained on."""
 
