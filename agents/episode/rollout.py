@@ -103,7 +103,8 @@ async def rollout(
     to continue, which is recorded.
     With a `journal` every record is written as it happens. If the environment isn't `pure`, the intent of an action is
     durable before the action is carried out. If the engine waits for its servers, the episode begins after that wait.
-    Raises StoreFailed, EngineStopped and CancelledError. No other error leaves an episode.
+    Raises NotAnEnvironment before the episode begins, and StoreFailed, EngineStopped, CancelledError and
+    KeyboardInterrupt during it. Every other error is recorded on the tape and ends the episode.
     """
     absence = absence_of(engine)
     if absence is not None:

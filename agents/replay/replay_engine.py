@@ -53,8 +53,8 @@ class ReplayStats:
 class ReplayEngine:
     """Returns the recorded answers from the tapes. With a renderer it also compares the prompts' token ids.
 
-    With one tape, requests are matched by their order within each path. With several, the seeds select the tape, so the
-    rollouts must use the recorded seeds.
+    A request is matched by its path and seed. If its seed isn't recorded and there is only one tape, it is matched by
+    its order within its path. With several tapes the rollouts must use the recorded seeds.
     """
 
     name = "replay"

@@ -169,7 +169,10 @@ class CriticState(TypedDict):
 
 
 class CriticTrainer:
-    """Trains a critic on the targets (advantage + old value) of each update."""
+    """Trains a critic on the targets (advantage + old value) of each update.
+
+    Weight decay applies to all of its parameters. The policy's trainer excludes vectors (norms, biases) from it.
+    """
 
     def __init__(
         self,
