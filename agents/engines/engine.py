@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
 SyncMode = Literal["reprefill", "drain"]
 """What happens to completions in flight when weights change. `reprefill`: they continue, and the new weights compute
-their KV cache again (exact). `drain`: they end with the old weights first, and new requests wait (exact, slower)."""
+their KV cache again (exact). `drain`: they finish with the old weights, while new requests wait (exact, slower)."""
 PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
-"""The modes of engines with more than `SyncMode`. `abort`: completions in flight end, and their tokens so far are
-recorded. `stale_kv`: they continue on the old KV, and their log-probs belong to no version; use it in experiments
-only."""
+"""The modes of engines that support more than `SyncMode`. `abort`: completions in flight end, and their tokens so far
+are recorded. `stale_kv`: they continue on the old KV, and their log-probs belong to no version, so it is for
+experiments only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,33 +42,35 @@ class Completion:
     text: str | None
     """The text without the turn-ending token."""
     ids: array[int] | None = None
-    """Sampled ids, the turn-ending one included (int32)."""
+    """Sampled ids, including the turn-ending one (int32)."""
     logprobs: array[float] | None = None
     """log softmax(logits / temperature) of each id (float32), same length as `ids`."""
     barred: tuple[int, ...] | None = None
-    """With `Sampling.min_tokens`: all ids that the engine left out of the distribution of the first tokens. None: it
-    can't say, so the answer is no RL data."""
+    """All ids that the engine excluded from the distribution of the first tokens because of `Sampling.min_tokens`. None
+    means that the engine can't say, so the answer can't be used as RL data."""
     spans: tuple[tuple[str, int, int], ...] = ()
-    """(policy version, start, end) over `ids`, half-open, contiguous, covering all of it."""
+    """(policy version, start, end) over `ids`. The spans are half-open and contiguous, and cover all ids."""
     finish: Finish = "stop"
     tool_calls: tuple[dict[str, Any], ...] | None = None
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
-    """All attempts at the request, the successful one last, of an engine that retries. Empty: one attempt."""
+    """All attempts at the request if the engine retries, with the successful one last. Empty after a single attempt."""
     engine: str = ""
-    """Name of the engine that answered, set by `TeamEngine`. Empty: the engine that was asked."""
+    """Name of the engine that answered, as set by `TeamEngine`. Empty if it is the engine that was asked."""
 
 
 class Listener(Protocol):
-    """Receives the tokens of one request while they are sampled. The engine calls it in the event loop: the methods
-    must return at once and must not raise."""
+    """Receives the tokens of one request while they are sampled. The engine calls its methods in the event loop, so
+    they must return at once and must not raise."""
 
     def tokens(self, ids: array[int], /) -> None:
-        """The ids sampled since the last call, in order. All ids received so far are a prefix of the completion's."""
+        """Receive the ids sampled since the last call, in order. All ids received so far always form a prefix of the
+        completion's ids."""
         ...
 
     def again(self) -> None:
-        """Discard the ids received so far: the attempt failed, and the request starts again from its beginning."""
+        """Discard the ids received so far, because the attempt failed and the request starts again from its
+        beginning."""
         ...
 
 
@@ -80,27 +82,27 @@ class Request:
     prompt: array[int] | None
     """All prompt ids (int32), or None for an engine without a renderer."""
     places: tuple[Place, ...] = ()
-    """Which prompt ids stand for pictures, in order; `picture` gives the bytes of their files."""
+    """Which prompt ids stand for pictures, in order. `picture` returns the bytes of their files."""
     sampling: Sampling
     seed: int
-    """64-bit. The same seed, prompt and weights give the same tokens, whatever other requests run."""
+    """A 64-bit seed. The same seed, prompt and weights give the same tokens, regardless of other running requests."""
     tools: tuple[dict[str, Any], ...] | None = None
     path: str = ""
-    """Path of the agent that asks; for replay and logs. It must not change what is sampled."""
+    """Path of the agent that asks, for replay and logs. It must not change what is sampled."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the completion, in addition to the model's own; the id is part of the completion."""
+    """Ids that end the completion, in addition to the model's own. The id that ends it is part of the completion."""
     cache_key: str = ""
-    """Requests with the same key continue one conversation: an engine may keep its KV cache between them."""
+    """Requests with the same key continue one conversation, so an engine may keep its KV cache between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
-    """Called once with what was sampled so far when the request is cancelled, before CancelledError is raised."""
+    """Called once when the request is cancelled, with what was sampled so far, before CancelledError is raised."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
-    """An engine that can tell calls it once, when the model begins to work at the request: the time before is the
-    engine's queue (`agents/episode/timers.py`)."""
+    """Called once when the model begins to work on the request, if the engine can tell. The time before that is counted
+    as the engine's queue (`agents/episode/timers.py`)."""
     picture: Callable[[str], bytes] | None = field(default=None, compare=False)
-    """The PNG of the file that a content part `{"type": "image", "media": ...}` names. Blocks; BadPicture for a picture
-    that isn't on the tape."""
+    """Returns the PNG of the file that a content part `{"type": "image", "media": ...}` names. The call blocks. It
+    raises BadPicture if the picture isn't on the tape."""
     listener: Listener | None = field(default=None, compare=False)
-    """Receives tokens while they are sampled; an engine that can't stream never calls it. It must not change what is
+    """Receives tokens while they are sampled. An engine that can't stream never calls it. It must not change what is
     sampled."""
 
 
@@ -116,12 +118,13 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """Written on each recorded call; constant."""
+        """Name of the engine, which each recorded call carries. It is constant."""
         ...
 
     @property
     def can(self) -> frozenset[Capability]:
-        """What the engine can do; constant. An engine has every member that `MEMBERS` lists for its capabilities.
+        """What the engine can do. The set is constant. An engine has every member that `MEMBERS` lists for its
+        capabilities.
 
         `pictures`: it accepts content parts with pictures in messages. `stats`: it measures its busy time. `weights`:
         its weights can be replaced while it samples. `copies`: it has several copies of the weights, such as one on
@@ -131,12 +134,12 @@ class Engine(Protocol):
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer of this engine's model, or None for an engine that works with text only; constant."""
+        """The renderer of this engine's model, or None for an engine that works with text only. It is constant."""
         ...
 
     @property
     def context(self) -> int | None:
-        """Maximum tokens of prompt and completion together, or None without a known limit."""
+        """Maximum number of tokens in prompt and completion together, or None if no limit is known."""
         ...
 
     async def complete(self, request: Request) -> Completion:
@@ -148,11 +151,11 @@ class Engine(Protocol):
         ...
 
     def forget(self, cache_key: str) -> None:
-        """The conversation has ended: drop what is cached under this key. An unknown key is ignored."""
+        """Drop what is cached under this key, because its conversation has ended. An unknown key is ignored."""
         ...
 
     async def close(self) -> None:
-        """Release all resources; requests in flight end as `abort` or raise EngineError. A second call does nothing."""
+        """Release all resources. Requests in flight end as `abort` or raise EngineError. A second call does nothing."""
         ...
 
 
@@ -161,7 +164,7 @@ class EngineStats(Protocol):
 
     @property
     def busy_seconds(self) -> float:
-        """Wall time in seconds, since the engine was made, in which the engine had work. It only grows."""
+        """Wall time in seconds during which the engine has had work since it was created. It never decreases."""
         ...
 
 
@@ -170,12 +173,12 @@ class TrainableEngine(Engine, Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """Sums since the engine was made; may be read at any time, from any thread."""
+        """Sums since the engine was created. They may be read at any time and from any thread."""
         ...
 
     @property
     def version(self) -> str:
-        """Name of the current weights. The spans of tokens sampled from now on carry it."""
+        """Name of the current weights, which the spans of tokens sampled from now on carry."""
         ...
 
     @property
@@ -184,12 +187,12 @@ class TrainableEngine(Engine, Protocol):
         ...
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = ...) -> None:
-        """Replace the weights by `state` (a state dict by Hugging Face names); `version` then names them.
+        """Replace the weights by `state` (a state dict with Hugging Face names). `version` then names them.
 
-        The loop calls this from the engine's event loop while completions are in flight, never twice at a time, and
-        doesn't change `state` until it returns. Each version names one set of weights: a version that was used before
-        raises ValueError, and so does a `state` that isn't the model's, before anything changes. Any other exception
-        means that the weights are unknown: the engine must refuse every later request."""
+        The loop calls this from the engine's event loop while completions are in flight. It never makes two calls at
+        once, and doesn't change `state` until the call returns. Each version names one set of weights. Raises
+        ValueError, before anything changes, if a version was used before or if `state` isn't the model's. Any other
+        exception means that the weights are unknown, so the engine must refuse every later request."""
         ...
 
 
@@ -198,11 +201,12 @@ class EngineAbsence(Protocol):
 
     @property
     def seconds(self) -> float:
-        """Seconds, since the engine was made, in which no request was answered. It grows while the servers are away."""
+        """Seconds since the engine was created during which no request was answered. It grows while the servers are
+        away."""
         ...
 
     async def over(self) -> None:
-        """Return when requests are answered again, or when no request waits for an answer."""
+        """Wait until requests are answered again, or until no request waits for an answer."""
         ...
 
 
@@ -211,7 +215,7 @@ class Budget(Protocol):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the whole episode, or None for no limit."""
+        """Number of tokens allowed in the whole episode, or None for no limit."""
         ...
 
     @property
@@ -225,12 +229,12 @@ Sampler = Callable[[Request], Awaitable[Completion]]
 
 
 class CapableEngine(TrainableEngine, Protocol):
-    """The members of all capabilities, for type checkers: `cast(CapableEngine, engine).sleep()` after a look at
-    `engine.can`. No engine needs all of them."""
+    """The members of all capabilities, for type checkers. Check `engine.can` first, then call `cast(CapableEngine,
+    engine).sleep()`. No engine needs all of them."""
 
     @property
     def samplers(self) -> Mapping[str, Sampler]:
-        """`copies`: each copy by name. The delivery of weights is checked on every one."""
+        """`copies`: name of each copy -> its sampler. The delivery of weights is checked on every copy."""
         ...
 
     @property
@@ -239,24 +243,25 @@ class CapableEngine(TrainableEngine, Protocol):
         ...
 
     async def sleep(self) -> None:
-        """`sleep`: free the GPU memory while the trainer computes (`loop.sleep`). Requests in flight end as `abort`;
-        later ones raise EngineError until `wake`. Does nothing when already asleep."""
+        """`sleep`: free the GPU memory while the trainer computes (`loop.sleep`). Requests in flight end as `abort`,
+        and later ones raise EngineError until `wake`. Does nothing if the engine is already asleep."""
         ...
 
     async def wake(self) -> None:
-        """`sleep`: take the GPU memory back and sample again. Does nothing when awake."""
+        """`sleep`: take the GPU memory back and sample again. Does nothing if the engine is awake."""
         ...
 
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """`score`: log softmax(logits) of each of `ids[1:]` after all ids before it: len(ids) - 1 values (float32,
-        nats), at temperature 1. places, picture: as in `Request`, given only if there are pictures and the engine also
-        has `pictures`. Called concurrently. Raises `PromptTooLong` and `EngineError` as `complete` does."""
+        """`score`: return log softmax(logits) at temperature 1 for each of `ids[1:]`, given all ids before it. The
+        result has len(ids) - 1 values (float32, nats). `places` and `picture` are as in `Request`, and are given only
+        if there are pictures and the engine also has `pictures`. May be called concurrently. Raises `PromptTooLong` and
+        `EngineError` as `complete` does."""
         ...
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """`recorded`: the `max_tokens` that this request was granted when it was recorded, or None if it wasn't
+        """`recorded`: return the `max_tokens` that this request was granted when it was recorded, or None if it wasn't
         recorded. One recorded call is one request, even if sampling it took two."""
         ...
 
@@ -277,14 +282,15 @@ _METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake", "sco
 
 
 def incomplete(engine: object) -> list[str]:
-    """The faults of an engine that can't even sample, one sentence each: members of `Engine` that it lacks."""
+    """Return the faults of an engine that can't even sample, as one sentence each. They name the members of `Engine`
+    that it lacks."""
     missing = _missing(engine, _ALWAYS)
     return [f"it lacks {', '.join(missing)} of `Engine`: define them"] if missing else []
 
 
 def undeclared(engine: Engine, needs: Iterable[Capability] = ()) -> list[str]:
-    """The faults of `engine.can`, one sentence each: a capability that doesn't exist, one without its members, and one
-    of `needs` that isn't declared."""
+    """Return the faults of `engine.can`, as one sentence each: a capability that doesn't exist, one whose members are
+    missing, or one from `needs` that isn't declared."""
     can: object = engine.can
     if not isinstance(can, Set) or not can <= MEMBERS.keys():
         return [f"its `can` is {can!r}: give a frozenset of some of {', '.join(map(repr, MEMBERS))}"]
@@ -307,7 +313,7 @@ def _missing(engine: object, names: Iterable[str]) -> list[str]:
 
 
 def require(engine: object, needs: Iterable[Capability], use: str) -> None:
-    """Raise UsageError if `engine` isn't an Engine with the capabilities `needs`; `use` names their user."""
+    """Raise UsageError if `engine` isn't an Engine with the capabilities `needs`. `use` names what needs them."""
     faults = incomplete(engine) or undeclared(cast(Engine, engine), needs)
     if faults:
         raise UsageError(
@@ -319,36 +325,36 @@ def require(engine: object, needs: Iterable[Capability], use: str) -> None:
 BLIND = (
     "use a hosted model that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
 )
-"""The remedy if an engine can't see."""
+"""What the user can do if an engine can't see."""
 
 
 def absence_of(engine: Engine | None) -> EngineAbsence | None:
-    """`absence` of an engine that waits for its servers; None for any other engine."""
+    """Return `absence` of an engine that waits for its servers, or None for any other engine."""
     return cast(CapableEngine, engine).absence if engine is not None and "absence" in engine.can else None
 
 
 class EngineError(TapereelError, RuntimeError):
-    """The model or its server failed; the episode ends with the cause `model`, unless the agent handles it."""
+    """The model or its server failed. The episode ends with the cause `model`, unless the agent handles the error."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
         """True if the same request may succeed a moment later."""
         self.attempts: tuple[Attempt, ...] = ()
-        """All attempts of an engine that retries. Empty: one attempt."""
+        """All attempts if the engine retries. Empty after a single attempt."""
 
 
 class EngineStopped(EngineError, RunStopped):
-    """No later request can succeed: no server answers, or the key, the model or the budget is refused. The episode ends
-    with the cause `model`, whatever its agent does, and so does the run."""
+    """No later request can succeed, because no server answers, or because the key, the model or the budget is refused.
+    The episode and the run end with the cause `model`, whatever the agent does."""
 
     def __init__(self, message: str, reason: StopReason) -> None:
         super().__init__(message)
         self.reason = reason
 
     def at(self, progress: str, engines: Sequence[str] = ()) -> EngineStopped:
-        """The same error, with the progress of the run and the way to continue it. engines: the settings whose
-        `model` may differ in a resumed run."""
+        """Return the same error with the progress of the run and instructions for continuing it. `engines` names the
+        settings whose `model` may differ in a resumed run."""
         go_on = "repeat it with `resume=True` for the others"
         if self.reason == "model" and engines:
             names = " or ".join(f"{engine}.model" for engine in engines)
@@ -359,11 +365,12 @@ class EngineStopped(EngineError, RunStopped):
 
 
 class PromptTooLong(EngineError, ValueError):
-    """The prompt leaves no room for a completion; the episode ends with the limit `context`."""
+    """The prompt leaves no space for a completion. The episode ends with the limit `context`."""
 
 
 def one_temperature(request: Request) -> None:
-    """For engines: EngineError for a request with `first_temperature`, which takes two requests to sample."""
+    """Raise EngineError if a request has `first_temperature`, because sampling it takes two requests. Engines call
+    this."""
     if request.sampling.first_temperature is not None:
         raise EngineError(
             f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
@@ -372,5 +379,5 @@ def one_temperature(request: Request) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Type and message of an error, without secrets of a server or library: tapes are shared."""
+    """Return the type and message of an error without the secrets of a server or library, because tapes are shared."""
     return f"{type(error).__name__}: {without_secrets(error_message(error))}"

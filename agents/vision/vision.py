@@ -1,9 +1,9 @@
-"""What renderer, engine and trainer ask of a family of vision models.
+"""The interfaces through which the renderer, the engine and the trainer use a family of vision models.
 
-The renderer asks how many tokens a picture takes (`PictureTokens`; no pixels). Engine and trainer ask
-for positions and for the features of pixels (`Vision`), put the features at the picture's places by index, and forward
-the language model's body with embeddings. The model's own public forward finds pictures by token id and is never used:
-a model can sample this id itself.
+The renderer asks how many tokens a picture takes, which needs no pixels (`PictureTokens`). The engine and the trainer
+ask for positions and for the features computed from pixels (`Vision`). They put the features at the picture's places by
+index, and run the language model's body on embeddings. The model's own public forward finds pictures by token id. It is
+never used, because a model can sample this id itself.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 VideoTokens = Literal["frames", "native"]
-"""What a model reads of a video: its frames, each as a picture behind its time, or the family's own video tokens."""
+"""How a model reads a video: as its frames, each a picture after its time, or as the family's own video tokens."""
 
 
 class UnsupportedVision(UsageError, ValueError):
-    """A model reads more than text, and its family, its processors or its forward is not one that is known."""
+    """A model reads more than text, but its family, its processors or its forward isn't supported."""
 
 
 class BadPlace(TapereelError, ValueError):
-    """The pixels of a place can't be had, or don't fit its length or grid; the message names the file."""
+    """The pixels of a place can't be read, or don't fit its length or grid. The message names the file."""
 
     def __init__(self, message: str, name: str, *, missing: bool = False) -> None:
         super().__init__(message)
         self.name, self.missing = name, missing
-        """The file, and whether it is gone. Otherwise it was changed, or its place was."""
+        """The file, and whether it is missing. If it isn't missing, the file or its place was changed."""
 
 
 class Expansion(NamedTuple):
@@ -45,31 +45,33 @@ class Expansion(NamedTuple):
 
     ids: array[int]
     grid: tuple[int, ...]
-    """As `Place.grid`."""
+    """See `Place.grid`."""
 
 
 class PictureTokens(Protocol):
-    """What the renderer asks. Imports no torch, except for native video."""
+    """What the renderer needs to know about pictures. It imports no torch, except for native video."""
 
     @property
     def marker(self) -> str:
-        """The control token that the chat template writes once for each picture; all that stands for a picture."""
+        """The control token that the chat template writes once for each picture. It is the picture's only placeholder
+        in the text."""
         ...
 
     @property
     def video_marker(self) -> str | None:
-        """As `marker`, for each video. None: the model reads videos as their frames."""
+        """The control token that the chat template writes once for each video, or None if the model reads videos as
+        their frames."""
         ...
 
     @property
     def hash(self) -> str:
         """SHA-256 (hex) of everything that determines the pixels: the processor's class, backend and settings, and the
-        versions of transformers and Pillow. With native video, also of the video processor and torchvision."""
+        versions of transformers and Pillow. With native video, it also covers the video processor and torchvision."""
         ...
 
     def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
-        """The tokens in place of the marker, for a picture of this size, or for a video of such frames at these times
-        in seconds. Computed without pixels. ValueError for a video that the model can't place."""
+        """Return the tokens that replace the marker for a picture of this size, or for a video with frames of this size
+        at these times in seconds. No pixels are needed. Raises ValueError if the model can't place the video."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -77,9 +79,9 @@ class PictureTokens(Protocol):
         ...
 
     def fitted(self, place: Place, png: bytes) -> bytes:
-        """The PNG for a server that processes it again: in the size that the processor would resize it to, where one
-        resize is all that it does. A server's own resize may differ, and with it the pixels. Blocks. UnsupportedVision
-        where a server computes otherwise than the local model in any case."""
+        """Return the PNG to send to a server, which processes it again. If the processor only resizes a picture once,
+        the PNG already has the final size, because a server's own resize may give other pixels. The call blocks. Raises
+        UnsupportedVision if a server would compute something else than the local model in any case."""
         ...
 
 
@@ -90,9 +92,9 @@ class Pixels:
     tensors: Mapping[str, Tensor]
     """Arguments of the vision tower, by name."""
     count: int
-    """Features that the tower makes of it: tokens of its place that take one."""
+    """Number of features that the tower computes, which is the number of tokens in the place that take one."""
     patches: int
-    """Patches that the tower computes: its cost and memory."""
+    """Number of patches that the tower processes, which determines its cost and memory."""
 
 
 @runtime_checkable
@@ -100,36 +102,38 @@ class Vision(PictureTokens, Protocol):
     """One family of models, with the settings of one model."""
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
-        """(length,) which tokens of the place take a feature. The others (those that name rows and columns of tiles)
-        are ordinary tokens."""
+        """Return a (length,) mask of the place's tokens that take a feature. The others, which name rows and columns of
+        tiles, are ordinary tokens."""
         ...
 
     def patches(self, grid: tuple[int, ...]) -> int:
-        """`Pixels.patches` of a place with this grid."""
+        """Return `Pixels.patches` for a place with this grid."""
         ...
 
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
-        """(axes, length) rotary positions of a prompt with these places, from 0. The token behind it, and every later
-        one, has the largest position + 1 + its distance on all axes. None: positions are indices (0, 1, 2 ...)."""
+        """Return the (axes, length) rotary positions of a prompt with these places, from 0. After the last place,
+        positions are equal on all axes and grow by 1 per token. Return None if positions are indices (0, 1, 2 ...)."""
         ...
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """Decode and process the place's files; `file` gives the bytes of a file by its name. Blocks. BadPlace if
-        a file is gone or damaged, or if its pixels don't fit the place's length or grid."""
+        """Decode and process the place's files. `file` returns the bytes of a file by its name. The call blocks. Raises
+        BadPlace if a file is missing or damaged, or if its pixels don't fit the place's length or grid."""
         ...
 
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:
-        """(sum of counts, levels, D) the tower's and projector's output for several pictures, in order. Level 0 goes
-        into the embeddings; further levels are added to the hidden states of the first layers (deepstack)."""
+        """Return the output of the tower and projector for several pictures, in order, with shape (sum of counts,
+        levels, D). Level 0 goes into the embeddings. Further levels are added to the hidden states of the first layers
+        (deepstack)."""
         ...
 
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The modules that compute features: the vision tower first, then the projector's, which may be parts of it."""
+        """Return the modules that compute features: the vision tower, then the projector's, which may be parts of
+        it."""
         ...
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """The transformers model itself, where `model` is one with adapters around it (peft)."""
+    """Return the transformers model itself, also if `model` wraps it with adapters (peft)."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
@@ -141,11 +145,12 @@ def body_inputs(
     positions: Tensor | None,
     packed: Tensor | None = None,
 ) -> dict[str, Tensor | list[Tensor]]:
-    """Keyword arguments of the language model's body for (B, L) token ids.
+    """Return the keyword arguments of the language model's body for (B, L) token ids.
 
-    where: (B, L) int64 index into `features` (N, levels, D), -1 if the token takes none. positions: (axes, B, L) of
-    `Vision.positions`, or None for the body's own. packed: (B, L) index of each token in its own row, if rows are
-    packed into one. transformers finds the rows' boundaries by it.
+    `where` is a (B, L) int64 index into `features` (N, levels, D), with -1 for a token that takes none. `positions` has
+    shape (axes, B, L) and comes from `Vision.positions`, or is None for the body's own positions. If several rows are
+    packed into one, `packed` is the (B, L) index of each token in its own row, by which transformers finds the
+    boundaries between the rows.
     """
     import torch
 

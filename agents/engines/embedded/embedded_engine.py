@@ -1,4 +1,4 @@
-"""The embedded engine: it samples a transformers model inside this process, in the event loop.
+"""The embedded engine samples a transformers model inside this process, in the event loop.
 
 Contract. Any number of concurrent requests share one batch. Every token has the version of the weights that produced
 its log-prob. With `reprefill` and `drain`, that log-prob is exact for those weights over the full prefix (float32). A
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DEFAULT_CAPACITY = 4096
-"""Largest default of the tokens per slot. It bounds the KV memory, which is slots x capacity."""
+"""Largest default for the number of tokens per slot. It bounds the KV memory, which is slots x capacity."""
 
 
 @dataclass(slots=True, eq=False)
@@ -160,14 +160,14 @@ class EmbeddedEngine:
 
     @property
     def changing(self) -> bool:
-        """Whether a new request would wait: a weight sync drains the batch, or sampling is frozen."""
+        """Whether a new request would wait, because a weight sync drains the batch or because sampling is frozen."""
         return bool(self._drains) or self._frozen
 
     async def complete(self, request: Request) -> Completion:
         """Sample a completion. Requests start in order of arrival as slots become free.
 
         Raises `PromptTooLong`, or `EngineError` for an invalid request or a failing model. The engine doesn't retry a
-        failed forward: a retry is the caller's decision. A cancelled call passes the tokens sampled so far to
+        failed forward, since a retry is the caller's decision. A cancelled call passes the tokens sampled so far to
         `request.on_partial`, as a completion with the finish `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
@@ -195,7 +195,7 @@ class EmbeddedEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """As `CapableEngine.score`: one plain forward of the weights that sample."""
+        """See `CapableEngine.score`. It takes one plain forward with the weights that sample."""
         self._check_loop()
         prompt, shown = array("i", ids), tuple(places)
         request = Request(messages=(), prompt=prompt, places=shown, picture=picture, sampling=Sampling(), seed=0)
@@ -218,17 +218,17 @@ class EmbeddedEngine:
         """Replace the weights with `state` between two decoding steps; later tokens have `version`.
 
         Raises ValueError for a version that was published before. With `again`, the caller guarantees that the version
-        names the same weights. `state` must not change until this method returns: publish a copy of weights in
-        training. Raises `UsageError`, before any change, if `state` is not the model's state dict. The engine drops
-        parked KV and recomputes it at the next turn of each conversation."""
+        names the same weights. `state` must not change until this method returns, so publish a copy of weights that are
+        being trained. Raises `UsageError`, before any change, if `state` is not the model's state dict. The engine
+        drops parked KV and recomputes it at the next turn of each conversation."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")
         if version in self._versions and not again:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
         self._decoder.check(state)
-        # Reserve the version before the wait: a second sync under the same version fails while this one drains. A sync
-        # that is cancelled during the drain leaves the version reserved and the weights unchanged.
+        # The version is reserved before the wait, so a second sync under the same version fails while this one drains.
+        # A sync that is cancelled during the drain leaves the version reserved and the weights unchanged.
         self._versions.add(version)
         if mode == "drain":
             await self._drain()
@@ -249,7 +249,7 @@ class EmbeddedEngine:
         self._wake()
 
     def relabel(self, version: str) -> None:
-        """Give the current weights the name `version`; later tokens have it."""
+        """Give the current weights the name `version`, which later tokens carry."""
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._versions.add(version)
@@ -269,7 +269,8 @@ class EmbeddedEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _generation(self, request: Request) -> Generation:
-        """The batch's form of the request. Raises an `EngineError` with the reason if the engine can't serve it."""
+        """Return the request as the batch represents it. Raises `EngineError` with the reason if the engine can't serve
+        it."""
         one_temperature(request)
         sampling = request.sampling
         prompt = ints(request.prompt or ())
@@ -316,7 +317,8 @@ class EmbeddedEngine:
         )
 
     async def _process(self, generation: Generation, request: Request) -> None:
-        """Process, in threads, the pictures that the prefill will need. EngineError for one that can't be."""
+        """Process, in threads, the pictures that the prefill will need. Raises EngineError if one can't be
+        processed."""
         pictures, reused = self._batch.pictures, self._batch.shared(generation)[1]
         if pictures is None or request.picture is None:
             why = "the engine's model can't see" if pictures is None else "the request has no `picture` for its bytes"
@@ -329,7 +331,8 @@ class EmbeddedEngine:
                     held = [await asyncio.to_thread(again)]
                 except Exception as error:  # a bad file, or one that is gone
                     raise EngineError(f"the picture {place.media[0]} can't be shown: {error}") from error
-                # Held until the first prefill, whatever the cache evicts: processing blocks the event loop there.
+                # The pixels are held until the first prefill, even if the cache evicts them, because processing them
+                # there would block the event loop.
                 generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
@@ -373,7 +376,7 @@ class EmbeddedEngine:
             flight.landed.set_result(finish)
 
     def _fail(self, generation: Generation, reason: str, cause: BaseException | None = None) -> None:
-        """As `_land`, with a new error per request: callers must not share one traceback."""
+        """Like `_land`, but raises a new error for each request, because callers must not share one traceback."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
         if not flight.landed.done():
@@ -382,7 +385,7 @@ class EmbeddedEngine:
             flight.landed.set_exception(error)
 
     def _land_all(self, reason: str = "", cause: BaseException | None = None) -> None:
-        """End all requests in flight: as `abort`, or as failures with `reason`."""
+        """End all requests in flight, either as `abort` or as failures with `reason`."""
         generations = [*self._batch.evict(), *self._waiting]
         self._waiting.clear()
         self._batch.parked.clear()
@@ -401,7 +404,8 @@ class EmbeddedEngine:
         if driver is not None and driver.get_loop() is not asyncio.get_running_loop():
             if not driver.get_loop().is_closed():
                 raise EngineError("the engine runs in another event loop; share it within one loop only")
-            # The closed loop ended the callers and the driver. Drop their state, otherwise their slots stay occupied.
+            # The closed loop ended the callers and the driver. Their state is dropped, because their slots would
+            # otherwise stay occupied.
             self._driver = None
             self._batch.evict()
             self._waiting.clear()
@@ -418,7 +422,8 @@ class EmbeddedEngine:
         return bool(self._batch.rows) or any(self._may_join(generation) for generation in self._waiting)
 
     def _may_join(self, generation: Generation) -> bool:
-        """During a drain, only generations with sampled tokens may join: without evicted ones, the drain never ends."""
+        """Return whether a generation may join. During a drain, only those with sampled tokens may: if evicted ones
+        couldn't join again, the drain would never end."""
         return not self._drains or bool(generation.ids)
 
     async def _drive(self) -> None:
@@ -429,11 +434,13 @@ class EmbeddedEngine:
                 if self._batch.rows:
                     self._attempt(self._batch.rows, "decoding", self._batch.step)
                 self._drained()
-                # No await between the step and this loop: complete() returns only after the listener has all ids.
+                # There is no await between the step and this loop, so complete() returns only after the listener has
+                # all ids.
                 for flight in self._heard:
                     flight.tell()
                 self.stats.busy_seconds += time.perf_counter() - started
-                # The only await of the driver: here callers submit, cancel and sync weights, with the batch at rest.
+                # This is the driver's only await. Here callers submit, cancel and sync weights, while the batch is at
+                # rest.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             self._land_all()
@@ -446,8 +453,8 @@ class EmbeddedEngine:
     def _admit(self) -> None:
         """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`.
 
-        The first one joins even if its prompt exceeds `prefill_tokens`: otherwise it would wait forever."""
-        # Testing the head of the queue is enough: _swap puts generations with sampled tokens before all others.
+        The first one joins even if its prompt exceeds `prefill_tokens`, since it would otherwise wait forever."""
+        # Testing the head of the queue is enough, because _swap puts generations with sampled tokens before all others.
         joiners: list[Generation] = []
         tokens = 0
         while self._waiting and len(joiners) < self._batch.room and self._may_join(self._waiting[0]):
@@ -463,13 +470,14 @@ class EmbeddedEngine:
             self._attempt(involved, "prefilling", partial(self._batch.join, group))
 
     def _attempt(self, involved: list[Generation], doing: str, work: Callable[[], list[Generation]]) -> None:
-        """Run one forward. If it raises, the generations in `involved` fail; the engine continues with the others."""
+        """Run one forward. If it raises, the generations in `involved` fail, and the engine continues with the
+        others."""
         try:
             finished = work()
         except Exception as error:
             reason = f"the model failed while {doing} {len(involved)} sequences: {type(error).__name__}: {error}"
-            # A copy: `involved` may be the batch's own list of rows, which leave() changes. Nothing is parked, since a
-            # failed forward may have written part of its KV.
+            # The loop runs over a copy, since `involved` may be the batch's own list of rows, which leave() changes.
+            # Nothing is parked, because a failed forward may have written part of its KV.
             for generation in list(involved):
                 if generation.slot >= 0:
                     self._batch.leave(generation, park=False)
@@ -505,9 +513,9 @@ class EmbeddedEngine:
                     drain.set_result(None)
 
     def _swap(self, state: Mapping[str, Tensor], version: str, mode: PublishMode) -> None:
-        # No await in this method: a decoding step between the end of the spans and the load would give tokens of the
-        # old weights the new version. load() checks names and shapes before its first copy. A device error during the
-        # copies leaves mixed weights under the old version: the caller must stop sampling.
+        # This method must not await: a decoding step between the end of the spans and the load would give tokens from
+        # the old weights the new version. load() checks names and shapes before its first copy. A device error during
+        # the copies leaves mixed weights under the old version, so the caller must then stop sampling.
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._decoder.load(state)
@@ -519,15 +527,15 @@ class EmbeddedEngine:
             for generation in self._batch.rows:
                 generation.clean = False
         else:
-            # Back to the head of the queue, in slot order: the new weights prefill prompt and completion again.
-            # Behind new requests, these generations would break the order that _admit relies on.
+            # The generations go back to the head of the queue, in slot order, and the new weights prefill their prompts
+            # and completions again. Behind new requests, they would break the order that _admit relies on.
             self._waiting.extendleft(reversed(self._batch.evict()))
         self.version = version
         self.stats.swaps += 1
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """All end-of-sequence ids in the model's configuration and generation configuration."""
+    """Return all end-of-sequence ids in the model's configuration and generation configuration."""
     found: list[int] = []
     for config in (model.config.get_text_config(), model.generation_config):
         eos = getattr(config, "eos_token_id", None)

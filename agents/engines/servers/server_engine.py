@@ -1,8 +1,8 @@
-"""Samples from servers: token ids in, token ids and log-probs out, with weights that may change during a completion.
+"""Samples from servers: token ids go in, token ids and log-probs come out, and weights may change during a completion.
 
 Contract. `complete` returns what a server sampled after exactly the request's prompt ids, with the log-prob and the
 weight version of each token, or raises `EngineError`. No request outlives its timeout. While no server answers, all
-requests wait and are repeated (`transport/absence.py`); the agent's model interface (`LLM`) owns all other retries.
+requests wait and are repeated (`transport/absence.py`). The agent's model interface (`LLM`) owns all other retries.
 
 A conversation stays with one server, whose prefix cache holds its prefix, until a request there fails. A new
 conversation goes to the server with the fewest requests in flight. The engine aborts a cancelled request at the server
@@ -59,11 +59,11 @@ if TYPE_CHECKING:
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 """Fields of a request body that ask for a streamed answer."""
 HEALTH_SECONDS = 5.0
-"""Time limit in seconds of the question whether a server is there at all."""
+"""Time limit in seconds for a health check, which asks whether a server answers at all."""
 KEPT = 2
-"""Number of published versions whose folders stay."""
+"""Number of published versions whose folders are kept."""
 REMEMBERED = 100_000
-"""Maximum number of conversations whose server is remembered; the oldest entry is dropped first."""
+"""Maximum number of conversations whose server is remembered. The oldest entry is dropped first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,18 +75,18 @@ class Capabilities:
     model: str
     """Name under which the server serves the model."""
     context: int | None
-    """Maximum tokens of prompt and completion together; None: unknown."""
+    """Maximum number of tokens in prompt and completion together, or None if it is unknown."""
     logprobs: Literal["processed", "raw"]
-    """`processed`: log-probs from after temperature. `raw`: from before temperature; they are the log-probs of the
-    sampled distribution at temperature 1 only."""
+    """`processed`: log-probs are computed after temperature is applied. `raw`: they are computed before it, so they are
+    the log-probs of the sampled distribution at temperature 1 only."""
     versions: bool
     """Whether answers name the weight version of each token."""
     takes_weights: bool
     """Whether the server has routes that receive new weights."""
     route: str
-    """Route of completions: a route that takes token ids, or a chat route that takes messages and returns ids."""
+    """Route for completions: a route that takes token ids, or a chat route that takes messages and returns ids."""
     sees: bool = False
-    """Whether the server reads pictures, at the places of the local renderer."""
+    """Whether the server reads pictures, at the places that the local renderer gives them."""
 
 
 log = logger("engine")
@@ -110,11 +110,11 @@ class Flight:
     moment: int = 0
     """Value of `RemoteEngine._moment` when the request was sent."""
     stream: ChunkStream | None = None
-    """The part of the answer received so far; None for an answer that isn't streamed."""
+    """The part of the answer received so far, or None for an answer that isn't streamed."""
 
 
 class RemoteEngine:
-    """Samples from one or several servers of the same model. Made by `servers.connect.connect`."""
+    """Samples from one or several servers that serve the same model. Created by `servers.connect.connect`."""
 
     def __init__(
         self,
@@ -128,9 +128,10 @@ class RemoteEngine:
         syncs: Sequence[WeightSync] = (),
         takes_weights: bool = False,
     ) -> None:
-        """`version` names the weights that the servers have now. `syncs` has the control routes of each server. With
+        """`version` names the weights that the servers have now. `syncs` holds the control routes of each server. With
         `takes_weights`, weights can be replaced. New weights are written to `config.weights_folder`, which the servers
-        must be able to read (default: a temporary folder). The folders of the `KEPT` newest versions stay."""
+        must be able to read. By default, it is a temporary folder. The folders of the `KEPT` newest versions are
+        kept."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.version = version
         self.stats = RemoteStats()
@@ -152,23 +153,23 @@ class RemoteEngine:
             within = SHARED_MEMORY if config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir() else None
             self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
         self._homes: OrderedDict[str, Server] = OrderedDict()
-        """Server of each conversation, by cache key: its prefix cache has the conversation's KV."""
+        """Cache key of each conversation -> its server, whose prefix cache has the conversation's KV."""
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
         """Requests in flight, by request id."""
         self._versions = {version: 0}
-        """Publish order of each version; 0 is the version at connection."""
+        """Version -> its place in the order of publishing. The version at connection has 0."""
         self._written: list[Path] = []
         """Folders of published weights, the oldest first."""
         self._publishing = asyncio.Lock()
         self._moment = 0
-        """Counts the beginnings and ends of weight syncs: odd while one is in progress."""
+        """Counts the beginnings and ends of weight syncs, so it is odd while one is in progress."""
         self._mixed = 0
-        """`_moment` at the start of the last sync in a mode other than `drain`: completions then in flight may have
-        tokens of two versions."""
+        """`_moment` at the start of the last sync in a mode other than `drain`. Completions that were in flight at that
+        moment may have tokens from two versions."""
         self._restored: dict[str, int] = {}
         """Address of a restarted server -> `_moment` at the start of the last sync to it. That sync ended all requests
-        in flight there. The answers of those without a token name no weight version."""
+        in flight there. The answers to requests that had no token yet name no weight version."""
         self._broken: Exception | None = None
         """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
         self._since = 0.0
@@ -180,7 +181,7 @@ class RemoteEngine:
 
     @property
     def context(self) -> int | None:
-        """Maximum tokens of prompt and completion together; None: unknown."""
+        """Maximum number of tokens in prompt and completion together, or None if it is unknown."""
         return self.capabilities.context
 
     @property
@@ -190,20 +191,19 @@ class RemoteEngine:
 
     @property
     def samplers(self) -> dict[str, Sampler]:
-        """Each server, by its address."""
+        """Server address -> a sampler that uses this server only."""
         return {server.url: partial(self.complete, server=server) for server in self._servers}
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
-        """Sample one completion. Raises `PromptTooLong` or `EngineError`. server: the one that samples, by default the
-        conversation's.
+        """Sample one completion on `server`, by default on the server of the request's conversation.
 
-        A cancelled call passes the tokens sampled so far to `request.on_partial`, if the server returns them within 10
-        seconds, and then raises CancelledError."""
+        Raises `PromptTooLong` or `EngineError`. A cancelled call passes the tokens sampled so far to
+        `request.on_partial`, if the server returns them within 10 seconds, and then raises CancelledError."""
         self._check(request)
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
-            # A task of its own behind a shield: cancelling the caller must not close the connection, because the abort
-            # answers with the sampled tokens on that connection.
+            # The request runs in its own task behind a shield. Cancelling the caller must not close the connection,
+            # because after an abort the server sends the sampled tokens on that connection.
             asking = asyncio.ensure_future(self._ask(flight, request))
             try:
                 found = await asyncio.shield(asking)
@@ -223,7 +223,7 @@ class RemoteEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """As `CapableEngine.score`, by vLLM's log-probs of a prompt."""
+        """See `CapableEngine.score`. The values are vLLM's log-probs for a prompt."""
         tokens, sampling = array("i", map(int, ids)), Sampling(max_tokens=1)
         request = Request(messages=(), prompt=tokens, places=tuple(places), picture=picture, sampling=sampling, seed=0)
         self._check(request)
@@ -236,7 +236,7 @@ class RemoteEngine:
         return scored(answer, tokens)
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
-        """Record a failed request. Raises PromptTooLong for an error that reports a prompt too long for the model.
+        """Record a failed request. Raises PromptTooLong if the error says that the prompt is too long for the model.
         `status` is None when the server sent no status, and 0 for an error that isn't `ServerFailed`."""
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
@@ -248,16 +248,16 @@ class RemoteEngine:
             self._wellness.lost(server)
 
     def forget(self, cache_key: str) -> None:
-        """The conversation has ended: forget its server."""
+        """Forget the server of a conversation that has ended."""
         self._homes.pop(cache_key, None)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
         """Replace the weights of all servers by `state`; tokens sampled afterwards carry `version`.
 
-        Raises ValueError, before anything changes, when `state` isn't the model's or `version` was used before. Raises
-        PublishFailed when a step failed: the servers may then have different weights, and the engine samples no more.
-        EngineStopped when a server goes away during the sync, or doesn't answer within `patience` before it.
-        Sleeping servers restore their weights for the sync and sample after `wake`."""
+        Raises ValueError, before anything changes, if `state` isn't the model's or `version` was used before. Raises
+        PublishFailed if a step failed. The servers may then have different weights, so the engine samples no more.
+        Raises EngineStopped if a server goes away during the sync, or doesn't answer within `patience` before it.
+        Sleeping servers restore their weights for the sync, and sample after `wake`."""
         self._check_version(version)
         if not self._takes_weights:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
@@ -266,8 +266,9 @@ class RemoteEngine:
         async with self._publishing, self._stopping():
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
-            # Order: the version is known and `_moment` is odd before the first server changes. A completion may return
-            # with the new version while the sync is in progress; without its entry it would count as foreign.
+            # The version must be known and `_moment` must be odd before the first server changes. A completion may
+            # return with the new version while the sync is in progress, and without this entry it would count as
+            # foreign.
             self._versions[version] = len(self._versions)
             steps: dict[str, float] = {}
             self._moment += 1
@@ -284,7 +285,7 @@ class RemoteEngine:
             finally:
                 for name, seconds in steps.items():
                     self.stats.add(f"publish/{name}", seconds)
-            # After all servers have resumed: requests sent from now on expect at least this version.
+            # All servers have resumed. Requests sent from now on expect at least this version.
             self.version = version
             self._moment += 1
             self.stats.publishes += 1
@@ -358,7 +359,8 @@ class RemoteEngine:
         with self.absence.request() as tries:
             while True:
                 try:
-                    # Read again for each attempt, before sending: `_versioned` compares the answer with this state.
+                    # Both are read again for each attempt, before sending, since `_versioned` compares the answer with
+                    # them.
                     flight.moment = self._moment
                     with self._sampling_with() as (model, flight.version):
                         found = self._dialect.parse(await self._answer(flight, request, model))
@@ -374,7 +376,7 @@ class RemoteEngine:
                     await self._restore(flight.server, error)
                 except ServerFailed as error:
                     self._stop_if_broken(error)
-                    if error.status != 429 and not flight.pinned:  # a full server has the conversation's prefix
+                    if error.status != 429 and not flight.pinned:  # a full server still has the conversation's prefix
                         self._homes.pop(request.cache_key, None)
                     await self._wait(flight.server, error, tries)
                     flight.server = flight.server if flight.pinned else self._home(request.cache_key)
@@ -383,7 +385,7 @@ class RemoteEngine:
                     request.listener.again()
 
     async def _there(self) -> None:
-        """Wait until every server answers on `/health`, since a step of a weight sync is never repeated."""
+        """Wait until every server answers on `/health`, because a step of a weight sync is never repeated."""
         for server in self._servers:
             async with self._stopping():
                 with self.absence.request() as tries:
@@ -394,7 +396,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _stopping(self) -> AsyncIterator[None]:
-        """Raises EngineStopped in place of the error of a control step where some server is away."""
+        """Raise EngineStopped instead of the error of a control step if a server is away."""
         try:
             yield
         except (PublishFailed, ServerFailed) as error:
@@ -404,22 +406,22 @@ class RemoteEngine:
             raise
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
-        """Wait before the next try of a request that failed because `server` is away. Raises `error` if the server is
-        not away, and EngineStopped as `Tries.failed`."""
+        """Wait before the next attempt at a request that failed because `server` is away. Raises `error` if the server
+        is not away, and EngineStopped like `Tries.failed`."""
         if not await is_away(server, error, min(HEALTH_SECONDS, self._config.seconds)):
             tries.answered()
             raise error
         self.stats.refused += error.busy
         if error.busy and self._moment % 2:
-            tries.answered()  # paused by a weight sync of this engine, which has time limits of its own
+            tries.answered()  # paused by this engine's weight sync, which has its own time limits
         elif error.status != 429:
             self._wellness.lost(server)
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
 
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
-        """Send the newest weights to a server that was restarted: it has the weights that it was started with.
+        """Send the newest weights to a server that was restarted and so has the weights that it was started with.
 
-        Raises EngineStopped if this engine has published none: the server has another model then."""
+        Raises EngineStopped if this engine has published no weights, because the server then has a different model."""
         if not self._written:
             raise EngineStopped(str(error), "model") from error
         async with self._publishing, self._stopping():
@@ -446,25 +448,25 @@ class RemoteEngine:
         ends = () if request.sampling.ignore_eos else (*self._renderer.end_ids, *request.stop_ids)
         stops = dict.fromkeys(ends)
         body_of = partial(self._dialect.body, request, model=model, request_id=flight.id, stops=tuple(stops))
-        body = await asyncio.to_thread(body_of) if request.places else body_of()  # reads files
-        # Without versions per token, an answer that overlaps a weight sync is rejected and requested again. Listeners
-        # then get no tokens at all, because received tokens must be a prefix of the completion.
+        body = await asyncio.to_thread(body_of) if request.places else body_of()  # it reads files
+        # Without a version for each token, an answer that overlaps a weight sync is rejected and requested again. In
+        # that case listeners get no tokens at all, because received tokens must be a prefix of the completion.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None
         flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
         return await answered(flight.server, self._dialect, body, flight.stream, heard, request.on_start)
 
     def _stop_if_broken(self, cause: Exception | None) -> None:
-        """Reject completions that were in flight during a failed weight sync: their weights are unknown."""
+        """Reject a completion that was in flight during a failed weight sync, since its weights are unknown."""
         if self._broken is not None:
             raise EngineError(f"a publish failed while this was sampled: {self._broken}") from cause
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
-        """Return the answer with version spans. Raises ForeignWeights for a version that is unknown or older than at
-        sending, and EngineError when the answer names no versions and may mix two.
+        """Return the answer with version spans. Raises ForeignWeights if a version is unknown or older than the version
+        at sending. Raises EngineError if the answer names no versions and may mix two of them.
 
-        Without spans in the answer, `flight.version` is valid for all tokens only when no sync overlapped the request.
-        An odd `flight.moment` means that it was sent during a sync. `_mixed > flight.moment` means that a sync without
-        `drain` began later; a `drain` sync waits until the request has ended."""
+        Without spans in the answer, `flight.version` is valid for all tokens only if no sync overlapped the request. An
+        odd `flight.moment` means that the request was sent during a sync. `_mixed > flight.moment` means that a sync
+        without `drain` began later. A `drain` sync waits until the request has ended."""
         if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, 0) > flight.moment:
             problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
             raise ForeignWeights(problem, retry=True)
@@ -489,8 +491,8 @@ class RemoteEngine:
         return replace(found, spans=((flight.version, 0, len(found.ids)),))
 
     async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
-        """End a cancelled request at the server. Returns the tokens sampled so far; None when the server doesn't return
-        them within 10 seconds, or when the partial answer fails a check."""
+        """End a cancelled request at the server and return the tokens sampled so far. Return None if the server doesn't
+        send them within 10 seconds, or if the partial answer fails a check."""
         try:
             if flight.stream is not None and self._dialect.streams:
                 # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection, and
@@ -518,7 +520,7 @@ class RemoteEngine:
         )
 
     def _home(self, key: str) -> Server:
-        """Return the conversation's server, or choose one. An empty key isn't a conversation and isn't remembered."""
+        """Return the conversation's server, or choose one. An empty key means no conversation and isn't remembered."""
         home = self._homes.get(key)
         if home is None:
             home = self._wellness.best(self._servers)
@@ -547,7 +549,7 @@ class RemoteEngine:
 
 
 async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
-    """Whether the server is away, after it failed with `error`. `seconds` is the time limit of the health check.
+    """Return whether the server that failed with `error` is away. `seconds` is the time limit of the health check.
     Raises EngineStopped if no later request can succeed either, as after a wrong API key."""
     reason = stop_reason(error.status, str(error))
     if reason is not None:
@@ -566,9 +568,9 @@ async def answered(
     listener: Listener | None = None,
     on_start: Callable[[], None] | None = None,
 ) -> object:
-    """Send `body` and return the whole answer. A `listener` makes the answer a stream. `stream` collects a streamed
-    answer, so that the caller can read the partial answer after a cancellation. on_start: called at the first token of
-    a streamed answer; no server reports the time between."""
+    """Send `body` and return the whole answer. With a `listener`, the answer is streamed. `stream` collects a streamed
+    answer, so that the caller can read the partial answer after a cancellation. `on_start` is called at the first token
+    of a streamed answer, because no server reports when it begins to work at a request."""
     if listener is not None:
         body = {**body, **STREAM}
     elif not dialect.streams:
@@ -585,7 +587,7 @@ async def answered(
     except StreamFailed as error:
         if error.status is None:
             raise
-        # The HTTP status was 200 when the stream began: use the event's status, so that 503 counts as busy here too.
+        # The HTTP status was already 200 when the stream began. The event's status makes 503 count as busy here too.
         raise ServerFailed(
             f"{server}{dialect.route}: {error.status}: {error}", retry=error.status in AGAIN, status=error.status
         ) from error
@@ -593,5 +595,5 @@ async def answered(
 
 
 def _too_long(message: str) -> bool:
-    """Whether a server's message (status 400) reports a prompt too long for the model, by vLLM's wordings."""
+    """Return whether a server's message (status 400) says, in vLLM's wording, that the prompt is too long."""
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))
