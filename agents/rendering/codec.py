@@ -28,7 +28,7 @@ class RenderError(TapereelError, ValueError):
 
 
 class ChatTokenizer(Protocol):
-    """The part of a transformers fast tokenizer that this module uses."""
+    """The interface of a transformers fast tokenizer that this module uses."""
 
     chat_template: str | dict[str, str] | None
 
@@ -44,10 +44,10 @@ class Codec:
     """Encodes and decodes with its own copy of a tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
-        """literals: the text that the chat template itself writes. special_text: `split` encodes the text of a control
-        token in content as plain text, and `refuse` raises RenderError.
+        """`literals` is the text that the chat template itself writes. `special_text` decides about content that has
+        the text of a control token: `split` encodes it as plain text, and `refuse` raises RenderError.
 
-        Raises RenderError for a tokenizer without a backend of the `tokenizers` library.
+        Raises RenderError if the tokenizer has no backend from the `tokenizers` library.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -55,8 +55,8 @@ class Codec:
                 f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
                 "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
             )
-        # A copy: padding, truncation and `encode_special_tokens` are state of the backend. Another user of the
-        # tokenizer may change that state, and then the same text would encode to other ids.
+        # The backend is copied because padding, truncation and `encode_special_tokens` are part of its state. Another
+        # user of the tokenizer may change that state, and the same text would then encode to other ids.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -76,7 +76,7 @@ class Codec:
         """The control tokens that the tokenizer marks as special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
-        """Ids that plain text must never encode to. The unknown token isn't included: text can encode to it."""
+        """Ids that plain text must never encode to. The unknown token isn't included, because text can encode to it."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids = frozenset(id for id in ids if id is not None)
         """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has them. A run decodes only as a whole."""
@@ -84,23 +84,23 @@ class Codec:
         self._newline = self._raw("\n")
 
     def pattern(self, tokens: Iterable[str]) -> re.Pattern[str]:
-        """A regular expression that matches any of these control tokens, the longer ones first."""
+        """Return a regular expression that matches any of these control tokens, with the longer ones first."""
         return _any_of(tokens)
 
     def controls(self, text: str) -> list[str]:
-        """The control tokens in marked text, in their order."""
+        """Return the control tokens in marked text, in order."""
         return [token for piece in text.split(_BREAK) for token in self._pattern.findall(piece)]
 
     def token(self, id: int) -> str:
-        """Text of one id."""
+        """Return the text of one id."""
         return self._backend.id_to_token(id) or ""
 
     def mark(self, value: MarkedT, where: str, only: re.Pattern[str] | None = None) -> MarkedT:
         """Split every control token in `value` (text, or nested lists and dicts of text) by a mark.
 
-        Returns the same object if there is nothing to split. where: the place of the value, for the error message.
-        only: split just the tokens that it matches, and never refuse them. The value is then an answer, in which the
-        model may have sampled other control tokens. Raises RenderError.
+        Returns the same object if there is nothing to split. `where` names the place of the value in the error message.
+        With `only`, just the tokens that it matches are split, and they are never refused. The value is then an answer,
+        in which the model may have sampled other control tokens. Raises RenderError if a control token is refused.
         """
         return cast(MarkedT, self._mark(value, where, only))
 
@@ -132,7 +132,8 @@ class Codec:
         ids = self._raw(first) if after is None else self._following(first, after)
         for piece in pieces[1:]:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
-        # The last defence: a tokenizer that normalises text first can still build a control token from split text.
+        # This check is needed because a tokenizer that normalises text first can still build a control token from split
+        # text.
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
             raise RenderError(
@@ -150,7 +151,7 @@ class Codec:
         pattern, refuse = only or self._pattern, self._refuse and only is None
         if _MARK in text:
             text = text.replace(_MARK, _LITERAL)
-        # A loop: the rest of a split token can itself contain another control token.
+        # This is a loop, since the rest of a split token can itself contain another control token.
         while (found := pattern.search(text)) is not None:
             token = found.group()
             if refuse or len(token) == 1:
@@ -169,7 +170,8 @@ class Codec:
     def _following(self, text: str, after: int) -> list[int]:
         """Encode `text` as the continuation of the id `after`.
 
-        A control token is encoded along with the text and then removed, as some consume the white space after them.
+        If the id is a control token, it is encoded along with the text and then removed, because some control tokens
+        consume the white space after them.
         """
         if after not in self._ids:
             return self._middle(text)
@@ -179,8 +181,8 @@ class Codec:
     def _middle(self, text: str) -> list[int]:
         """Encode `text` as a continuation of other text.
 
-        SentencePiece puts a space before the first word. So a newline is encoded in front of the text and its ids are
-        removed; if the tokenizer merges the newline with the text, the text is encoded alone.
+        SentencePiece puts a space before the first word. Therefore a newline is encoded in front of the text, and its
+        ids are removed. If the tokenizer merges the newline with the text, the text is encoded alone.
         """
         ids = self._raw("\n" + text)
         n = len(self._newline)
@@ -193,10 +195,10 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def plain(text: str) -> str:
-    """Marked text without the marks: the original text."""
+    """Remove the marks from marked text and return the original text."""
     return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
 
 
 def digest(*parts: object) -> str:
-    """SHA-256 (hex) over parts as canonical JSON."""
+    """Return the SHA-256 (hex) of the parts as canonical JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""Incremental detokenizer: turns token ids into text while they are sampled.
+"""An incremental detokenizer, which turns token ids into text while they are sampled.
 
-The pieces of text add up to the text that the renderer decodes from all ids, however the ids are split.
+The pieces of text add up to the text that the renderer decodes from all ids, regardless of how the ids are split.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "\ufffd"
-"""The character that a tokenizer decodes while the last bytes of a character are missing."""
+"""The character that a tokenizer returns while the last bytes of a character are missing."""
 
 
 class IncrementalDecoder:
-    """The text of one answer, token by token. Made by `Renderer.incremental_decoder`. Single use."""
+    """Returns the text of one answer, token by token. Created by `Renderer.incremental_decoder` for a single use."""
 
     def __init__(
         self,
@@ -22,25 +22,24 @@ class IncrementalDecoder:
         byte_ids: Collection[int],
         ending: str = "",
     ) -> None:
-        """
-        decode: ids -> text. ends: ids that end an answer and have no text.
-        byte_ids: tokens of a single byte. A run of them decodes differently when another one follows.
-        ending: text before an id of `ends` that belongs to the end of the answer, not to its text.
-        """
+        """`decode` returns the text of ids. `ends` has the ids that end an answer and have no text. `byte_ids` has the
+        tokens of a single byte, since a run of them decodes differently when another one follows. `ending` is text
+        before an id of `ends` that belongs to the end of the answer, not to its text."""
         self._decode, self._ending = decode, ending
         self._open = frozenset((*ends, *byte_ids))
         self._ids: list[int] = []
-        """The newest ids, with some that were already returned as text: tokenizers decode an id by those before it."""
+        """The newest ids. Some were already returned as text, but how a tokenizer decodes an id depends on earlier
+        ids."""
         self._returned = 0
         """How many of `_ids` were already returned as text."""
         self._held = ""
         """Decoded text that may be the beginning of `ending`."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """The text that `ids` add. Text that later ids could still change is held back for the next call.
+        """Return the text that `ids` add. Text that later ids could still change is held back for the next call.
 
         It holds back ids of single bytes, the beginning of a character (U+FFFD), ids that end the answer, and a
-        possible beginning of `ending`. Without this a client would see text that the recorded answer doesn't have.
+        possible beginning of `ending`. Otherwise a client would see text that the recorded answer doesn't have.
         """
         self._ids += ids
         n = len(self._ids)
@@ -59,6 +58,6 @@ class IncrementalDecoder:
 
 
 def overlap(text: str, word: str, *, whole: bool = False) -> int:
-    """How many characters at the end of `text` are the beginning of `word`; with `whole` they may be all of `word`."""
+    """Return how many characters at the end of `text` are the beginning of `word`, or with `whole` all of `word`."""
     most = min(len(text), len(word) - (not whole))
     return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)

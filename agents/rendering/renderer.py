@@ -1,4 +1,4 @@
-"""Token in, token out: the prompt of the next call is the ids of an earlier one plus the ids of what came after.
+"""Token in, token out: the prompt of a call consists of the ids of an earlier call and the ids of what came after it.
 
 The template is rendered in full for every prompt, because only the full text shows whether it rewrote history. If it
 didn't, the ids of the earlier prompt and the *sampled* completion are kept, and only the text after them is encoded.
@@ -9,8 +9,8 @@ rewrote history, `history` decides:
   other change (tools, system prompt, observations) starts a new row.
 - `template` starts a new row at every rewrite, so the model always reads exactly what the template writes.
 
-`Rendered.split` says why a new row starts. The end of an answer that was cut off (by length or cancellation) is added
-as context; no id is ever added to a completion.
+`Rendered.split` says why a new row starts. If an answer was cut off by length or cancellation, its missing end is added
+as context. No id is ever added to a completion.
 """
 
 from __future__ import annotations
@@ -49,61 +49,63 @@ __all__ = ["RenderError", "Rendered", "Renderer", "Track"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Track:
-    """One conversation up to and including the answer of one call. Made by `Renderer.track` or `Renderer.retrack`."""
+    """One conversation up to and including the answer to one call. Created by `Renderer.track` or
+    `Renderer.retrack`."""
 
     call: str
-    """Id of the call of the last answer."""
+    """Id of the call that produced the last answer."""
     messages: tuple[Message, ...]
-    """The conversation, that answer included."""
+    """The conversation, including that answer."""
     ids: array[int]
-    """All ids, prompt and completion (int32)."""
+    """All ids of prompt and completion (int32)."""
     completion: array[int]
-    """The last of `ids`: the sampled ones (int32), with the turn-ending id unless the answer was cut off."""
+    """The sampled ids at the end of `ids` (int32), including the turn-ending id unless the answer was cut off."""
     tools: tuple[dict[str, JsonValue], ...] | None
-    """The offered tools; None without tools."""
+    """The offered tools, or None if there are none."""
     text: str
-    """The prompt as the template rendered it; control-token text of content is marked in it."""
+    """The prompt as the template rendered it. Text in content that spells a control token is marked in it."""
     marked: tuple[Message, ...]
-    """`messages`, control-token text marked."""
+    """`messages`, with text that spells a control token marked."""
     marked_tools: Any
-    """`tools`, control-token text marked."""
+    """`tools`, with text that spells a control token marked."""
     cut: int
-    """Tokens of the conversation that `ids` leaves out."""
+    """Number of the conversation's tokens that `ids` leaves out."""
     places: tuple[Place, ...] = ()
     """Which of `ids` stand for pictures, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rendered:
-    """The prompt of one call, as its difference from an earlier one: ids = base.ids[:keep] + new."""
+    """The prompt of one call, as the difference from an earlier one: ids = base.ids[:keep] + new."""
 
     base: Track | None
-    """The track that `keep` and `keep_messages` count in; None when nothing is shared."""
+    """The track whose ids `keep` counts and whose messages `keep_messages` counts, or None if nothing is shared."""
     keep: int
-    """Leading ids shared with the base. All of them: the call extends it. Fewer: a new row, and storage saved."""
+    """Number of leading ids shared with the base. If it covers the whole base, the call extends the base. If it is
+    smaller, a new row starts, and the shared ids only save storage."""
     keep_messages: int
-    """Leading messages shared with the base."""
+    """Number of leading messages shared with the base."""
     ids: array[int]
     """All prompt ids (int32)."""
     new: array[int]
     """The ids after the kept ones (int32)."""
     split: str | None
-    """Why a new row starts although there are earlier tracks; None when the base is extended, or for the first."""
+    """Why a new row starts although there are earlier tracks. None if the base is extended or there are no tracks."""
     messages: tuple[Message, ...]
     """All messages of the prompt."""
     tools: tuple[dict[str, JsonValue], ...] | None
     text: str
-    """As `Track.text`."""
+    """See `Track.text`."""
     marked: tuple[Message, ...]
-    """As `Track.marked`, of the prompt's messages."""
+    """The prompt's messages, marked as in `Track.marked`."""
     marked_tools: Any
     cut: int
-    """As `Track.cut`."""
+    """See `Track.cut`."""
     places: tuple[Place, ...] = ()
-    """As `Track.places`."""
+    """See `Track.places`."""
 
     def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
-        """The first or last `tokens` tokens of the prompt. A picture that the cut would split is dropped."""
+        """Return the first or last `tokens` tokens of the prompt. A picture that the cut would split is dropped."""
         start, end = (0, tokens) if keep == "start" else (max(len(self.ids) - tokens, 0), len(self.ids))
         start = next((place.end for place in self.places if place.offset < start < place.end), start)
         end = next((place.offset for place in self.places if place.offset < end < place.end), end)
@@ -118,7 +120,7 @@ class Rendered:
 class Renderer:
     """Turns conversations into token ids for one tokenizer and its chat template, and completions back into text.
 
-    Holds no conversation: the tracks are the caller's. Safe to share between threads and episodes.
+    It holds no conversation, because the caller keeps the tracks. It can be shared between threads and episodes.
     """
 
     def __init__(
@@ -131,9 +133,10 @@ class Renderer:
         template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """`pictures`: the model's tokens for a picture or video. With None, a message that has one is a RenderError.
-        `template_kwargs` are passed to the template (`{"enable_thinking": False}`). `end_tokens` end an answer in
-        addition to the template's own and the end of sequence (`("<|eom_id|>",)` for Llama 3 with tools)."""
+        """`pictures` has the model's tokens for a picture or video. If it is None, a message that has one raises
+        RenderError. `template_kwargs` are passed to the template, such as `{"enable_thinking": False}`. `end_tokens`
+        end an answer in addition to the template's own and the end of sequence, such as `("<|eom_id|>",)` for Llama 3
+        with tools."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
             ("special_text", special_text, ("split", "refuse")),
@@ -143,7 +146,7 @@ class Renderer:
         self.history = history
         self.special_text = special_text
         self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
-        """Further arguments of the template, after messages and tools."""
+        """Arguments that the template gets in addition to messages and tools."""
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
@@ -158,7 +161,7 @@ class Renderer:
         )
         self._framing = self._codec.pattern(framing)
         self.end_ids: tuple[int, ...] = self._template.end_ids
-        """Ids that end an answer, the template's own first."""
+        """Ids that end an answer, beginning with the template's own."""
         self._before_end = self._template.ending.removesuffix(self._template.end_text)
         self.tokenizer_hash: str = self._codec.hash
         """SHA-256 (hex) of the tokenizer."""
@@ -174,7 +177,8 @@ class Renderer:
         tools: Sequence[dict[str, JsonValue]] | None = None,
         tracks: Sequence[Track] = (),
     ) -> Rendered:
-        """The ids that ask for the next answer to `messages`, spliced onto the track that shares most of them."""
+        """Render the prompt that asks for the next answer to `messages`. Its ids continue the track that shares the
+        most messages."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
@@ -210,7 +214,7 @@ class Renderer:
         )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
-        """The conversation after `completion` was sampled for `rendered`; later prompts quote it as `reply`."""
+        """Return the conversation after `completion` was sampled for `rendered`. Later prompts quote it as `reply`."""
         completion = ints(completion)
         return Track(
             call=call,
@@ -236,7 +240,7 @@ class Renderer:
         cut: int = 0,
         places: tuple[Place, ...] = (),
     ) -> Track:
-        """The track of a recorded call: `messages` with its reply, `ids` with its completion."""
+        """Return the track of a recorded call. `messages` includes its reply, and `ids` includes its completion."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         marked, marked_tools = self._mark(messages, tools, None, 0)
         return Track(
@@ -253,8 +257,8 @@ class Renderer:
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
-        """The ids that an engine would have sampled for `reply`, the turn-ending one included: for text that no model
-        sampled."""
+        """Return the ids that an engine would have sampled for `reply`, including the turn-ending one. This is for text
+        that no model sampled."""
         said = self._mark_one(reply, len(rendered.messages))
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
         ending = self._template.ending
@@ -273,19 +277,19 @@ class Renderer:
                 "answer as plain content, in the form in which the model writes tool calls"
             )
         if any(body.endswith(self._codec.token(end)) for end in self.end_ids):
-            ending = ""  # a call of a tool may end otherwise
+            ending = ""  # a tool call may end differently
         ids = self._codec.encode(body + ending, after=rendered.ids[-1] if rendered.ids else None)
         return ints(ids if ids[-1:] and ids[-1] in self.end_ids else [*ids, self.end_ids[0]])
 
     def authored(
         self, messages: Sequence[Message], reply: Message, tools: Sequence[dict[str, JsonValue]] | None = None
     ) -> tuple[array[int], array[int], tuple[Place, ...]]:
-        """(prompt ids, completion ids, pictures of the prompt) of an answer that no model sampled."""
+        """Return (prompt ids, completion ids, places of pictures in the prompt) for an answer that no model sampled."""
         rendered = self.prompt(messages, tools)
         return rendered.ids, self.completion(rendered, reply), rendered.places
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of a completion without its turn-ending tokens; other control tokens are spelled out."""
+        """Return the text of a completion without its turn-ending tokens. Other control tokens are spelled out."""
         n = len(ids)
         while n and ids[n - 1] in self.end_ids:
             n -= 1
@@ -293,25 +297,25 @@ class Renderer:
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
-        """The ids of plain text outside a conversation, with the tokenizer's begin and end of sequence, if it has
-        them."""
+        """Return the ids of plain text outside a conversation. `begin` and `end` add the tokenizer's begin and end of
+        sequence, if it has them."""
         ids = self._codec.encode(self._codec.mark(text, "the text")) if text else []
         around = [self._codec.control.get(str(self._special.get(name))) for name in ("bos_token", "eos_token")]
         return ints([id for id in (around[0] if begin else None, *ids, around[1] if end else None) if id is not None])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Text of any ids, with every control token spelled out."""
+        """Return the text of any ids, with every control token spelled out."""
         return self._codec.decode(ids)
 
     def incremental_decoder(self) -> IncrementalDecoder:
-        """Decodes one completion while it is sampled. Its pieces add up to the result of `decode`."""
+        """Return a decoder for one completion that is being sampled. Its pieces add up to the result of `decode`."""
         return IncrementalDecoder(
             self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
         )
 
     def probe(self) -> list[str]:
-        """Sentences about the parts of history that this template rewrites or can't render, for a report at the
-        start."""
+        """Return sentences about the parts of history that this template rewrites or can't render. They are reported
+        when a run starts."""
         return self._template.findings()
 
     def _mark(
@@ -328,8 +332,8 @@ class Renderer:
         return marked, self._codec.mark(tools, "a tool's definition") if tools else None
 
     def _mark_one(self, message: Message, index: int) -> Message:
-        """Mark control tokens in a message. Answers keep the control tokens of thinking and tool calls. If the model
-        has no video tokens, the template gets a video as its frames."""
+        """Mark control tokens in a message. In answers, the control tokens for thinking and tool calls stay unmarked.
+        If the model has no video tokens, the template gets a video as its frames."""
         if "video" not in self._markers.values():
             (message,) = frames_of([message])
         role = message.get("role")
@@ -351,7 +355,7 @@ class Renderer:
         return self._codec.mark(message, f"message {index} ({role})", only)
 
     def _around_a_picture(self, pictures: PictureTokens) -> set[str]:
-        """The control tokens that the template and the model's processors write for a picture or video. Raises
+        """Return the control tokens that the template and the model's processors write for a picture or video. Raises
         RenderError if the template doesn't write exactly one marker for it."""
         around: set[str] = set()
         for part, marker, times in zip(PLACES, (pictures.marker, pictures.video_marker), ((), (0.0, 1.0)), strict=True):
@@ -370,8 +374,9 @@ class Renderer:
         return around
 
     def _pictures_of(self, messages: tuple[Message, ...], text: str) -> list[Message]:
-        """The parts that name the pictures and videos of the messages. Raises RenderError if `text`, the
-        template's rendering, doesn't have one place for each. A marker in the text of a message is split by a mark."""
+        """Return the parts that name the pictures and videos in the messages. Raises RenderError if `text`, which the
+        template rendered, doesn't have exactly one marker for each. A marker in the text of a message doesn't count,
+        because a mark splits it."""
         if self.pictures is None:
             return []
         kinds = {self._codec.token(id): kind for id, kind in self._markers.items()}
@@ -387,8 +392,8 @@ class Renderer:
         return [part for _, part in found]
 
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
-        """(ids with each marker replaced by the tokens of its picture or video, their places). The markers belong to
-        the last of `pictures`. The first id is token `at` of the prompt."""
+        """Return the ids with each marker replaced by the tokens of its picture or video, and the places of these
+        tokens. The markers belong to the last elements of `pictures`. The first id is token `at` of the prompt."""
         if not pictures:
             return ints(ids), ()
         # Text never encodes to a control token (`Codec.encode`), so the template wrote each of them.
@@ -404,8 +409,8 @@ class Renderer:
         return new, tuple(places)
 
     def _place_of(self, part: Message) -> tuple[array[int], Place]:
-        """(the tokens of a picture or video, their place, from 0). RenderError for a video that the model can't
-        place."""
+        """Return the tokens of a picture or video, and their place, counted from 0. Raises RenderError if the model
+        can't place a video."""
         assert self.pictures is not None
         video = video_in(part)
         if video is None:
@@ -420,7 +425,7 @@ class Renderer:
         return ids, Place(tuple(frame.name for frame in video.frames), "video", 0, len(ids), grid, times)
 
     def _ended(self, base: Track) -> int | None:
-        """The id that ended the base's answer; None when it was cut off."""
+        """Return the id that ended the base's answer, or None if the answer was cut off."""
         last = base.completion[-1] if len(base.completion) else None
         return last if last in self.end_ids else None
 
@@ -434,7 +439,7 @@ class Renderer:
         marked_tools: Any,
         text: str,
     ) -> tuple[str | None, str | None]:
-        """(the text behind the base's ids, None), or (None, why a new row starts)."""
+        """Return (the text after the base's ids, None), or (None, the reason why a new row starts)."""
         if shared < len(base.messages):
             if shared == len(messages):
                 return None, f"goes back to message {shared} of an earlier conversation"
@@ -456,9 +461,9 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """The text after the base's answer, if the template rewrote earlier answers.
+        """Return the text after the base's answer if the template rewrote earlier answers, or why a new row starts.
 
-        The answers are replaced by a blank in both renderings, so that their text makes no difference.
+        Both renderings have a blank in place of each answer, so that the text of the answers makes no difference.
         """
         blank = next((char for char in _BLANKS if char not in text), None)
         if blank is None:
@@ -468,18 +473,19 @@ class Renderer:
             {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
         ]
         full = self._template.render(skeleton, marked_tools)
-        # Some templates ask for an answer with text that history lacks, some end a finished conversation with it.
+        # Some templates ask for an answer with text that history lacks. Others end a finished conversation with such
+        # text.
         head = self._template.render(skeleton[:last], marked_tools)
         if not full.startswith(head):
             head = self._template.render(skeleton[:last], marked_tools, prompt=False)
         if not full.startswith(head):
             return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
-        # Some templates drop the text of an answer with a tool call. Then the answer starts at the end of the head.
+        # Some templates drop the text of an answer with a tool call. The answer then starts at the end of the head.
         rest = full[max(full.find(blank, len(head)) + 1, len(head)) :]
         ended = self._ended(base)
         closing, stop = self._template.closing, self._codec.token(ended) if ended is not None else ""
         if stop and not closing.endswith(stop) and stop in rest:
-            closing = stop  # as behind the call of a tool
+            closing = stop  # as after a tool call
         found = rest.find(closing)
         if found < 0:
             return None, "the end of the last answer can't be found in the template's text"
@@ -487,7 +493,7 @@ class Renderer:
 
 
 def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) -> int:
-    """How many leading ids a prompt shares with a track, with the same pictures at the same places."""
+    """Return how many leading ids a prompt shares with a track, with the same pictures at the same places."""
     if base is None:
         return 0
     return shared_length(keys(base.ids, base.places), keys(ids, places), (*base.places, *places))
@@ -496,8 +502,10 @@ def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) 
 def _longest(
     messages: tuple[Message, ...], tools: tuple[dict[str, JsonValue], ...] | None, tracks: Sequence[Track]
 ) -> tuple[Track | None, int]:
-    """The track to continue: the longest one whose messages all lead `messages`, otherwise the one that shares most.
-    The same tools, then the later track, break a tie."""
+    """Return the track to continue and the number of messages that it shares with `messages`.
+
+    It is the longest track that `messages` begins with, or otherwise the one that shares the most messages. If several
+    qualify, a track with the same tools is preferred, then the later one."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):
         n = len(track.messages)
@@ -513,7 +521,7 @@ def _longest(
 
 
 def _unshared(messages: tuple[Message, ...], tracks: int) -> str:
-    """Why a row starts although there are tracks, none of which shares the first message."""
+    """Return why a new row starts if there are tracks but none of them shares the first message."""
     first = f"{plain(str(messages[0].get('content')))[:24]!r} ({messages[0].get('role')})"
     return f"a new conversation: none of {tracks} earlier ones starts with {first}"
 

@@ -1,6 +1,6 @@
 """Finds the properties of a chat template: how it ends an answer, frames turns and rewrites history.
 
-The module renders small test conversations and reads the result; it never looks at a model's name. `renderer` combines
+The module renders small test conversations and reads the result. It never looks at a model's name. `renderer` combines
 the template's text with sampled token ids.
 """
 
@@ -33,7 +33,7 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """The text of the template, or JSON of all named templates. Raises UsageError without a usable one."""
+    """Return the text of the template, or JSON of all named templates. Raises UsageError if there is no usable one."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -60,7 +60,7 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
-        # A copy: the rendered text must match the hash even if the tokenizer's template is changed later.
+        # This is a copy, since the rendered text must match the hash even if the tokenizer's template changes later.
         template = tokenizer.chat_template
         self._by_name = dict(template) if isinstance(template, Mapping) else {"default": template}
         try:
@@ -69,30 +69,30 @@ class Template:
             raise MissingExtra("jinja2", "train", "a chat template") from None
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         self._wraps = False
-        """Whether text is passed to the template as a content part: SmolVLM's template drops plain strings."""
+        """Whether text is passed to the template as a content part, because SmolVLM's template drops plain strings."""
         as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
         self._wraps = "Qx" not in as_text and "Qx" in as_part
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
         """SHA-256 (hex) of the template, its keyword arguments and the special tokens that it may write."""
         self.end_text, self.closing, self.ending = self._find_closing()
-        """`end_text`: the control token that ends an answer; "" if the template writes none. `closing`: the text after
-        an earlier answer's last character, through its end token. `ending`: the same for the conversation's last
-        answer. Most templates use one token for both. Harmony (gpt-oss) ends the last answer with `<|return|>` and
-        earlier answers with `<|end|>`."""
+        """`end_text` is the control token that ends an answer, or "" if the template writes none. `closing` is the text
+        after an earlier answer's last character, up to and including its end token. `ending` is the same for the
+        conversation's last answer. Most templates use one token for both. Harmony (gpt-oss) ends the last answer with
+        `<|return|>` and earlier answers with `<|end|>`."""
         self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
-        """Ids that end an answer: the template's, then the tokenizer's end of sequence, then `end_tokens`."""
-        # Some templates end a finished conversation with more text (Phi-3: the end of sequence). It is removed
+        """Ids that end an answer: the template's own, then the tokenizer's end of sequence, then `end_tokens`."""
+        # Some templates end a finished conversation with more text, such as the end of sequence in Phi-3. It is removed
         # before a prefix comparison, because a longer conversation doesn't have it at this place.
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
         self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
-        """Control tokens that frame turns. Inside an answer, these tokens can only be plain text."""
+        """Control tokens that frame turns. If their text appears inside an answer, it can only be plain text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None, *, prompt: bool = True) -> str:
-        """Render a conversation as text. prompt: add the generation prompt, which starts the next answer.
+        """Render a conversation as text. `prompt` adds the generation prompt, which starts the next answer.
 
-        Raises RenderError for an empty list, or if the template refuses the messages.
+        Raises RenderError if the list is empty, or if the template refuses the messages.
         """
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
@@ -130,7 +130,7 @@ class Template:
     def _try(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None, *, prompt: bool = True
     ) -> str | None:
-        """`render`, or None if the template refuses the messages."""
+        """Return the result of `render`, or None if the template refuses the messages."""
         try:
             return self.render(messages, tools, prompt=prompt)
         except RenderError:
@@ -140,7 +140,7 @@ class Template:
         """Find (end token, closing, ending) from the text between an answer and the next message.
 
         The first control token after an answer may end the answer, or open the next user message. It ends the answer if
-        it also stands after a last answer, or doesn't stand before the first user message.
+        it also appears after a last answer, or doesn't appear before the first user message.
         """
         user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         opening = self.render([user], prompt=False).partition("Qx")[0]
@@ -157,7 +157,7 @@ class Template:
         return "", "", ""
 
     def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
-        """The ids that end an answer, without repetitions. Raises RenderError if there is none: no answer would end."""
+        """Return the ids that end an answer, without repetitions. Raises RenderError if no id would end an answer."""
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         for name in more:
             if name not in self._codec.control:
@@ -175,16 +175,17 @@ class Template:
         return ids
 
     def _end_of_call(self) -> str:
-        """The control token after an answer with a tool call; "" if the template writes none."""
+        """Return the control token after an answer with a tool call, or "" if the template writes none."""
         calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
         behind = (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "").rpartition("pear")
         found = self._codec.controls(behind[2]) if behind[0] else []
         return found[-1] if found and behind[2].rstrip().endswith(found[-1]) else ""
 
     def _find_framing(self) -> frozenset[str]:
-        """Find the tokens that frame turns: those in test conversations with plain text, and those that end answers.
-        The renderer splits these tokens in earlier answers. A token that belongs in answers must not be found here, or
-        an answer that the model sampled with it would render to other ids.
+        """Find the tokens that frame turns. They appear in test conversations with plain text, or end answers.
+
+        The renderer splits these tokens in earlier answers. A token that belongs in answers must not be found here,
+        because an answer that the model sampled with it would then render to other ids.
         """
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
@@ -200,13 +201,14 @@ class Template:
         return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
 
     def _opens_answers(self) -> set[str]:
-        """Control tokens with which the template begins an answer (`<think>`): they belong in answers."""
+        """Return the control tokens with which the template begins an answer, such as `<think>`. They belong in
+        answers."""
         asking = self.render([_say("user", "Qx")])
         history = self.render([_say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")]).partition("Ax")[0]
         opening: set[str] = set()
         for text in (asking, history):
             tokens = self._codec.controls(text)
-            # The last special token marks the assistant's role; tokens after it begin the answer itself.
+            # The last special token marks the assistant's role. Tokens after it begin the answer itself.
             last = max((i for i, token in enumerate(tokens) if token in self._codec.special), default=-1)
             opening.update(tokens[last + 1 :])
         return opening
@@ -283,6 +285,6 @@ def _parts(text: str) -> list[Message]:
 
 
 def _common(a: str, b: str) -> str:
-    """The longest common prefix."""
+    """Return the longest common prefix."""
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]

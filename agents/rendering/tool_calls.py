@@ -1,8 +1,8 @@
 """Reads function calls in the text of a model's answer, in the formats that models write.
 
-`read_tool_calls` is the one reader: `Reply.tool_calls`, `ChatAgent` and the gateway use it. A format is a mark and a
-function that finds the calls behind it (`_FORMATS`); a further family's format is a further entry. Nothing inside a
-thought (`<think>...</think>`) is a call: a model that thinks about a call hasn't made it.
+`Reply.tool_calls`, `ChatAgent` and the gateway all use `read_tool_calls`. A format consists of a mark and a function
+that finds the calls after it. To support another model family, add its format to `_FORMATS`. Nothing inside a thought
+(`<think>...</think>`) is a call, because a model that thinks about a call hasn't made it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THINK, _END_THINK = "<think>", "</think>"
 _KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 _SHAPE = 'A call is a JSON object with "name" and "arguments".'
 _HEAD = re.compile(r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
-"""The beginning of a call, valid JSON or not, through its name."""
+"""Matches the beginning of a call up to and including its name, whether or not the call is valid JSON."""
 _LEXED = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 """Matches text that can be JSON: up to a string without an end, or to a `<` or `\\` outside of strings. It ends at the
 next mark, unless that mark is in a string. A match from that mark ends at the mark after it, so reading is linear."""
@@ -41,18 +41,18 @@ class CallsRead:
     """A model's answer, read for function calls."""
 
     content: str
-    """The text around the calls, thoughts included; the whole text if there are no calls."""
+    """The text around the calls, including thoughts. It is the whole text if there are no calls."""
     calls: tuple[ToolCall, ...] = ()
     """The calls that could be read, in order."""
     problem: str = ""
-    """Why the other calls can't be read, as sentences for the model; empty if all could be read."""
+    """Why the other calls can't be read, as sentences for the model. It is empty if all calls could be read."""
     chat: tuple[Message, ...] = ()
-    """All calls with a name in the chat format. Arguments are JSON text, or the model's own text if it can't be read.
-    The id is empty if the engine gave none."""
+    """All calls that have a name, in the chat format. Arguments are JSON text, or the model's own text if it can't be
+    read. The id is empty if the engine gave none."""
 
 
 class _Written(NamedTuple):
-    """A call in the answer's text: its place, and its JSON, valid or not."""
+    """The place of a call in the answer's text, and its JSON, which may be invalid."""
 
     start: int
     end: int
@@ -66,12 +66,12 @@ def read_tool_calls(
     native: Sequence[Mapping[str, JsonValue]] = (),
     thinking: bool = False,
 ) -> CallsRead:
-    """The function calls in a model's answer.
+    """Return the function calls in a model's answer.
 
-    tools: names or schemas of the tools that were offered. A bare JSON object is a call only if it names one
-    of them. An object after a mark such as `<tool_call>` is always a call. native: the calls in the chat format, if the
-    engine has parsed them; then the text isn't read. thinking: whether the answer begins inside a thought, which the
-    prompt has opened.
+    `tools` has the names or schemas of the tools that were offered. A bare JSON object is a call only if it names one
+    of them. An object after a mark such as `<tool_call>` is always a call. `native` has the calls in the chat format if
+    the engine has parsed them, and then the text isn't read. `thinking` says whether the answer begins inside a thought
+    that the prompt has opened.
     """
     if native:
         return _read(text, [_native_call(call) for call in native])
@@ -83,18 +83,19 @@ def read_tool_calls(
 
 
 def tool_name(schema: Mapping[str, JsonValue]) -> str:
-    """The name in a function schema, with or without `{"type": "function", "function": ...}` around it."""
+    """Return the name in a function schema, with or without `{"type": "function", "function": ...}` around it."""
     function = schema.get("function", schema)
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """(n, fresh, thinking): the first n characters of `text`, the unsent end of an answer, belong to its content
+    """Return (n, fresh, thinking). The first n characters of `text`, the unsent end of an answer, belong to its content
     whatever follows.
 
     `fresh` means that only white space separates the place from the beginning of the answer or the end of a thought.
     `thinking` means that the place is in a thought. Both are given for the beginning of `text` and returned for place
-    n. This must free nothing that `read_tool_calls` may take for a call: a stream would send a part of a call as text.
+    n. The n characters must contain nothing that `read_tool_calls` may take for a call, because a stream would then
+    send part of a call as text.
     """
     at = 0
     while True:
@@ -117,7 +118,7 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
 
 
 def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
-    """The calls outside of thoughts. A mark in a string inside a call is a part of that call."""
+    """Return the calls outside of thoughts. A mark in a string inside a call is a part of that call."""
     found: list[_Written] = []
     at, fresh = 0, True
     while True:
@@ -140,27 +141,27 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
         elif mark is not None:
             at, thinking = mark.end(), mark[0] == _THINK
             if mark[0] == _END_THINK:
-                # The prompt or a lost token opened this thought: no call before it was meant.
+                # The prompt or a lost token opened this thought, so everything before it was part of the thought.
                 found.clear()
                 fresh = True
 
 
 def _tagged(text: str, at: int) -> list[_Written]:
-    """Hermes and Qwen: `<tool_call>JSON</tool_call>`. The end tag may be missing, for example because it ended the
-    answer."""
+    """Return the call after a mark as Hermes and Qwen write it: `<tool_call>JSON</tool_call>`. The end tag may be
+    missing, for example because it ended the answer."""
     begin = _after(_SPACE, text, at)
     end = _json_end(_lexed(text, begin), 0)
     tag = _TAGGED_END.match(text, begin + end) if end is not None else None
     if tag is not None and end is not None:
         return [_Written(at, tag.end(), text[begin : begin + end])]
-    # Broken JSON: it ends at the nearest tag, or with the text if no tag follows.
+    # Broken JSON ends at the nearest tag, or with the text if no tag follows.
     nearest = _ANY_TAG.search(text, at)
     end = nearest.start() if nearest is not None else len(text)
     return [_Written(at, end + len(_END_TAG) * text.startswith(_END_TAG, end), text[begin:end])]
 
 
 def _run(text: str, at: int) -> list[_Written]:
-    """Llama 3: JSON objects with `;` between them."""
+    """Return the calls after a mark as Llama 3 writes them: JSON objects with `;` between them."""
     return list(_objects(text, at)) or [_Written(at, len(text), text[at:])]
 
 
@@ -172,8 +173,8 @@ _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
 
 def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[_Written]:
-    """JSON objects from `at` on, with white space or `;` between them. A broken one reaches to the end of the text.
-    names: tools; the first object that names none of them ends the row."""
+    """Yield the JSON objects from `at` on, with white space or `;` between them. A broken one reaches to the end of the
+    text. With `names`, the first object that names none of these tools ends the series."""
     at = _after(_SPACE, text, at)
     lexed, before = _lexed(text, at), at
     while text.startswith("{", at):
@@ -188,13 +189,13 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterat
 
 
 def _lexed(text: str, at: int) -> str:
-    """The part of the text from `at` on that can be JSON. A JSON parser counts the lines before an error, so it doesn't
-    get the whole text."""
+    """Return the part of the text from `at` on that can be JSON. A JSON parser counts the lines before an error, so it
+    doesn't get the whole text."""
     return text[at : _after(_LEXED, text, at)] if text.startswith("{", at) else ""
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """The end of the JSON object that begins at `at`; None if no valid one begins there."""
+    """Return the end of the JSON object that begins at `at`, or None if no valid one begins there."""
     try:
         return _json.raw_decode(text, at)[1] if text.startswith("{", at) else None
     except (ValueError, RecursionError):
@@ -202,7 +203,8 @@ def _json_end(text: str, at: int) -> int | None:
 
 
 def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) -> bool:
-    """Whether the JSON object text[at:end] (None: broken) names an offered tool, in the place of a call's name."""
+    """Return whether the JSON object text[at:end] names an offered tool where a call has its name. `end` is None for
+    broken JSON."""
     try:
         value = read_plain(text[at:end]) if end is not None else None
     except ValueError:
@@ -214,7 +216,8 @@ def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) ->
 
 
 def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
-    """(a call that an engine has parsed in the chat format, or None without a name; its fault, or "")."""
+    """Return a call that an engine has parsed, in the chat format, and its fault. The call is None if it has no name,
+    and the fault is "" if there is none."""
     try:
         return _chat(*_parts(dict(call)), id=str(call.get("id") or "")), ""
     except ValueError as error:
@@ -222,7 +225,7 @@ def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
 
 
 def _written_call(body: str) -> tuple[Message | None, str]:
-    """(the call in the chat format, or None without a name; its fault, or "")."""
+    """Return the call in the chat format, or None if it has no name, and its fault, or "" if it has none."""
     try:
         try:
             value = read_plain(body)
@@ -230,14 +233,15 @@ def _written_call(body: str) -> tuple[Message | None, str]:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
         return _chat(*_parts(value)), ""
     except ValueError as error:
-        # What follows the name, as it is: a program that is served the call can't read it either, and tells the model.
+        # What follows the name is kept as it is. A program that receives the call can't read it either, and says so to
+        # the model.
         head = _HEAD.match(body)
         tail = body[head.end() :].strip() if head is not None else ""
         return _chat(head[1][1:-1], tail) if head is not None and tail else None, str(error)
 
 
 def _parts(call: JsonValue) -> tuple[str, JsonValue]:
-    """(name, arguments) of a call as an object, also in the chat format. Raises ValueError with its fault.
+    """Return (name, arguments) of a call that is an object, also in the chat format. Raises ValueError with its fault.
 
     A key other than name and arguments is a fault, because it may be an argument that no tool would get.
     """
@@ -259,7 +263,8 @@ def _chat(name: str, arguments: JsonValue, id: str = "") -> Message:
 
 
 def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsRead:
-    """entries: each call in the chat format, or None, and its fault, or "" if none is known yet."""
+    """Return the read calls and the faults. Each entry has a call in the chat format, or None, and its fault, or "" if
+    none is known yet."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     for k, (call, problem) in enumerate(entries):
@@ -274,7 +279,7 @@ def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsR
 
 
 def _tool_call(call: Message, k: int) -> ToolCall:
-    """A call in the chat format with its arguments as an object. Raises ValueError with its fault."""
+    """Return a call in the chat format with its arguments as an object. Raises ValueError with its fault."""
     name, arguments = _parts(call)
     if isinstance(arguments, str):
         try:
@@ -287,7 +292,8 @@ def _tool_call(call: Message, k: int) -> ToolCall:
 
 
 def _around(text: str, calls: Sequence[_Written]) -> str:
-    """The text without these calls: the text before the first call unchanged, later pieces on lines of their own."""
+    """Return the text without these calls. Text before the first call only loses white space at its end. Later pieces
+    go on separate lines."""
     if not calls:
         return text
     gaps = zip(calls, [*calls[1:], None], strict=True)
@@ -296,13 +302,14 @@ def _around(text: str, calls: Sequence[_Written]) -> str:
 
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """The end of the match of `pattern` at `at`, or `at` itself if it doesn't match."""
+    """Return the end of the match of `pattern` at `at`, or `at` itself if it doesn't match."""
     match = pattern.match(text, at)
     return match.end() if match is not None else at
 
 
 def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """A function schema in the chat format: a dict unchanged; of a step class its kind, docstring and fields."""
+    """Return a function schema in the chat format. A dict is returned unchanged. For a step class, the schema is built
+    from its kind, docstring and fields."""
     if isinstance(tool, dict):
         return tool
     schema = tool.model_json_schema()

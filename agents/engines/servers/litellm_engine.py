@@ -1,13 +1,14 @@
-"""Hosted models of any provider that litellm supports: messages in, text and function calls out.
+"""Hosted models from any provider that litellm supports: messages go in, text and function calls come out.
 
-Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars if they are
-known, or raises `EngineError`. No request outlives its timeout. While the provider answers no request, all wait
-(`transport/absence.py`). Every attempt is recorded with its error: rate limit, timeout, invalid answer. A `Retry-After`
-of the provider delays all requests of the engine. No error message contains the API key.
+Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars if they are known,
+or raises `EngineError`. No request outlives its timeout. While the provider answers no request, all requests wait
+(`transport/absence.py`). Every attempt is recorded with its error, such as a rate limit, a timeout or an invalid
+answer. A `Retry-After` from the provider delays all requests of the engine. No error message contains the API key.
 
-The answers can't be trained on by RL, because providers don't return the sampled ids and their log-probs. They can be
-replayed, audited, scored and used for imitation learning. This engine owns all retries, and litellm's own retries are
-off: otherwise a recorded attempt could stand for several requests. Reasoning text before the answer is not kept.
+The answers can't be used for RL training, because providers don't return the sampled ids and their log-probs. They can
+be replayed, audited, scored and used for imitation learning. This engine owns all retries. litellm's own retries are
+off, because a recorded attempt could otherwise stand for several requests. Reasoning text before the answer is not
+kept.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from ..transport.proxies import ask_directly
 from ..transport.wire import Json, openai_messages, retry_after
 
 TRIED_AGAIN = (409, 425, 500)
-"""HTTP statuses after which the same request may succeed; a fault in the request itself can have them too."""
+"""HTTP statuses after which the same request may succeed. A fault in the request itself can cause them too."""
 AWAY = (429, 502, 503, 504, 529)
-"""HTTP statuses of a provider that answers no request at the moment."""
+"""HTTP statuses from a provider that answers no request at the moment."""
 SLOWEST = 30.0
 """Limit of the exponential backoff in seconds, before jitter. A provider's `Retry-After` may be longer."""
 SETTLING = 5.0
@@ -73,15 +74,16 @@ OURS = frozenset(
         "headers",
     }
 )
-"""Arguments of litellm that callers must not set: the engine sets them, or they would change what is recorded."""
+"""Arguments of litellm that callers must not set, because the engine sets them or because they would change what is
+recorded."""
 _NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
-"""Matches messages about an API key that isn't set, to which litellm gives the status 500."""
+"""Matches messages about a missing API key, to which litellm gives the status 500."""
 _NO_PROVIDER = "LLM Provider NOT provided"
 """litellm's message for a model name that it can't read, with the status 400."""
 
 
 NEVER_RAN = r"coroutine '.*completion' was never awaited"
-"""Matches Python's warning of a request that was cancelled before litellm sent it."""
+"""Matches Python's warning about a request that was cancelled before litellm sent it."""
 
 
 class HostedFailed(EngineError):
@@ -93,23 +95,23 @@ class HostedFailed(EngineError):
     ) -> None:
         super().__init__(message, retry=retry)
         self.after = after
-        """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
+        """Seconds to wait before a retry, from the `Retry-After` header, or None without that header."""
         self.away = away
-        """Whether the provider answers no request at the moment. None: that, or this request takes too long."""
+        """Whether the provider answers no request at the moment. None if this request may only be slow."""
 
 
 @dataclass(slots=True)
 class HostedStats:
-    """Sums since the engine was made."""
+    """Sums since the engine was created."""
 
     requests: int = 0
-    """Requests sent, failed ones included."""
+    """Requests sent, including failed ones."""
     spent: float = 0.0
     """Cost in US dollars of the answers whose cost is known."""
     limited: int = 0
     """Requests refused by a rate limit (status 429)."""
     busy_seconds: float = 0.0
-    """Wall time in seconds in which at least one request was in flight."""
+    """Wall time in seconds during which at least one request was in flight."""
 
 
 class LiteLLMEngine:
@@ -129,14 +131,15 @@ class LiteLLMEngine:
         prices: tuple[float, float] | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        """`key_variable` names the environment variable with the API key (default: the provider's own variable, which
-        litellm reads). `seconds` is the timeout of one request. One completion has at most `retries` retries, except
-        while the provider answers no request: then all are repeated for `patience` seconds. `backoff` is the first
-        wait between two attempts in seconds; the wait doubles each time.
+        """`key_variable` names the environment variable with the API key. By default, litellm reads the provider's own
+        variable. `seconds` is the timeout of one request. One completion has at most `retries` retries. While the
+        provider answers no request at all, requests are instead repeated for `patience` seconds. `backoff` is the first
+        wait between two attempts in seconds, and the wait doubles each time.
 
-        `budget` is in US dollars. `prices` are US dollars per million prompt and completion tokens, for a model whose
-        prices litellm doesn't know. `options` are passed to litellm with each request. ValueError for an option that
-        the engine sets itself, a secret in `base_url`, or a budget without known prices."""
+        `budget` is in US dollars. `prices` are the US dollars per million prompt tokens and per million completion
+        tokens, for a model whose prices litellm doesn't know. `options` are passed to litellm with each request. Raises
+        ValueError if an option is one that the engine sets itself, if `base_url` contains a secret, or if there is a
+        budget without known prices."""
         refuse_secret(base_url or "", "base_url")
         refused = sorted(name for name in options or () if name in OURS or names_secret(name))
         if refused:
@@ -159,8 +162,8 @@ class LiteLLMEngine:
                 "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)"
             )
         self._held = 0.0
-        """`time.monotonic()` before which no request is sent. All requests of the engine share it: a rate limit that
-        refused one request would refuse the others too."""
+        """`time.monotonic()` before which no request is sent. All requests of the engine share it, because a rate limit
+        that refused one request would refuse the others too."""
         self._under_way = 0
         """Number of requests in flight."""
         self._since = 0.0
@@ -170,22 +173,23 @@ class LiteLLMEngine:
 
     @property
     def can(self) -> frozenset[Capability]:
-        """Pictures are sent as data URLs. The provider rejects them if the model can't see."""
+        """The engine's capabilities. Pictures are sent as data URLs, and the provider rejects them if the model can't
+        see."""
         return frozenset({"pictures", "stats", "absence"})
 
     @property
     def renderer(self) -> None:
-        """None: this engine returns text only."""
+        """Always None, because this engine returns text only."""
         return None
 
     @property
     def context(self) -> None:
-        """None: the limit is unknown; the provider rejects a prompt that is too long."""
+        """Always None, because the limit is unknown. The provider rejects a prompt that is too long."""
         return None
 
     async def complete(self, request: Request) -> Completion:
         """Request one completion, with retries after errors that a retry may cure. Raises `PromptTooLong`,
-        `EngineStopped` or `HostedFailed`; their `attempts` has every attempt."""
+        `EngineStopped` or `HostedFailed`, whose `attempts` has every attempt."""
         body = self._body(await _with_pictures(request))
         attempts: list[Attempt] = []
         retries = 0
@@ -201,13 +205,13 @@ class LiteLLMEngine:
                 try:
                     retries = await self._wait(found, tries, retries)
                 except EngineError as error:
-                    # `retry` becomes False: the engine's retries are used up, and the agent's model interface must not
-                    # multiply them by its own.
+                    # `retry` becomes False because the engine's retries are used up. The agent's model interface must
+                    # not multiply them by its own.
                     error.attempts, error.retry = tuple(attempts), False
                     raise
 
     def forget(self, cache_key: str) -> None:
-        """Does nothing: the engine keeps no cache."""
+        """Do nothing, because the engine keeps no cache."""
 
     async def close(self) -> None:
         """Close litellm's connections when this is the last open engine of the process. A second call does nothing."""
@@ -219,8 +223,8 @@ class LiteLLMEngine:
     # Inside
 
     def _body(self, request: Request) -> dict[str, Any]:
-        """Return litellm's arguments for the request. Later entries win: `options` can't override the engine's own.
-        Raises HostedFailed when the variable with the API key is not set."""
+        """Return litellm's arguments for the request. Later entries win, so `options` can't override the engine's own.
+        Raises HostedFailed if the variable with the API key is not set."""
         supported = self._litellm.get_supported_openai_params(self._model) or ()
         body = parameters(request, seed="seed" in supported)
         key = os.environ.get(self._key_variable) if self._key_variable is not None else token_for(self._base_url or "")
@@ -243,14 +247,14 @@ class LiteLLMEngine:
         }
 
     async def _try(self, body: dict[str, Any]) -> Completion | EngineError:
-        """Send one request. Errors are returned, not raised: a traceback through this frame would hold `body`, which
-        has the API key."""
+        """Send one request. Errors are returned and not raised, because a traceback through this frame would hold
+        `body`, which has the API key."""
         if self._budget is not None and self.stats.spent >= self._budget:
             return EngineStopped(
                 f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget} (engine.budget)",
                 "budget",
             )
-        # A loop: while this request slept, another request may have moved `_held` further.
+        # This is a loop because another request may have moved `_held` further while this one slept.
         while (left := self._held - time.monotonic()) > 0:
             if left > self.absence.patience:
                 return EngineStopped(
@@ -275,7 +279,7 @@ class LiteLLMEngine:
             self._end()
 
     def _typed(self, error: Exception, key: str | None) -> EngineError:
-        """Return the `EngineError` of an exception of litellm, with the secrets removed from its message."""
+        """Return the `EngineError` for an exception from litellm, with the secrets removed from its message."""
         status = getattr(error, "status_code", None)
         text = without_secrets(str(error), [key] if key else ())
         message = f"{self.name}: {text if len(text) <= 600 else f'{text[:600]} ...'}"
@@ -293,9 +297,10 @@ class LiteLLMEngine:
         return HostedFailed(message, retry=retry, after=retry_after(headers.get("retry-after")), away=away)
 
     async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
-        """Wait before the next attempt, and return the number of retries. Raises the error when no retry is left.
+        """Wait before the next attempt, and return the number of retries. Raises the error if no retry is left.
 
-        A `Retry-After` also moves `_held`, for all requests. While the provider answers none, no retry is used up."""
+        A `Retry-After` also moves `_held`, for all requests. While the provider answers no request, no retry is used
+        up."""
         away = error.away if isinstance(error, HostedFailed) else False
         after = error.after if isinstance(error, HostedFailed) else None
         if not error.retry:
@@ -311,8 +316,8 @@ class LiteLLMEngine:
         return retries
 
     def _read(self, answer: Any) -> Completion:
-        """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed when the
-        provider's content filter left nothing."""
+        """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed if the provider's
+        content filter left nothing."""
         choice = answer.choices[0]
         text, calls = choice.message.content, _tool_calls(choice.message)
         if choice.finish_reason == "content_filter" and not text and not calls:
@@ -344,7 +349,8 @@ class LiteLLMEngine:
 
 
 async def _settled() -> None:
-    """Wait for litellm's background logging. Otherwise the event loop ends with coroutines that were never awaited."""
+    """Wait for litellm's background logging. Otherwise the event loop would end with coroutines that were never
+    awaited."""
     with contextlib.suppress(ImportError):
         from litellm.litellm_core_utils import logging_worker
 
@@ -370,8 +376,8 @@ class _Clients:
 
 
 async def _with_pictures(request: Request) -> Request:
-    """The request with its pictures as data URLs, made of the stored bytes. EngineError for a picture by any other URL:
-    the provider would fetch it, and the tape would not hold what the model saw."""
+    """Return the request with its pictures as data URLs, made from the stored bytes. Raises EngineError if a picture
+    has any other URL, because the provider would fetch it and the tape would not hold what the model saw."""
     parts = [part for message in request.messages for part in content_parts(message)]
     if any(part.get("type") == "image_url" for part in parts):
         raise EngineError("a message holds an `image_url`: pictures go to a model as `Picture` in a step, never by URL")
@@ -389,8 +395,8 @@ async def _with_pictures(request: Request) -> Request:
 
 
 def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
-    """The messages with pictures as `image_url` parts. Pictures of tool results follow the results in a message of the
-    user: OpenAI's format has no other place for them."""
+    """Return the messages with pictures as `image_url` parts. Pictures in tool results follow the results in a user
+    message, because OpenAI's format has no other place for them."""
     sent: list[Message] = []
     shown: list[Message] = []
     for message in messages:
@@ -409,7 +415,7 @@ def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Messa
 
 
 def _with_urls(parts: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
-    """The parts with `image_url` for pictures, and for the frames of videos behind their times."""
+    """Return the parts with `image_url` for pictures and for video frames, each of which follows its time."""
     sent: list[Message] = []
     (shown,) = frames_of([{"content": parts}])
     for part in content_parts(shown):
@@ -424,7 +430,7 @@ def parameters(request: Request, *, seed: bool = True) -> Json:
     """Return the request as arguments of litellm, in the format of OpenAI's chat completions.
 
     `top_p` and `top_k` are left out when they are off, because many models reject these arguments. `seed` is False for
-    a provider without seeds. Raises EngineError for a sampling option that the engine sets itself."""
+    a provider without seeds. Raises EngineError if a sampling option is one that the engine sets itself."""
     one_temperature(request)
     sampling = request.sampling
     refused = sorted(name for name in sampling.extra if name in OURS or names_secret(name))
@@ -461,8 +467,8 @@ def _tool_calls(message: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _usage(answer: Any, prices: tuple[float, float] | None) -> Usage:
-    """Return the token counts and the cost in US dollars; None for unknown values. litellm writes 0 for an unknown
-    count, and a prompt always has tokens, so 0 prompt tokens means unknown."""
+    """Return the token counts and the cost in US dollars. Unknown values are None. litellm writes 0 for an unknown
+    count. Since a prompt always has tokens, 0 prompt tokens means that the count is unknown."""
     usage = getattr(answer, "usage", None)
     if usage is None or not usage.prompt_tokens:
         return Usage()
@@ -488,9 +494,9 @@ _FINISH: dict[Any, Finish] = {
 
 
 def _connection_lost(error: BaseException | None) -> bool:
-    """Whether a failed connection is the cause of an exception of litellm, which gives it the status 500."""
+    """Return whether a failed connection caused an exception from litellm, which gives it the status 500."""
     while error is not None:
-        # By name: litellm's providers use httpx or aiohttp.
+        # The classes are compared by name, because litellm's providers use httpx or aiohttp.
         if any(kind.__name__ in ("TransportError", "ClientError", "OSError") for kind in type(error).__mro__):
             return True
         error = error.__cause__ or error.__context__
@@ -498,9 +504,9 @@ def _connection_lost(error: BaseException | None) -> bool:
 
 
 def is_hosted(model: str) -> bool:
-    """Whether a model's name is one of litellm's: `provider/name`, or a name without a provider. A folder's name isn't.
-    `org/name` isn't either if litellm is missing or doesn't know the provider: it is a model of the Hugging Face
-    hub."""
+    """Return whether litellm serves a model of this name: `provider/name`, or a name without a provider. A folder's
+    name doesn't count. Neither does `org/name` if litellm is missing or doesn't know the provider, since it is then a
+    model on the Hugging Face hub."""
     provider, slash, _ = model.partition("/")
     if Path(model).is_dir():
         return False
@@ -514,7 +520,7 @@ def is_hosted(model: str) -> bool:
 
 
 def _import() -> Any:
-    # Must be set before the import, which otherwise fetches a price list from the network.
+    # This must be set before the import, which otherwise fetches a price list from the network.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     try:
         import litellm
@@ -523,7 +529,7 @@ def _import() -> Any:
     litellm.suppress_debug_info = True  # otherwise litellm prints where to report its bugs
     litellm.telemetry = False
     for name in ("LiteLLM", "openai._base_client"):
-        guard_log(name)  # at debug level, these loggers write everything, secrets too
+        guard_log(name)  # at debug level, these loggers write everything, including secrets
     # A request that is cancelled while litellm prepares it in a thread leaves a coroutine behind that never ran.
     warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
     return litellm
