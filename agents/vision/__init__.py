@@ -1,4 +1,4 @@
-"""Vision models: how many tokens a picture takes, where they stand, and what a model computes of the pixels.
+"""Vision models: how many tokens a picture takes, where they are, and what a model computes from the pixels.
 
-Imports `tapes` alone. Renderer, embedded engine and trainer use it.
+The package imports only `tapes`. The renderer, the embedded engine and the trainer use it.
 """

@@ -1,6 +1,6 @@
-"""The families of vision models that are served and trained, by the model type in a folder's config.json.
+"""The families of vision models that can be served and trained, by the model type in a folder's config.json.
 
-Their image processors have the PIL form, which needs no torchvision. The other form resizes differently.
+Their image processors use the PIL backend, which needs no torchvision. The other backend resizes differently.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Family(ABC):
     """One model's settings. A subclass implements the rest of `Vision`."""
 
     processors: ClassVar[tuple[str, ...]]
-    """Classes of image processors that the family is proven with."""
+    """Classes of image processors with which the family was tested."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Family(ABC):
         folder: Path,
         video: VideoTokens = "frames",
     ) -> None:
-        """config: the model's. folder: the one with the processors. Raises UnsupportedVision, and MissingExtra for
-        native video without torchvision."""
+        """`config` is the model's configuration, and `folder` contains the processors. Raises UnsupportedVision. Raises
+        MissingExtra if native video is used without torchvision."""
         import PIL
         from transformers import AutoImageProcessor, __version__
 
@@ -129,21 +129,21 @@ class Family(ABC):
 
     @abstractmethod
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
-        """`Place.grid` of a picture of this size."""
+        """Return `Place.grid` for a picture of this size."""
 
     @abstractmethod
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
-        """The tokens of a place with this grid."""
+        """Return the tokens of a place with this grid."""
 
     @abstractmethod
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-        """(grid, tensors) as the image processor makes them."""
+        """Return the grid and the tensors that the image processor computes."""
 
 
 class QwenVision(Family):
-    """Qwen2-VL, Qwen2.5-VL, Qwen3-VL: positions on three axes (time, height, width).
+    """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which have positions on three axes (time, height, width).
 
-    The grid of a place counts patches: (1, height, width). `merge_size` squared of them make a feature.
+    The grid of a place counts patches: (1, height, width). `merge_size` squared patches make one feature.
     """
 
     processors = ("Qwen2VLImageProcessorPil",)
@@ -211,9 +211,10 @@ class QwenVision(Family):
 
 
 class TiledVision(Family):
-    """Idefics3 and SmolVLM: a picture is cut into tiles, each behind a token of its row and column, then shown whole.
+    """Idefics3 and SmolVLM, which cut a picture into tiles and then show it whole.
 
-    The grid of a place is (rows, columns) of tiles; (0, 0) for a picture that is shown whole alone.
+    Each tile follows a token for its row and column. The grid of a place is (rows, columns) of tiles, or (0, 0) for a
+    picture that is only shown whole.
     """
 
     processors = ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil")
@@ -224,7 +225,8 @@ class TiledVision(Family):
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:
         import torch
 
-        # Not `get_image_features`: it takes tiles whose values are all 0 for padding, and leaves them out.
+        # `get_image_features` isn't used, because it takes tiles whose values are all 0 for padding and leaves them
+        # out.
         whole: Any = whole_model(model)
         tiles = torch.cat([one.tensors["pixel_values"][0] for one in pixels]).to(whole.device, whole.dtype)
         real = torch.ones(len(tiles), self._side, self._side, dtype=torch.bool, device=tiles.device)
@@ -240,18 +242,18 @@ class TiledVision(Family):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        # Servers read the tokens of a tile from this file alone, and take 169 without it.
+        # Servers read the number of tokens per tile only from this file, and assume 169 without it.
         about = {"processor_class": type(self.processor).__name__.replace("ImageProcessorPil", "Processor")}
         (folder / "processor_config.json").write_text(json.dumps({**about, "image_seq_len": self._tokens}))
 
     @property
     def _tokens(self) -> int:
-        """Picture tokens of a tile."""
+        """Number of picture tokens per tile."""
         return (self._side // self._config.scale_factor) ** 2
 
     @property
     def _side(self) -> int:
-        """Patches along one side of a tile."""
+        """Number of patches along one side of a tile."""
         return self.processor.max_image_size["longest_edge"] // self._config.vision_config.patch_size
 
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
@@ -259,8 +261,8 @@ class TiledVision(Family):
 
         if not self.processor.do_image_splitting:
             return 0, 0
-        # Takes the shape alone: no pixel is touched. `get_number_of_image_patches` of transformers 5.23 rounds
-        # otherwise than the processor itself if the longest edge isn't a multiple of a tile.
+        # Only the shape is used, and no pixel is touched. In transformers 5.23, `get_number_of_image_patches` rounds
+        # differently from the processor itself if the longest edge isn't a multiple of a tile.
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         tall, wide = get_resize_output_image_size(blank, self.processor.size["longest_edge"])
         tile, ratio = self.processor.max_image_size["longest_edge"], wide / tall
@@ -298,14 +300,15 @@ _SENSES = re.compile(r"(vision|image|video|audio|speech|vq).*_config$")
 def family_of(
     config: PreTrainedConfig, folder: Path, video: VideoTokens = "frames"
 ) -> type[QwenVision | TiledVision] | None:
-    """The family of a model's configuration; None for a model of text. UnsupportedVision names the folder. With native
-    video, raises as `check_native`.
+    """Return the family of a model by its configuration, or None for a text model.
 
-    transformers has classes of text alone for many models with a tower, and loads them without a word.
+    Raises UnsupportedVision, which names the folder, if the model reads more than text and its family is unknown. With
+    native video, raises like `check_native`. This check is needed because transformers has text-only classes for many
+    models with a vision tower, and loads them without a warning.
     """
     kind = config.model_type
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}
-    if config.get_text_config() is not config:  # a nested configuration of text: the model reads something else too
+    if config.get_text_config() is not config:  # with a nested text configuration, the model reads something else too
         parts |= set(config.sub_configs)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedVision(
@@ -324,16 +327,17 @@ def family_of(
 
 
 def prove_vision(model: nn.Module, vision: Vision) -> None:
-    """Compare the body with features at places against the model's public forward, on two small pictures, and a video
-    where it reads videos natively, between text of several lengths. UnsupportedVision has the difference of the
-    logits."""
+    """Compare the body, with features at places, against the model's public forward.
+
+    The input has two small pictures, and a video if the model reads videos natively, between texts of several lengths.
+    Raises UnsupportedVision with the difference between the logits."""
     import torch
     from PIL import Image
 
     whole, processor, native = cast(Any, whole_model(model)), cast(Any, vision).processor, cast(Any, vision).video
     random, files, places, ids = np.random.default_rng(0), dict[str, bytes](), list[Place](), [*range(40, 47)]
     cause = "its processors or its configuration are of another model, or this version of transformers has changed it"
-    # An odd number of frames, at times that are not the indices.
+    # The video has an odd number of frames, at times that are not the indices.
     videos = [] if native is None else [(40, 30, (0.5, 2.0, 3.5))]
     try:
         for width, height, times in [(60, 15, ()), (30, 90, ()), *videos]:
@@ -366,7 +370,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
     except Exception as error:  # a processor's settings or a model's shapes that don't fit raise any type
         raise UnsupportedVision(f"{type(whole).__name__} can't read a picture: {error!r}; {cause}") from error
     off = float((made - expected).abs().max())
-    # Relative to the range of the logits, which an untrained model has small.
+    # The tolerance is relative to the range of the logits, which is small in an untrained model.
     tolerance = (1e-3 if whole.dtype == torch.float32 else 0.1) * float(expected.max() - expected.min()) + 1e-6
     if not off <= tolerance:  # NaN must fail too
         raise UnsupportedVision(
@@ -376,7 +380,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
 
 
 def _frames(images: Sequence[Image]) -> Tensor:
-    """(frames, 3, height, width) bytes."""
+    """Return the images as bytes of shape (frames, 3, height, width)."""
     import torch
 
     return torch.from_numpy(np.stack([np.array(image) for image in images])).permute(0, 3, 1, 2).contiguous()

@@ -32,7 +32,7 @@ SPARE = 64
 one more forward costs about as much as 64 tokens."""
 
 Family = list["Generation"]
-"""Generations that one row of a prefill serves: the tokens of the first one begin with the tokens of each other one."""
+"""Generations that one row of a prefill serves. The first one's tokens begin with the tokens of each other one."""
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Generation:
 
     prompt: array[int]
     seed: int
-    """Unsigned, 64 bits."""
+    """An unsigned 64-bit integer."""
     temperature: float
     top_p: float
     top_k: int
@@ -74,21 +74,22 @@ class Generation:
     """Ids that can't be sampled as one of the first `min_tokens` tokens."""
     min_tokens: int
     key: str
-    """Key under which the KV is parked; the KV of an empty key is not parked."""
+    """Key under which the KV is parked. With an empty key, it is not parked."""
     places: tuple[Place, ...] = ()
     """The pictures of the prompt, in order."""
     pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
-    """By `Place.key`; may block."""
+    """`Place.key` -> a function that returns the pixels and may block."""
     positions: NDArray[np.int64] | None = None
-    """(axes, prompt + limit) rotary positions; None where positions are indices."""
+    """Rotary positions of shape (axes, prompt + limit), or None if positions are indices."""
     ids: array[int] = field(default_factory=ints)
     logprobs: array[float] = field(default_factory=floats)
     finish: Literal["stop", "length", "broken"] | None = None
-    """`broken`: the model returned no finite probabilities for the next token."""
+    """`broken` means that the model returned no finite probabilities for the next token."""
     slot: int = -1
-    """-1 while the generation is not running."""
+    """The slot of the generation, or -1 while it is not running."""
     reused: int | None = None
-    """Prompt tokens with KV of another forward or row when the generation first joined; None before."""
+    """Number of prompt tokens whose KV came from another forward or row when the generation first joined. None before
+    that."""
     clean: bool = True
     """False when the KV is not exact for one version of the weights, or not finite. Such KV must not be parked."""
 
@@ -103,8 +104,8 @@ class Batch:
         self.stats = stats
         self.rows: list[Generation] = []
         n = decoder.slots
-        # One value per slot. `_length` counts the tokens with KV. It lacks the last sampled token, which is in `_last`:
-        # the next step feeds it.
+        # Each array has one value per slot. `_length` counts the tokens with KV. It excludes the last sampled token,
+        # which is in `_last` and which the next step feeds.
         self._length = np.zeros(n, dtype=np.int64)
         self._last = np.zeros(n, dtype=np.int64)
         self._seed = np.zeros(n, dtype=np.uint64)
@@ -112,7 +113,7 @@ class Batch:
 
     @property
     def room(self) -> int:
-        """Free slots."""
+        """Number of free slots."""
         return self.decoder.slots - len(self.rows)
 
     def missing(self, generation: Generation) -> int:
@@ -120,7 +121,7 @@ class Batch:
         return len(generation.prompt) + len(generation.ids) - self.shared(generation)[1]
 
     def shared(self, generation: Generation) -> tuple[Parked | None, int]:
-        """As `ParkingLot.find`."""
+        """See `ParkingLot.find`."""
         return self.parked.find(generation.key, _keys(generation), generation.places)
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:
@@ -129,7 +130,7 @@ class Batch:
         real = 0
         families = [(self.missing(family[0]), family) for family in self._families(generations)]
         for new, family in sorted(families, key=lambda pair: pair[0]):
-            # The lengths ascend, so `new` is the width of the group: the left side is its size with padding.
+            # The lengths ascend, so `new` is the width of the group, and the left side is its size including padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
                 out[-1].append(family)
                 real += new
@@ -139,8 +140,8 @@ class Batch:
         return out
 
     def _families(self, generations: Iterable[Generation]) -> list[Family]:
-        """One prompt of several requests, as of a group, is computed once. Rows with parked KV stay alone: the other
-        rows' last tokens may be among those that the forward leaves out."""
+        """Group the generations so that a prompt that several requests share is computed once. Rows with parked KV stay
+        alone, because the other rows' last tokens may be among those that the forward leaves out."""
         out: list[Family] = []
         whole: list[tuple[bytes, Generation]] = []
         for generation in generations:
@@ -148,7 +149,7 @@ class Batch:
                 out.append([generation])
             else:
                 whole.append((_keys(generation).tobytes(), generation))
-        # Sorted in descending order, the tokens that begin with a row's tokens stand directly before them.
+        # In descending order, the token sequences that begin with a row's tokens come directly before that row.
         longest = b""
         for tokens, generation in sorted(whole, key=lambda pair: pair[0], reverse=True):
             if longest.startswith(tokens):
@@ -159,10 +160,10 @@ class Batch:
         return out
 
     def join(self, families: Sequence[Family]) -> list[Generation]:
-        """Prefill `families` (at most `room` generations) in one forward, a row each, and sample one token after each
-        generation. Returns the finished ones.
+        """Prefill `families` (at most `room` generations) in one forward with a row for each, and sample one token
+        after each generation. Returns the finished generations.
 
-        When the forward raises, no generation has joined."""
+        If the forward raises, no generation has joined."""
         first, computed = len(self.rows), [family[0] for family in families]
         found = [self._settle(first + i, generation) for i, generation in enumerate(computed)]
         have = np.array([n for _, n in found], dtype=np.int64)
@@ -176,8 +177,8 @@ class Batch:
         at = np.array([*range(len(computed)), *(row for row, _ in others)])
         columns = ids.shape[1] - 1 - ((have + new)[at] - last)
         logits = self.decoder.extend(first, ids, have, new, self.seen(computed, have, new), (at, columns))
-        # Slots are assigned only after the forward. If the forward raises, the KV that it wrote lies in free slots,
-        # and the next row there overwrites the KV or masks it.
+        # Slots are assigned only after the forward. If the forward raises, the KV that it wrote is in free slots, and
+        # the next row there overwrites or masks it.
         for i, generation in enumerate(computed):
             self._seat(first + i, generation, int(have[i]), int(new[i]))
         for slot, (row, generation), n in zip(
@@ -202,8 +203,8 @@ class Batch:
         """Free the slot of `generation`. With `park`, keep its KV if it is clean, has a key and fits the budget."""
         slot, length = generation.slot, int(self._length[generation.slot])
         if park and generation.key and generation.clean and length <= self.parked.budget:
-            # Park before the last row moves in, since the move overwrites the slot. `_length` leaves out the last
-            # sampled token: it has no KV, and a parked id without KV would break the next turn's prefix.
+            # Park before the last row moves in, since the move overwrites the slot. `_length` excludes the last sampled
+            # token, because it has no KV, and a parked id without KV would break the next turn's prefix.
             parked = Parked(_keys(generation)[:length], generation.places, self.decoder.park(slot, length))
             self.parked.put(generation.key, parked, length)
         last = self.rows.pop()
@@ -225,7 +226,7 @@ class Batch:
     def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
         """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now.
 
-        The parked entry stays valid: requests that share a key can use it at the same time."""
+        The parked entry stays valid, since several requests with the same key can use it at the same time."""
         ids = _history(generation)
         entry, shared = self.shared(generation)
         if entry is not None and shared:
@@ -233,11 +234,12 @@ class Batch:
         return ids, shared
 
     def seen(self, rows: Sequence[Generation], have: NDArray[np.int64], new: NDArray[np.int64]) -> Seen:
-        """Rotary positions and pictures of the `new` tokens of each row behind those that `have` KV."""
+        """Return the rotary positions and pictures for the `new` tokens of each row, which follow those that `have`
+        KV."""
         if self.pictures is None:
             return NOTHING
         rotary = None if rows[0].positions is None else np.zeros((len(rows[0].positions), len(rows), new.max()), int)
-        # Parked KV never ends inside a place, so a place is computed whole or not at all.
+        # Parked KV never ends inside a place, so a place is computed as a whole or not at all.
         shown = [(row, place) for row, n in enumerate(have) for place in rows[row].places if place.offset >= n]
         features = self.pictures.of({place.key: rows[row].pixels[place.key] for row, place in shown})
         first = dict(zip(features, np.cumsum([0, *map(len, features.values())]), strict=False))
@@ -298,14 +300,14 @@ class Batch:
             if generation.finish:
                 out.append(generation)
         # leave() moves the last row into the free slot. Inside the loop above, it would change the slots of rows that
-        # the loop has not read yet. From the last one on, it moves no row that leaves as well.
+        # the loop has not read yet. In reverse order, it never moves a row that is about to leave.
         for generation in reversed(out):
             self.leave(generation)
         return out
 
 
 def _history(generation: Generation) -> NDArray[np.int32]:
-    """Prompt and completion so far, as one new array."""
+    """Return the prompt and the completion so far as one new array."""
     return np.frombuffer(generation.prompt + generation.ids, dtype=np.int32)
 
 

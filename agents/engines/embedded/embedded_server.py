@@ -1,4 +1,4 @@
-"""The embedded engine over HTTP, with the routes of vLLM's server that `connect` uses: ids in, ids out, weight sync.
+"""The embedded engine over HTTP, with the routes of vLLM's server that `connect` uses for sampling and weight sync.
 
     POST /inference/v1/generate, /inference/v1/abort_requests      GET /health, /version, /v1/models, /weight_info,
     POST /pause, /collective_rpc (reload_weights),                     /is_paused
@@ -45,7 +45,7 @@ OFF: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling parameters that the engine lacks, with the value that disables each. Other values are rejected."""
+"""Sampling parameters that the engine lacks, with the value that disables each of them. Other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"}
 KNOWN |= {"logprobs", *OFF}
 
@@ -66,8 +66,8 @@ class EngineServer(HttpService):
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Takes ownership of `model`. Clients send `token` as their API key. Without one, a new one is made, and
-        clients of this user on this machine find it. `version` names the first weights. UsageError for a token that
+        """Take ownership of `model`. Clients send `token` as their API key. If it is None, a new token is created, and
+        clients of this user on this machine find it. `version` names the first weights. Raises UsageError if the token
         is too short."""
         super().__init__(host, token)
         self.name = name
@@ -78,13 +78,13 @@ class EngineServer(HttpService):
         self._eos = eos_ids(model)
         self._under_way: dict[str, asyncio.Task[Completion]] = {}
         self._paused = ""
-        """The mode of the pause; empty while the server samples."""
+        """The mode of the pause. It is empty while the server samples."""
         self._mode: PublishMode = "reprefill"
         self._weights: dict[str, Tensor] | None = None
-        """Weights that were read and checked, and have no version yet."""
+        """Weights that were read and checked but have no version yet."""
 
     async def stop(self) -> None:
-        """Close the engine first: its requests end as `abort`, so the handlers return before the server's timeout."""
+        """Close the engine first. Its requests end as `abort`, so the handlers return before the server's timeout."""
         await self.engine.close()
 
     def routes(self) -> Iterator[web.RouteDef]:
@@ -110,7 +110,7 @@ class EngineServer(HttpService):
         yield from (web.post(route, _as_json(work)) for route, work in does.items())
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Status 400: the request can't succeed. Status 503: a retry by the client may succeed."""
+        """Answer with status 400 if the request can't succeed, and with status 503 if a retry may succeed."""
         try:
             return await super().answer(request, handler)
         except PromptTooLong as error:
@@ -132,8 +132,8 @@ class EngineServer(HttpService):
         if name in self._under_way:
             raise UsageError(f"request_id {body.get('request_id')!r} is in flight already")
         stream = _Stream(request, name) if body.get("stream") else None
-        # A separate task: /abort_requests and /pause cancel the completion and not the handler, which then answers with
-        # the partial completion.
+        # The completion is a separate task, since /abort_requests and /pause cancel it and not the handler, which then
+        # answers with the partial completion.
         task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(replace(asked, listener=stream)))
         try:
             if stream is not None:
@@ -148,14 +148,16 @@ class EngineServer(HttpService):
                 raise
             return await stream.end({"error": {"message": str(error), "code": 500}})
         except (TimeoutError, ConnectionError):
-            # The client has disconnected, or doesn't read. Abort the connection: a regular end would look complete.
+            # The client has disconnected or doesn't read. The connection is aborted, as a regular end would look
+            # complete.
             if request.transport is not None:
                 request.transport.abort()
             assert stream is not None
             return stream.response
         finally:
             del self._under_way[name]
-            # Without effect on a task that is done. After a disconnect, the engine must not sample for a lost client.
+            # This has no effect on a task that is done. After a disconnect, the engine must not sample for a lost
+            # client.
             task.cancel()
         top = self._likeliest(asked, found, int(body["sampling_params"].get("logprobs") or 0))
         answer = _answer(name, asked, found, top, aborted=task.cancelled())
@@ -194,7 +196,7 @@ class EngineServer(HttpService):
         )
 
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
-        """The `n` most probable (id, log-prob) pairs at the position of each token; empty if `n` is 0.
+        """Return the `n` most probable (id, log-prob) pairs at the position of each token, or nothing if `n` is 0.
 
         They come from one plain forward under the current weights, which may be newer than the weights that sampled the
         tokens."""
@@ -209,7 +211,7 @@ class EngineServer(HttpService):
         return [list(zip(at, value, strict=True)) for at, value in zip(ids.tolist(), values.tolist(), strict=True)]
 
     async def _score(self, request: web.Request) -> Any:
-        """The log-probs of a prompt; nothing is sampled."""
+        """Answer with the log-probs of a prompt, without sampling."""
         ids = request[BODY].get("prompt")
         self._request({**request[BODY], "token_ids": ids, "sampling_params": {}}, lambda _: None)
         values = zip(ids[1:], await self.engine.score(ids), strict=True)
@@ -232,7 +234,7 @@ class EngineServer(HttpService):
         if mode == "keep":
             self.engine.freeze()
             return {}
-        # An earlier pause may have frozen the engine. Frozen completions never end, and this pause waits for them.
+        # An earlier pause may have frozen the engine. Frozen completions never end, but this pause waits for them.
         self.engine.thaw()
         tasks = list(self._under_way.values())
         if mode == "abort":
@@ -249,7 +251,8 @@ class EngineServer(HttpService):
             raise UsageError(f"method {body.get('method')!r}: only reload_weights with kwargs.weights_path is served")
         self._need_pause()
         weights = await asyncio.to_thread(_read_weights, Path(folder))
-        # Check before the weights are kept: a wrong state dict fails here, and the engine keeps the old weights.
+        # The weights are checked before they are kept. A wrong state dict fails here, and the engine keeps the old
+        # weights.
         self.engine.check(weights)
         self._weights = weights
         return {"results": [None]}
@@ -266,7 +269,7 @@ class EngineServer(HttpService):
         else:
             self._need_pause()
             weights, self._weights = self._weights, None
-            # `again`: a trainer that failed during a weight sync publishes the same version again after its restart.
+            # A trainer that failed during a weight sync publishes the same version again after its restart.
             await self.engine.sync_weights(weights, version, self._mode, again=True)
         return {}
 
@@ -288,14 +291,14 @@ class _Stream:
     def __init__(self, request: web.Request, name: str) -> None:
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.heard: asyncio.Queue[array[int] | None] = asyncio.Queue()
-        """Ids in the order of sampling; None marks the end."""
+        """Ids in the order of sampling, with None at the end."""
         self._request, self._name, self._sent = request, name, 0
 
     def tokens(self, ids: array[int]) -> None:
         self.heard.put_nowait(ids)
 
     def again(self) -> None:
-        """Does nothing: the embedded engine makes one attempt."""
+        """Do nothing, because the embedded engine makes only one attempt."""
 
     async def pass_on(self) -> None:
         """Send ids to the client until the end of the completion."""
@@ -356,7 +359,7 @@ def _answer(
 
 
 def _as_json(work: Callable[[web.Request], Any]) -> Handler:
-    """A handler that answers with the value of `work` as JSON."""
+    """Return a handler that answers with the value of `work` as JSON."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         found = work(request)

@@ -18,16 +18,16 @@ from ...vision.vision import Pixels, Vision
 from .kv_cache import SlotDecoder
 
 CACHE_BYTES = 1 << 29
-"""Largest size of the processed pixels, and of the features, that are kept."""
+"""Maximum size in bytes of the processed pixels that are kept, and of the features that are kept."""
 TOWER_PATCHES = 1 << 14
-"""Patches after which a call of the vision tower takes no further picture: bounds its memory."""
+"""Number of patches after which a call of the vision tower takes no further picture. It bounds the tower's memory."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """Values by key whose sizes add up to at most `budget`. The least recently used ones are evicted first."""
+    """Holds values by key whose sizes add up to at most `budget`. The least recently used ones are evicted first."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -35,13 +35,13 @@ class BoundedCache(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """The value under `key`; None if there is none."""
+        """Return the value under `key`, or None if the cache has no value for it."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key, (None, 0))[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Keep `value`, and evict values beyond the budget."""
+        """Keep `value`, and evict values that exceed the budget."""
         self.forget(key)
         self._entries[key] = value, size
         self.used += size
@@ -49,7 +49,7 @@ class BoundedCache(Generic[K, V]):
             self.forget(next(iter(self._entries)))
 
     def forget(self, key: K) -> None:
-        """Drop the value under `key`, if there is one."""
+        """Drop the value under `key`, if the cache has one."""
         self.used -= self._entries.pop(key, (None, 0))[1]
 
     def clear(self) -> None:
@@ -63,19 +63,20 @@ class Parked:
     """The first tokens of a conversation and their KV."""
 
     keys: NDArray[np.int64]
-    """As `tapes.places.keys`: equal where ids and pictures are."""
+    """The result of `tapes.places.keys`. Its elements are equal where the ids and pictures are equal."""
     places: tuple[Place, ...]
     kv: Tensor
 
 
 class ParkingLot(BoundedCache[str, Parked]):
-    """KV by conversation, at most `budget` tokens in total."""
+    """Holds the KV of conversations, with at most `budget` tokens in total."""
 
     def find(self, key: str, keys: NDArray[np.int64], places: tuple[Place, ...]) -> tuple[Parked | None, int]:
-        """The entry under `key`, and the length of the exact prefix that a prompt shares with it; never ends inside a
-        picture.
+        """Return the entry under `key`, and the length of the exact prefix that a prompt shares with it. The prefix
+        never ends inside a picture.
 
-        The last token of the prompt never counts: a forward must compute it, since its logits give the next token."""
+        The last token of the prompt is never included: it must go through a forward pass, since its logits predict the
+        next token."""
         entry = self.get(key)
         if entry is None:
             return None, 0
@@ -83,18 +84,19 @@ class ParkingLot(BoundedCache[str, Parked]):
 
 
 class PictureFeatures:
-    """The pictures that an engine was shown, by `Place.key`."""
+    """Holds the pixels and features of the pictures that an engine was shown, by `Place.key`."""
 
     def __init__(self, decoder: SlotDecoder, vision: Vision) -> None:
         self.vision = vision
         self.features = BoundedCache[int, Tensor](CACHE_BYTES)
-        """Of the present weights: new ones must clear it."""
+        """Features under the current weights. The cache must be cleared for new weights."""
         self._decoder = decoder
         self._pixels = BoundedCache[int, Pixels](CACHE_BYTES)
         self._processing = Lock()
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """As `Vision.pixels`. May be called in threads; requests that show one picture process it once."""
+        """See `Vision.pixels`. May be called in threads. Several requests that show the same picture process it only
+        once."""
         with self._processing:
             found = self._pixels.get(place.key)
             if found is None:
@@ -103,7 +105,8 @@ class PictureFeatures:
             return found
 
     def of(self, shown: Mapping[int, Callable[[], Pixels]]) -> dict[int, Tensor]:
-        """(count, levels, D) features by key; `shown` gives the pixels of those that must be computed."""
+        """Return features of shape (count, levels, D) by key. `shown` returns the pixels of those that must be
+        computed."""
         found = {key: features for key in shown if (features := self.features.get(key)) is not None}
         todo = [(key, pixels()) for key, pixels in shown.items() if key not in found]
         ends = accumulate(pixels.patches for _, pixels in todo)
@@ -111,7 +114,7 @@ class PictureFeatures:
             keys, together = zip(*(one for one, _ in some), strict=True)
             made = self._decoder.features(together).split([pixels.count for pixels in together])
             for key, features in zip(keys, made, strict=True):
-                # A copy: a view would keep the features of all pictures of its call.
+                # This is a copy, since a view would keep the features of all pictures in the same call alive.
                 found[key] = features.clone()
                 self.features.put(key, found[key], features.nbytes)
         return found

@@ -1,9 +1,9 @@
 """A transformers decoder over a fixed table of KV slots.
 
 One tensor of shape (2 * layers, slots, heads, capacity + 1, head size) holds the keys and values of all slots. A
-forward uses a contiguous range of slots through views, without a gather. The method `extend` serves prefill, reuse of
-a prefix and decoding. New tokens are right-aligned: the last token of each row is in the last column for every row
-length, so the model computes logits for one column only. Padding writes into the extra position of each slot. The mask
+forward uses a contiguous range of slots through views, without a gather. The method `extend` serves prefill, reuse of a
+prefix and decoding. New tokens are right-aligned, so the last token of every row is in the last column, whatever its
+length, and the model computes logits for one column only. Padding writes into the extra position of each slot. The mask
 excludes that position from every query.
 
 The cache supports full-attention decoders whose cached forward equals their plain forward. The constructor tests this.
@@ -62,7 +62,8 @@ def refuse_unfit(model: PreTrainedModel, vision: Vision | None = None) -> None:
 
 
 class _SlotCache(Cache):
-    """The cache that the attention layers use: writes go to (rows, positions), reads return the view set by `aim`."""
+    """The cache that the attention layers use. Writes go to (rows, positions), and reads return the view set by
+    `aim`."""
 
     def __init__(self, kv: Tensor) -> None:
         super().__init__(layers=[])
@@ -71,7 +72,8 @@ class _SlotCache(Cache):
     def aim(self, first: int, write: Tensor, attended: int) -> None:
         """Select the slots from `first` on.
 
-        `write` (rows, columns) holds the positions to write. A read returns the first `attended` positions."""
+        `write`, of shape (rows, columns), holds the positions to write. A read returns the first `attended`
+        positions."""
         self._view = slice(first, first + write.shape[0])
         self._rows = torch.arange(first, first + write.shape[0], device=write.device)[:, None]
         self._write = write
@@ -93,9 +95,10 @@ class Seen(NamedTuple):
     """The inputs of a vision model in addition to token ids."""
 
     rotary: NDArray[np.int64] | None = None
-    """(axes, rows, columns) rotary positions, or None if positions are indices."""
+    """Rotary positions of shape (axes, rows, columns), or None if positions are indices."""
     where: NDArray[np.int64] | None = None
-    """(rows, columns) index into `features` (N, levels, D), -1 for a token without one. None if no token has one."""
+    """Index into `features` (N, levels, D), of shape (rows, columns), with -1 for a token that has no feature. None if
+    no token has one."""
     features: Tensor | None = None
 
 
@@ -113,9 +116,10 @@ class SlotDecoder:
         vision: Vision | None = None,
         autocast: torch.dtype | None = None,
     ) -> None:
-        """Takes ownership of `model`: sets it to evaluation mode, and `load` overwrites its weights. autocast: dtype in
-        which the body computes, as a trainer does under the same setting; the output layer keeps the dtype of its
-        weights. Raises UnsupportedModel."""
+        """Take ownership of `model`. It is set to evaluation mode, and `load` overwrites its weights.
+
+        `autocast` is the dtype in which the body computes, as it does in a trainer with the same setting. The output
+        layer keeps the dtype of its weights. Raises UnsupportedModel."""
         refuse_unfit(model, vision)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
@@ -132,20 +136,21 @@ class SlotDecoder:
         self.vision = vision
         self._autocast = autocast
         self._body: Any = None
-        """Computes hidden states, and `_head` the logits. None: the model's own forward computes both."""
+        """Computes hidden states, from which `_head` computes the logits. If it is None, the model's own forward
+        computes both."""
         if autocast is not None or vision is not None:
             base: Any = getattr(model, "get_base_model", lambda: model)()
             self._body, self._head = base.get_decoder(), base.get_output_embeddings()
         dtype = autocast or model.dtype
         self._lowest = torch.finfo(dtype).min
         if autocast is not None:
-            # Autocast would round these weights in every forward. The rounded weights give the same numbers.
+            # Autocast would round these weights in every forward. Rounding them once gives the same numbers.
             for module in self._body.modules():
                 if isinstance(module, torch.nn.Linear):
                     module.to(autocast)
         try:
             layers, heads, size = self._geometry()
-            # Zeros, not uninitialised memory: attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
+            # The memory must be zeros: attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
             kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=dtype, device=self.device)
             self._cache = _SlotCache(kv)
             self._prove()
@@ -166,17 +171,17 @@ class SlotDecoder:
         seen: Seen = NOTHING,
         at: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
     ) -> Tensor:
-        """Feed slots `first, first + 1, ...`. Returns float32 logits (n, vocabulary) after the tokens `at` (rows,
-        columns) of `ids`, by default after each row's last token.
+        """Feed tokens to the slots `first, first + 1, ...`.
 
-        `ids` (rows, columns) holds the `new` tokens of each row, right-aligned. `have` is the number of tokens per slot
-        that already have KV. Afterwards the slot of row i has KV for `have[i] + new[i]` tokens. The caller stores this
-        count.
+        Returns float32 logits (n, vocabulary) after the tokens of `ids` at the indices `at` (rows, columns), by default
+        after each row's last token. `ids`, of shape (rows, columns), holds the `new` tokens of each row, right-aligned.
+        `have` is the number of tokens per slot that already have KV. Afterwards the slot of row i has KV for `have[i] +
+        new[i]` tokens. The caller stores this count.
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)
         # Padding columns come before the row's new tokens. Their KV goes to the extra position `capacity`, which is
-        # never below `attended`. Position 0 gives their queries a valid key; their outputs are not used.
+        # never below `attended`. Position 0 gives their queries a valid key, and their outputs are not used.
         padding = position < have[:, None]
         write = np.where(padding, self.capacity, position)
         position[padding] = 0
@@ -199,21 +204,22 @@ class SlotDecoder:
     ) -> dict[str, Any]:
         at = self._there(position)
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
-        # Causal mask per row. It also hides KV of earlier sequences in the slot, which starts at `have + new`.
-        # The lowest finite value and not -inf: a row of only -inf would give NaN.
+        # The causal mask of each row also hides KV of earlier sequences in the slot, which starts at `have + new`. It
+        # uses the lowest finite value and not -inf, because a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, self._there(write), attended)
         return {"position_ids": at, "attention_mask": mask[:, None], "past_key_values": self._cache, "use_cache": True}
 
     @torch.inference_mode()
     def features(self, pixels: Sequence[Pixels]) -> Tensor:
-        """As `Vision.features`, under the weights and the dtype that sample."""
+        """See `Vision.features`. They are computed with the weights and the dtype that are used for sampling."""
         assert self.vision is not None
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self.vision.features(self.model, pixels)
 
     def _logits(self, keep: int | Tensor, **inputs: Any) -> Tensor:
-        """(rows, columns, vocabulary) float32 logits of the columns `keep`, or of the last `keep`; 0: of all."""
+        """Return float32 logits (rows, columns, vocabulary) for the columns `keep`. If `keep` is an integer, they are
+        the last `keep` columns, or all columns for 0."""
         if self._body is None:
             return self.model(**inputs, logits_to_keep=keep).logits.float()
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
@@ -223,7 +229,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int], seen: Seen = NOTHING) -> Tensor:
-        """(n - 1,) float32 log-probs of `ids[1:]`, by a plain forward without cached KV."""
+        """Return the float32 log-probs of `ids[1:]`, of shape (n - 1,), from a plain forward without cached KV."""
         at = torch.tensor(list(ids), device=self.device)
         logits = self._logits(0, **self._inputs(np.array([ids], int), seen), use_cache=False)[0, :-1]
         return logits.gather(1, at[1:, None])[:, 0] - logits.logsumexp(-1)
@@ -233,7 +239,7 @@ class SlotDecoder:
         self._cache.kv[:, target, :, :length] = self._cache.kv[:, source, :, :length]
 
     def park(self, slot: int, length: int) -> Tensor:
-        """A copy of the KV of a slot's first `length` tokens. The copy survives the reuse of the slot."""
+        """Return a copy of the KV of a slot's first `length` tokens. The copy survives the reuse of the slot."""
         return self._cache.kv[:, slot, :, :length].clone()
 
     def restore(self, slot: int, parked: Tensor, length: int) -> None:
@@ -241,7 +247,7 @@ class SlotDecoder:
         self._cache.kv[:, slot, :, :length] = parked[:, :, :length]
 
     def wipe(self, slot: int) -> None:
-        """Zero a slot that may hold NaN or infinity, its padding position included."""
+        """Zero a slot that may hold NaN or infinity, including its padding position."""
         self._cache.kv[:, slot] = 0
 
     def release(self) -> None:
@@ -254,8 +260,8 @@ class SlotDecoder:
         extra = sorted(state.keys() - own.keys())
         if extra:
             raise UsageError(f"published weights have names that the model lacks: {_some(extra)}")
-        # Tied weights share storage. One name of each storage is enough, and all published names must agree: otherwise
-        # the order of the copies in `load` decides which value the model gets.
+        # Tied weights share storage. One name of each storage is enough, and all published names must agree. Otherwise
+        # the order of the copies in `load` would decide which value the model gets.
         given: dict[int, str] = {}
         for name, value in state.items():
             if value.shape != own[name].shape:
@@ -273,16 +279,18 @@ class SlotDecoder:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy `state` into the model's weights. Raises UsageError before the first copy.
 
-        KV of the old weights stays in the slots: the caller must drop or recompute it."""
+        KV of the old weights stays in the slots, so the caller must drop or recompute it."""
         self.check(state)
         own: dict[str, Tensor] = self.model.state_dict()
-        # Copy in place: the tensors of a state dict share storage with the parameters, and tied weights stay tied.
+        # The weights are copied in place, because the tensors of a state dict share storage with the parameters. Tied
+        # weights stay tied.
         for name, value in state.items():
             own[name].copy_(value)
 
     @torch.inference_mode()
     def _geometry(self) -> tuple[int, int, int]:
-        """(layers, key-value heads, head size), read from the tensors that the attention layers pass to a cache."""
+        """Return (layers, key-value heads, head size), read from the tensors that the attention layers pass to a
+        cache."""
         probe = DynamicCache()
         self._logits(1, input_ids=self._there(np.zeros((1, 1), dtype=np.int64)), past_key_values=probe, use_cache=True)
         shapes = {(one.keys.shape, one.values.shape) for one in probe.layers}  # type: ignore[union-attr]
@@ -304,7 +312,7 @@ class SlotDecoder:
         whole = begun = then = NOTHING
         axes = None if self.vision is None else self.vision.positions((), n)
         if self.vision is not None:
-            # The first token has a feature, and rotary positions jump behind it as behind a picture.
+            # The first token has a feature, and rotary positions jump after it as they do after a picture.
             features = self._embed(self._there(ids[:1, 1:2])).detach()
             whole = Seen(None, np.where(np.arange(n) > 0, -1, 0)[None], features)
             begun = whole._replace(where=np.full_like(prompt, -1))
@@ -327,7 +335,7 @@ class SlotDecoder:
         # The tolerance is relative to the range of the logits. An untrained model has logits so small that an absolute
         # tolerance would not detect a wrong mask.
         tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
-        # `not <=` and not `>`: NaN must fail too.
+        # The condition is `not <=` instead of `>`, because NaN must fail too.
         if not off <= tolerance:
             raise UnsupportedModel(
                 f"{type(self.model).__name__}: logits through the slot cache differ from the plain "

@@ -1,6 +1,6 @@
 """Loads a model and its tokenizer from a directory in Hugging Face format, and selects the device.
 
-A name that isn't a directory is one of the hub (`tapes/common/hub.py`). The loader runs no code from a model's files.
+A name that isn't a directory refers to the hub (`tapes/common/hub.py`). The loader runs no code from a model's files.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ ModelT = TypeVar("ModelT", bound="torch.nn.Module")
 
 
 LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of transformers' `from_pretrained`. Without the second it asks on the terminal whether to execute the code
-that a model folder names."""
+"""Arguments of transformers' `from_pretrained`. Without the second one, it asks on the terminal whether to execute the
+code that a model folder names."""
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A causal language model, with or without trained adapters (peft), its tokenizer, and its vision."""
+    """A causal language model, with or without trained adapters (peft), its tokenizer, and its vision support."""
 
     model: PreTrainedModel
     """A transformers model, or a peft model with the same interface."""
     tokenizer: PreTrainedTokenizerFast
     vision: Vision | None = None
-    """What the model reads of pictures; None for a model of text."""
+    """How the model reads pictures, or None for a text model."""
 
 
 def load_pretrained(
@@ -66,7 +66,7 @@ def load_pretrained(
 
     Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
     folder or device is missing, if the folder has no usable model, or if the model reads more than text and its family
-    is unknown or not proven. Raises Corrupt as `check_folder`, and MissingExtra for native video without
+    is unknown or not proven. Raises Corrupt like `check_folder`, and MissingExtra if native video is used without
     torchvision."""
     from ...vision.families import family_of, prove_vision
 
@@ -100,7 +100,8 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: Vide
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(str(folder), **LOADING)
-            # Read first: AutoModelForCausalLM loads many a vision model without its tower, and without an error.
+            # The family is read first, because AutoModelForCausalLM loads many vision models without their tower, and
+            # raises no error.
             auto = AutoModelForImageTextToText if family_of(config, folder, video) else AutoModelForCausalLM
             loaded: Any = auto.from_pretrained(
                 str(folder),
@@ -126,7 +127,7 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: Vide
 
 
 def _base_of(folder: Path) -> str | None:
-    """The folder of the base model if `folder` holds adapters; None if it holds a whole model."""
+    """Return the folder of the base model if `folder` holds adapters, or None if it holds a whole model."""
     about = folder / ADAPTERS
     if not about.is_file():
         return None
@@ -146,7 +147,7 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _adapted(model: Any, folder: str | Path) -> Any:
-    """The model with the adapters in `folder`. The adapters stay separate as in training, and are not merged."""
+    """Return the model with the adapters in `folder`. They stay separate, as in training, and are not merged."""
     try:
         from peft import PeftModel
     except ModuleNotFoundError as error:
@@ -158,8 +159,8 @@ def _adapted(model: Any, folder: str | Path) -> Any:
 
 
 def device_of(name: str) -> torch.device:
-    """The device with that name, such as `cpu`, `cuda` or `cuda:1`. `auto` selects the GPU if torch finds one, and
-    the CPU otherwise. Raises UsageError if torch can't use the device."""
+    """Return the device with that name, such as `cpu`, `cuda` or `cuda:1`. `auto` selects the GPU if torch finds one,
+    and the CPU otherwise. Raises UsageError if torch can't use the device."""
     import torch
 
     if name == "auto":
@@ -208,9 +209,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 def load_pictures(
     folder: str | Path, tokenizer: PreTrainedTokenizerFast, video: VideoTokens = "frames"
 ) -> Vision | None:
-    """What the model in `folder` reads of pictures, without its weights. None for a model of text, of a family that is
-    not one of `FAMILIES`, and for a folder with a tokenizer alone. Raises UnsupportedVision, MissingExtra as
-    `load_pretrained`."""
+    """Return how the model in `folder` reads pictures, without loading its weights. Return None for a text model, for a
+    family that is not in `FAMILIES`, and for a folder that has only a tokenizer. Raises UnsupportedVision and
+    MissingExtra like `load_pretrained`."""
     from ...vision.families import FAMILIES
 
     folder = model_folder(folder)
@@ -224,10 +225,11 @@ def load_pictures(
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) of names, dtypes, shapes and bytes of all weights. A tied weight counts under each of its names."""
+    """Return the SHA-256 (hex) of the names, dtypes, shapes and bytes of all weights. A tied weight counts under each
+    of its names."""
     import torch
 
-    # In the order of names: the order of a state dict depends on how the model was built.
+    # The weights are sorted by name, because the order of a state dict depends on how the model was built.
     digest = hashlib.sha256()
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()

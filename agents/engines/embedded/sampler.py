@@ -1,7 +1,7 @@
 """Samples one token per row from random numbers that depend only on (seed, position).
 
-A counter-based generator has no state. A row therefore gets the same random numbers in any batch, in any slot and after
-any number of evictions. The sampler inverts the CDF of float64 probabilities.
+The generator is counter-based and has no state. A row therefore gets the same random numbers in any batch, in any slot
+and after any number of evictions. The sampler inverts the CDF of float64 probabilities.
 
 Limit: the logits of one row differ in their last bits with the shape of the batch. A random number within about 1e-7 of
 a boundary of the CDF may therefore select the neighbouring token. The log-prob stays exact for the sampled token.
@@ -19,12 +19,13 @@ _MASK = (1 << 64) - 1
 
 
 def as_seed(seed: int) -> int:
-    """`seed` as an unsigned 64-bit value; wider or negative integers wrap."""
+    """Return `seed` as an unsigned 64-bit value. Wider or negative integers wrap around."""
     return seed & _MASK
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One float64 in [0, 1) per (seed, position): SplitMix64 over the counter, from a start that is a hash of the seed.
+    """Return one float64 in [0, 1) for each (seed, position). It is SplitMix64 over the counter, from a start that is a
+    hash of the seed.
 
     Without the hash, two seeds that differ by a multiple of the golden-ratio constant give streams that are shifts of
     each other.
@@ -48,19 +49,21 @@ def draw(
     top_p: NDArray[np.float64] | None = None,
     top_k: NDArray[np.int64] | None = None,
 ) -> tuple[list[int], list[float]]:
-    """Token ids and their log-probs for `logits` (rows, vocabulary), float32.
+    """Return token ids and their log-probs for float32 `logits` (rows, vocabulary).
 
     A log-prob is log softmax(logits / temperature) of the sampled id over the whole vocabulary. `top_p` and `top_k`
-    restrict the candidates and don't change the log-prob; 1.0 and 0 disable them for a row. Temperature 0 selects the
-    first of the largest logits, with the log-prob at temperature 1. A row without finite probabilities gets NaN.
+    restrict the candidates and don't change the log-prob. The values 1.0 and 0 disable them for a row. Temperature 0
+    selects the first of the largest logits, with the log-prob at temperature 1. A row without finite probabilities gets
+    NaN.
     """
     greedy = temperature == 0.0
     scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(logits.device)
-    # float64: a float32 cumulative sum over a whole vocabulary rounds small probabilities away.
+    # The sum is in float64, as a float32 cumulative sum over a whole vocabulary rounds small probabilities away.
     p = torch.softmax(logits.double() / scale[:, None], dim=-1)
     kept = p if top_p is None or top_k is None else _filtered(p, top_p, top_k)
     cdf = kept.cumsum(-1)
-    # Scale by the last value of the CDF: it is below 1 after filtering, and differs from 1 by rounding otherwise.
+    # The target is scaled by the last value of the CDF, which is below 1 after filtering and otherwise differs from 1
+    # by rounding.
     target = torch.from_numpy(uniform).to(logits.device)[:, None] * cdf[:, -1:]
     # right=True skips tokens of probability 0, whose CDF equals the previous token's.
     ids = torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[-1] - 1)
@@ -72,17 +75,17 @@ def draw(
 
 
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
-    """`p` with zeros outside each row's candidates.
+    """Return `p` with zeros outside each row's candidates.
 
     The candidates are the smallest set among the `top_k` most probable tokens whose share reaches `top_p`."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]
     sorted_p = sorted_p * (rank < most)
-    # Probability of all tokens ranked above each token, normalised over the `top_k` tokens.
+    # This is the probability of all tokens ranked above each token, normalised over the `top_k` tokens.
     before = (sorted_p / sorted_p.sum(-1, keepdim=True)).cumsum(-1).roll(1, -1)
     before[:, 0] = 0.0
     limit = torch.from_numpy(top_p).to(p.device)[:, None]
-    # Rank 0 always stays: a row without a candidate has no CDF.
+    # Rank 0 always stays, because a row without a candidate has no CDF.
     sorted_p = sorted_p * ((before < limit) | (limit >= 1.0) | (rank == 0))
     return torch.zeros_like(p).scatter_(1, order, sorted_p)

@@ -1,7 +1,7 @@
 """A chat model small enough for a test: a character-level tokenizer with a chat template and an untrained transformer.
 
 The functions create both without a download, and `save_pretrained` works as for any other model. A message costs one
-role token, its characters and one end token: on a CPU, each token costs noticeable time.
+role token, one token per character and one end token, since each token takes noticeable time on a CPU.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ _SHAPES: dict[str, tuple[int, int, int, int]] = {
 
 
 def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
-    """A tokenizer: special tokens, then one token per character of `alphabet`. Its chat template shows tools."""
+    """Return a tokenizer with the special tokens and one token per character of `alphabet`. Its chat template shows
+    tools."""
     try:
         from tokenizers import AddedToken, Tokenizer, decoders, models
         from transformers import PreTrainedTokenizerFast
@@ -66,9 +67,9 @@ def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
 def tiny_model(
     tokenizer: PreTrainedTokenizerFast, size: Size = "small", *, seed: int = 0, context: int = 512
 ) -> LlamaForCausalLM:
-    """An untrained float32 Llama below a million parameters, with tied embeddings. Equal arguments give equal models.
+    """Return an untrained float32 Llama with tied embeddings. Equal arguments give equal models.
 
-    With `char_tokenizer`: micro 24 k, tiny 0.10 M, small 0.34 M, base 0.77 M parameters.
+    With `char_tokenizer`, micro has 24 k parameters, tiny 0.10 M, small 0.34 M and base 0.77 M.
     """
     try:
         import torch
@@ -92,7 +93,7 @@ def tiny_model(
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=pad,
-        # With the usual 0.02, a model of this width spends its first hundred updates on larger weights.
+        # With the usual 0.02, a model of this width spends its first hundred updates on growing its weights.
         initializer_range=0.1,
     )
     # fork_rng restores the global generator, so a new model doesn't change the caller's random numbers.
