@@ -1,4 +1,4 @@
-"""Engines: the protocol of what samples tokens, scripted answers, and several models in one episode.
+"""Engines: the protocol for sampling tokens, an engine with scripted answers, and one for several models in an episode.
 
-The protocol imports `tapes` alone. The folders below it hold the engines that run a model.
+The protocol imports only `tapes`. The subpackages contain the engines that run a model.
 """

@@ -1,7 +1,7 @@
-"""check_engine: tests an engine against the interface in `engine.py` and reports what its author should fix.
+"""`check_engine` tests an engine against the interface in `engine.py` and reports what its author should fix.
 
-It sends a few short requests, alone and at once, cancels one, replaces the weights where it may, and closes the engine.
-Failures of the engine are reported as findings; they never raise and never hang the caller.
+It sends a few short requests, one at a time and concurrently, cancels one, replaces the weights if it may, and closes
+the engine. Failures of the engine are reported as findings. They never raise and never hang the caller.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ CHECKS = {
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
-"""Check -> what holds when it is ok. They are made in this order."""
+"""Check -> what holds if it is ok. The checks run in this order."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
 """The version under which `weights` are synced."""
 TEXTS = "the engine gives texts without ids"
 TURNS = 5
-"""Turns of the event loop that a request gets before it is cancelled: enough to reach an engine in this process."""
+"""Turns of the event loop before a request is cancelled, enough for the request to reach an engine in this process."""
 
 
 class EngineReport(CheckReport):
     """The result of `check_engine`."""
 
     engine: str
-    """Class name."""
+    """Name of the engine's class."""
     trainable: bool
-    """It declares the capabilities that training needs, and has their members."""
+    """Whether the engine declares the capabilities that training needs, and has their members."""
     tokens: int
-    """Sampled by all requests of the check."""
+    """Number of tokens sampled by all requests of the check."""
 
     def __str__(self) -> str:
         kind = "can be trained" if self.trainable else "samples only"
@@ -70,10 +70,10 @@ def check_engine(
     timeout: float = 60.0,
     seed: int = 0,
 ) -> EngineReport:
-    """Test an engine, or the one that a class or (async) function without arguments makes. The engine is closed.
+    """Test an engine, or the one that a class or (async) function without arguments creates, and close it.
 
-    messages: the conversation that all requests continue. weights: a state dict to sync; None skips that check.
-    trainable: report capabilities of a `TrainableEngine` that are missing. timeout: seconds that each call may take.
+    All requests continue the conversation in `messages`. `weights` is a state dict to sync, and None skips that check.
+    With `trainable`, missing capabilities of a `TrainableEngine` are reported. Each call may take `timeout` seconds.
     The check runs in its own event loop and thread, so it can be called from anywhere. It can't test an engine that
     already runs in another event loop.
     """
@@ -81,7 +81,8 @@ def check_engine(
         raise UsageError(f"timeout is {timeout} and max_tokens {max_tokens}; both must be above 0")
     check = _Check(engine, tuple(messages), weights, trainable, max_tokens, timeout, seed)
     started = time.perf_counter()
-    # A daemon thread: a call that blocks the event loop can't be interrupted, and must not keep the process alive.
+    # It is a daemon thread, as a call that blocks the event loop can't be interrupted and must not keep the process
+    # alive.
     thread = threading.Thread(target=lambda: asyncio.run(check.run()), name="check_engine", daemon=True)
     thread.start()
     thread.join(timeout * 12)
@@ -106,7 +107,7 @@ class _Stop(Exception):
 
 @dataclass
 class _Check:
-    """Each check is the method `_NAME`: it finds faults, or returns the reason why there was nothing to check."""
+    """Runs the checks. Each one is the method `_NAME`, which finds faults or returns why there was nothing to check."""
 
     made: Any
     messages: tuple[Message, ...]
@@ -220,7 +221,7 @@ class _Check:
                     f"{when}, the same seed gave {list(completion.ids or ())[:8]} instead of "
                     f"{list(self.first.ids)[:8]}: draw each token from the request's seed and the token's position "
                     "alone",
-                    # A server's kernels may depend on the batch: recorded runs still replay from their tapes.
+                    # A server's kernels may depend on the batch. Recorded runs can still be replayed from their tapes.
                     warning=True,
                 )
         return None
@@ -234,7 +235,7 @@ class _Check:
             await asyncio.sleep(0)
         if asking.done():
             if not asking.cancelled():
-                asking.exception()  # retrieved: an error here shows in the other checks
+                asking.exception()  # this retrieves the exception, and an error here shows in the other checks
             return "complete never waits, so that nothing can be cancelled"
         asking.cancel()
         await asyncio.wait({asking}, timeout=self.timeout)

@@ -1,4 +1,4 @@
-"""ScriptedEngine: returns written answers, for examples, tests and demonstrations."""
+"""`ScriptedEngine` returns prepared answers, for examples, tests and demonstrations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ScriptedEngine:
     """Returns the answers in order, or the result of a function of the request.
 
     With a renderer, the answers are recorded as tokens, including the token that ends the turn. No model sampled these
-    tokens, so they have no log-probs: they suit imitation (SFT) and not reinforcement learning.
+    tokens, so they have no log-probs. They are suitable for imitation (SFT) and not for reinforcement learning.
     """
 
     name = "scripted"
@@ -41,7 +41,7 @@ class ScriptedEngine:
             text = self._policy(request)
         else:
             assert self._answers is not None
-            # Answers follow the order of requests. Concurrent episodes need a function, which sees the conversation.
+            # Answers follow the order of requests. Concurrent episodes need a function, since it sees the conversation.
             try:
                 text = next(self._answers)
             except StopIteration:
@@ -50,7 +50,7 @@ class ScriptedEngine:
         return Completion(text=text)
 
     def forget(self, cache_key: str) -> None:
-        """No effect: the engine has no KV cache."""
+        """Do nothing, because the engine has no KV cache."""
 
     async def close(self) -> None:
-        """No effect: the engine holds no resources."""
+        """Do nothing, because the engine holds no resources."""

@@ -1,8 +1,8 @@
-"""TeamEngine: several models on one tape, an engine for each agent path, behind one `Engine`.
+"""`TeamEngine` combines an engine for each agent path into one `Engine`, so that a tape can have several models.
 
-The path of the agent that asks selects the engine: its own, or its nearest ancestor's, or the one under the empty
-path. A tape has one tokenizer and one chat template, so all engines that have a renderer must have the same.
-Answers of an engine without a renderer are recorded in the tokens of the others.
+The path of the agent that asks selects the engine under its own path, under its nearest ancestor's, or under the empty
+path. A tape has one tokenizer and one chat template, so all engines with a renderer must have the same ones. Answers of
+an engine without a renderer are recorded in the tokens of the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class TeamStats:
     """Sums over the engines of a team."""
 
     busy_seconds: float
-    """Busy time of all engines that measure it; can exceed the wall time, since engines work at the same time."""
+    """Busy time of all engines that measure it. It can exceed the wall time, since engines work at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class TeamAbsence:
 
     @property
     def seconds(self) -> float:
-        """Their sum, which exceeds the wall time where several wait at once."""
+        """The sum of all waits, which exceeds the wall time if several engines wait at once."""
         return sum(part.seconds for part in self.parts)
 
     async def over(self) -> None:
@@ -59,7 +59,7 @@ class TeamAbsence:
 def check_sight(engine: Engine, shows: str | None) -> None:
     """Raise UsageError if a run shows pictures, and `engine`, or an engine of the team, can't see.
 
-    shows: as `LoadedSetup.shows`."""
+    `shows` is as in `LoadedSetup.shows`."""
     for one in engine.engines.values() if isinstance(engine, TeamEngine) else [engine]:
         if "pictures" not in one.can:
             refuse_pictures(one.name, shows)
@@ -74,8 +74,8 @@ def refuse_pictures(name: str, shows: str | None) -> None:
 class TeamEngine:
     """`TeamEngine({"match/white": white, "match/black": black})`: an `Engine` for a rollout of several agents.
 
-    The first engine is the lead: it takes the weights that the loop syncs. The weights of the other engines change only
-    by their own `sync_weights`. `lent`: engines that stay open when the team is closed.
+    The first engine is the lead and takes the weights that the loop syncs. The weights of the other engines change only
+    by their own `sync_weights`. The engines in `lent` stay open when the team is closed.
     """
 
     name = "team"
@@ -87,7 +87,7 @@ class TeamEngine:
             )
         self.engines = dict(engines)
         self.lead = next(iter(self.engines.values()))
-        # One engine may answer for several paths; by id, because engines need not be hashable.
+        # One engine may answer for several paths. Engines are compared by id, because they need not be hashable.
         self._distinct = list({id(engine): engine for engine in self.engines.values()}.values())
         self._lent = {id(engine) for engine in lent}
         check_writing({path: engine.renderer for path, engine in self.engines.items()})
@@ -98,11 +98,12 @@ class TeamEngine:
         if any("absence" in engine.can for engine in self._able):
             can.add("absence")
         self.can = frozenset(can)
-        """`weights`: of the lead. `pictures`: all engines accept them. `absence`: an engine waits for servers."""
+        """`weights` is the lead's capability. `pictures` means that all engines accept them, and `absence` that at
+        least one engine waits for servers."""
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer that all engines with a renderer share; None if none has one."""
+        """The renderer that all engines with a renderer share, or None if no engine has one."""
         return next((engine.renderer for engine in self._distinct if engine.renderer is not None), None)
 
     @property
@@ -112,12 +113,12 @@ class TeamEngine:
 
     @property
     def stats(self) -> TeamStats:
-        """Sums over the engines that measure."""
+        """Sums over the engines that measure their busy time."""
         return TeamStats(sum(engine.stats.busy_seconds for engine in self._able if "stats" in engine.can))
 
     @property
     def version(self) -> str:
-        """Version of the lead's weights; empty if the lead takes no weights."""
+        """Version of the lead's weights. It is empty if the lead takes no weights."""
         return cast(CapableEngine, self.lead).version if "weights" in self.lead.can else ""
 
     @property
@@ -131,7 +132,7 @@ class TeamEngine:
         return TeamAbsence([one for engine in self._distinct if (one := absence_of(engine)) is not None])
 
     def of(self, path: str) -> Engine:
-        """The engine that answers for the agent at `path`. Raises EngineError without one."""
+        """Return the engine that answers for the agent at `path`. Raises EngineError if there is no such engine."""
         above = path
         while above not in self.engines:
             if not above:
@@ -142,7 +143,7 @@ class TeamEngine:
         return self.engines[above]
 
     async def complete(self, request: Request) -> Completion:
-        """The completion of the engine for `request.path`, with that engine's name in `Completion.engine`."""
+        """Return the completion of the engine for `request.path`, with that engine's name in `Completion.engine`."""
         engine = self.of(request.path)
         on_partial = request.on_partial
 
@@ -153,13 +154,13 @@ class TeamEngine:
         return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
-        """New weights for the lead's engine. UsageError if the lead takes no weights."""
+        """Replace the weights of the lead. Raises UsageError if the lead takes no weights."""
         if "weights" not in self.lead.can:
             raise UsageError(f"The team's lead, {self.lead.name}, takes no weights: lead with an engine that does")
         await cast(CapableEngine, self.lead).sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
-        """In every engine: the key doesn't say which engine held the conversation."""
+        """Forget the key in every engine, because it doesn't say which engine held the conversation."""
         for engine in self._distinct:
             engine.forget(cache_key)
 
@@ -171,13 +172,13 @@ class TeamEngine:
 
 
 def lead_of(engine: Engine) -> Engine:
-    """The engine whose weights the loop replaces: a team's lead, or `engine` itself."""
+    """Return the engine whose weights the loop replaces, which is a team's lead or `engine` itself."""
     return engine.lead if isinstance(engine, TeamEngine) else engine
 
 
 def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
-    """Raise UsageError if renderers, by the names of their engines, differ in tokenizer or chat template. None fits
-    all."""
+    """Raise UsageError if the renderers differ in tokenizer or chat template. They are given by the names of their
+    engines. None is compatible with every renderer."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)
         for name, renderer in renderers.items()

@@ -1,4 +1,4 @@
 """Chat templates and tokens: how a conversation becomes prompt ids, and how sampled ids become text.
 
-Imports `tapes` alone.
+The package imports only `tapes`.
 """

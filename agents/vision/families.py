@@ -302,9 +302,9 @@ def family_of(
 ) -> type[QwenVision | TiledVision] | None:
     """Return the family of a model by its configuration, or None for a text model.
 
-    Raises UnsupportedVision, which names the folder, if the model reads more than text and its family is unknown. With
-    native video, raises like `check_native`. This check is needed because transformers has text-only classes for many
-    models with a vision tower, and loads them without a warning.
+    Raises UnsupportedVision, which names the folder, if the model has an encoder, or if it reads more than text and its
+    family is unknown. With native video, raises like `check_native`. This check is needed because transformers has
+    text-only classes for many models with a vision tower, and loads them without a warning.
     """
     kind = config.model_type
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}

@@ -45,7 +45,7 @@ class NativeVideo(ABC):
 
     @property
     def about(self) -> list[JsonValue]:
-        """Return everything that determines the pixels of frames."""
+        """Everything that determines the pixels of frames."""
         import torchvision  # pyright: ignore[reportMissingImports]
 
         settings = json.loads(self.processor.to_json_string())

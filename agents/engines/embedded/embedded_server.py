@@ -88,7 +88,7 @@ class EngineServer(HttpService):
         await self.engine.close()
 
     def routes(self) -> Iterator[web.RouteDef]:
-        """The routes of vLLM's server that `connect` uses."""
+        """Return the routes of vLLM's server that `connect` uses."""
         answers: dict[str, Callable[[web.Request], Any]] = {
             "/health": lambda _: {},
             "/version": lambda _: {"version": f"tapereel {installed('tapereel')}"},

@@ -1,7 +1,7 @@
 """Connects to vLLM or SGLang servers and returns one `RemoteEngine` for all of them.
 
-`probe` measures what the servers can do. This module chooses how they receive new weights, and raises an error with
-the remedy when they can't receive them in the configured way.
+`probe` measures what the servers can do. This module chooses how they receive new weights, and raises an error with the
+remedy if they can't receive them in the configured way.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
-"""Version of an engine whose servers have different weights, as after a restart of one server. The first weight sync
-replaces it."""
+"""Version of an engine whose servers have different weights, for example after one server was restarted. The first
+weight sync replaces it."""
 
 __all__ = ["connect", "probe"]
 
@@ -43,11 +43,11 @@ async def connect(
     """Return an engine that samples from the servers of `config`, or from `servers`, which it then owns.
 
     `weights` allows weight syncs. A server that was left paused is then resumed, and servers with different weights
-    are accepted: the first weight sync makes their weights equal. `adapters` has the settings for `publish: lora`.
-    Waits, for at most `config.patience` seconds, until all servers answer.
+    are accepted: the first weight sync makes their weights equal. `adapters` has the settings for `publish: lora`. The
+    call waits, for at most `config.patience` seconds, until all servers answer.
 
-    Raises EngineError if a server is unreachable or unfit, or this process can't send weights to it. The servers are
-    then closed."""
+    Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. The
+    servers are then closed."""
     servers = servers or [Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in config.urls]
     if not servers:
         raise ValueError(f"engine.urls is {config.urls!r} and no servers are passed: name at least one address")
@@ -76,16 +76,16 @@ async def _connected(
     adapters: AdapterConfig | None,
     servers: Sequence[Server],
 ) -> RemoteEngine:
-    """As `connect`, without the wait for servers that don't answer."""
+    """Like `connect`, without waiting for servers that don't answer."""
     adapted = weights and config.publish == "lora"
     syncs = await _syncs(config, servers, weights)
     if weights:
-        # Resume paused servers before the probe: a trainer that died during a weight sync leaves its servers
+        # Paused servers are resumed before the probe. A trainer that died during a weight sync leaves its servers
         # paused, and a paused server can't answer the probe.
         for sync in syncs:
             await sync.free()
     found = [await probe(server, renderer) for server in servers]
-    # Servers of one engine must agree in everything that a tape records or a check reads, as the log-prob mode.
+    # Servers of one engine must agree in everything that a tape records or a check reads, such as the log-prob mode.
     kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
     if len(kinds) > 1:
         raise EngineError(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
@@ -116,7 +116,7 @@ async def _connected(
         return RemoteEngine(
             servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=weights
         )
-    # The way `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
+    # `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
     if version.startswith(UNKNOWN):
         raise EngineError(f"the weights under the adapters would be {version!r}: restart {list(servers)}")
     return AdapterEngine(
@@ -125,8 +125,8 @@ async def _connected(
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
-    """Return the control routes of each server. Raises EngineError for a way that this kind of server doesn't
-    support."""
+    """Return the control routes of each server. Raises EngineError if this kind of server doesn't support the
+    configured way to receive weights."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
     if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):

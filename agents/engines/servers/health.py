@@ -20,7 +20,7 @@ AVOIDED = 10.0
 
 @dataclass(slots=True)
 class RemoteStats:
-    """Sums since the engine was made."""
+    """Sums since the engine was created."""
 
     requests: int = 0
     tokens: int = 0
@@ -28,20 +28,20 @@ class RemoteStats:
     refused: int = 0
     """Answers with status 429 or 503 whose request was repeated."""
     failed: int = 0
-    """Requests that raised an error in the end, after all repeats."""
+    """Requests that finally raised an error, after all repeats."""
     cancelled: int = 0
     """Requests that their caller cancelled."""
     publishes: int = 0
     """Completed weight syncs."""
     busy_seconds: float = 0.0
-    """Wall time in seconds in which at least one request was in flight."""
+    """Wall time in seconds during which at least one request was in flight."""
     timers: dict[str, float] = field(default_factory=dict)
     """Seconds by activity: `request` (summed over concurrent requests), `publish`, its steps `publish/pause`,
     `publish/update`, ..., and `sleep`, `wake`."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds of the `with` block to the timer `name`, also when the block raises."""
+        """Add the seconds spent in the `with` block to the timer `name`, even if the block raises."""
         began = time.perf_counter()
         try:
             yield
@@ -60,21 +60,21 @@ class Wellness:
         self._coming: Counter[int] = Counter()
 
     def lost(self, server: Server) -> None:
-        """A request to the server failed: avoid it for `AVOIDED` seconds."""
+        """Avoid the server for `AVOIDED` seconds, because a request to it failed."""
         self._until[id(server)] = time.monotonic() + AVOIDED
 
     def reached(self, server: Server) -> None:
-        """The server answered: use it again at once."""
+        """Use the server again at once, because it answered."""
         self._until.pop(id(server), None)
 
     def best(self, servers: Sequence[Server]) -> Server:
-        """Return the server for a new conversation: the healthy one with the fewest requests in flight, or the one with
-        the fewest of all when none is healthy."""
+        """Return the server for a new conversation. It is the healthy server with the fewest requests in flight, or if
+        no server is healthy, the one with the fewest of all."""
         now = time.monotonic()
         well = [server for server in servers if self._until.get(id(server), now) <= now]
         best = min(well or servers, key=lambda server: server.in_flight + self._coming[id(server)])
         # `in_flight` grows only when the request's task runs, in the event loop's next turn. `_coming` counts the
-        # choice until then: otherwise all conversations that start in this turn would choose the same server.
+        # choice until then. Otherwise all conversations that start in this turn would choose the same server.
         self._coming[id(best)] += 1
         asyncio.get_running_loop().call_soon(self._coming.subtract, (id(best),))
         return best

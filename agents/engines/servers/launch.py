@@ -1,9 +1,9 @@
 """Starts a local vLLM server with the flags that make its answers training data, and stops all of its processes.
 
-The server listens on loopback by default. Any other address requires an API key from the caller; on loopback a
-new key is made, since every user of a machine can connect to its loopback addresses. vLLM's own check of the key leaves
-routes open, among them those that receive weights. So vLLM loads our middleware (`request_checks.Guard`), which asks
-for the key on every route and refuses web pages. The weight routes are enabled (`control`) on loopback only.
+The server listens on loopback by default. Any other address requires an API key from the caller. On loopback a new key
+is created, because every user of a machine can connect to its loopback addresses. vLLM's own check of the key leaves
+some routes open, including those that receive weights. Therefore vLLM loads our middleware (`request_checks.Guard`),
+which requires the key on every route and refuses web pages. The weight routes are enabled (`control`) on loopback only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from .shared_memory import remember, sweep
 log = logger("launch")
 
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
-"""vLLM flags that `options` must not contain: they decide the model, and who reaches the server with which key."""
+"""vLLM flags that `options` must not contain, because they determine the model, and who can reach the server with which
+key."""
 GUARD = "tapereel_request_checks"
-"""The name of the module by which vLLM imports our checks of requests. Its interpreter may lack this package."""
+"""The module name under which vLLM imports our checks of requests, since its interpreter may lack this package."""
 TRANSFER = [
     "--worker-extension-cls",
     "tapereel.agents.engines.weights.vllm_worker.Extension",
@@ -49,10 +50,11 @@ TRANSFER = [
 ]
 """Flags that load the weight-transfer backend of `vllm_worker`."""
 SIGHT = ["--allowed-media-domains", "none.invalid", "--limit-mm-per-prompt", '{"image": 256}']
-"""The server fetches no URL of a picture: no host has a name in `.invalid`. A prompt has at most this many."""
+"""These flags keep the server from fetching the URL of a picture, since no host has a name in `.invalid`. They also
+limit the number of pictures in a prompt."""
 PIL = ["--mm-processor-kwargs", '{"use_fast": false}']
-"""The server resizes by Pillow, as the local processor does. For families whose pictures are not sent in their final
-size (`PictureTokens.fitted`). SmolVLM's video processor refuses the newer name, `backend`."""
+"""These flags make the server resize with Pillow, as the local processor does. They are for families whose pictures are
+not sent in their final size (`PictureTokens.fitted`). SmolVLM's video processor refuses the newer name, `backend`."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `--max-lora-rank`."""
 LORA_SLOTS = 4
@@ -66,7 +68,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that starts this server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""Becomes the server, and has it end when the process that started it ends, also by SIGKILL."""
+"""This program becomes the server, which then ends when the process that started it ends, even by SIGKILL."""
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
@@ -74,7 +76,7 @@ print(*(f"{found.name}-{found.version}" for found in distributions() if (found.n
 
 
 def lora_flags(rank: int) -> list[str]:
-    """Return the flags for adapters of that rank. ValueError for a rank above the maximum of vLLM."""
+    """Return the flags for adapters of that rank. Raises ValueError if the rank is above vLLM's maximum."""
     room = next((room for room in LORA_RANKS if room >= rank), None)
     if room is None:
         raise ValueError(f"LoRA rank {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}")
@@ -82,7 +84,7 @@ def lora_flags(rank: int) -> list[str]:
 
 
 def flags_of(options: Mapping[str, JsonValue]) -> list[str]:
-    """Return options such as `{"max_model_len": 8192}` as vLLM's command line has them: `--max-model-len 8192`."""
+    """Return options such as `{"max_model_len": 8192}` in the form of vLLM's command line: `--max-model-len 8192`."""
     flags = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -113,10 +115,10 @@ class LocalServer:
         patience: float = 600.0,
     ) -> None:
         """`python` is the interpreter that has vLLM. `options` are additional flags of the vLLM server. `control`
-        enables the routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend;
-        the interpreter then needs this package too. `lora_rank` reserves room for adapters of that rank. `port` 0 means
-        a free port. The server's output goes to `log` (default: a temporary file). `start` fails when the server
-        isn't up within `patience` seconds. ValueError for an unsafe or contradictory combination."""
+        enables the routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend,
+        for which the interpreter needs this package too. `lora_rank` reserves memory for adapters of that rank. `port`
+        0 means a free port. The server's output goes to `log`, by default a temporary file. `start` fails if the server
+        isn't up within `patience` seconds. Raises ValueError if the combination is unsafe or contradictory."""
         if not is_loopback(host) and key_variable is None:
             raise ValueError(
                 f"a server at {host} can be reached by others: name the environment variable with its API "
@@ -145,11 +147,11 @@ class LocalServer:
         self._python, self._control, self._options = python, control, tuple(options)
         self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
         self._ways = [*(TRANSFER if transfer else ()), *(lora_flags(lora_rank) if lora_rank is not None else ())]
-        """Flags of the ways `transfer` and `lora` to receive weights. The way `reload` needs no flags."""
+        """Flags for receiving weights by `transfer` or `lora`. Receiving them by `reload` needs no flags."""
         self._lora = lora_rank is not None
         self._key = new_token() if key_variable is None else check_token(os.environ[key_variable])
         self.token_file: str | None = None
-        """The file by which clients of this user find the key, while the server runs; None for a key of the caller."""
+        """The file in which clients of this user find the key while the server runs. None if the caller gave a key."""
         self._guard: tempfile.TemporaryDirectory[str] | None = None
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -162,7 +164,8 @@ class LocalServer:
 
     @property
     def command(self) -> list[str]:
-        """The command line that starts the server. It contains no API key: `ps` shows command lines to all users."""
+        """The command line that starts the server. It contains no API key, because `ps` shows command lines to all
+        users."""
         words = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm"]
         words += ["--logprobs-mode", "processed_logprobs", "--middleware", f"{GUARD}.Guard"]
@@ -172,8 +175,8 @@ class LocalServer:
 
     @cached_property
     def _whole_prompts(self) -> list[str]:
-        """Flags that disable chunked prefill on vLLM's CPU build; empty for other builds. The CPU build crashes on a
-        chunked prompt of a seeded request, because it can't rewind the random generator."""
+        """Flags that disable chunked prefill on vLLM's CPU build. The list is empty for other builds. The CPU build
+        crashes on a chunked prompt of a seeded request, because it can't rewind the random generator."""
         device = {**os.environ, **self._environment}.get("VLLM_TARGET_DEVICE")
         if device is None:
             asked = subprocess.run([self._python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0)
@@ -196,7 +199,7 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Raise EngineError when the address is in use. Without this check `_up` would accept the health answer of
+        """Raise EngineError if the address is in use. Without this check, `_up` would accept the health answer of
         another server at the same address."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,7 +212,8 @@ class LocalServer:
                 ) from error
 
     def _spawn(self) -> None:
-        """Start the process in a new session: it leads a process group, so `stop` can signal it and its children."""
+        """Start the process in a new session. It then leads a process group, so `stop` can signal it and its
+        children."""
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -221,7 +225,7 @@ class LocalServer:
             "VLLM_API_KEY": self._key,
             "TAPEREEL_GUARDED": self.host,
         }
-        # A folder of its own: vLLM must not import any other module of this package by its bare name.
+        # The module gets its own folder, since vLLM must not import any other module of this package by its bare name.
         self._guard = tempfile.TemporaryDirectory(prefix="tapereel-vllm-")
         shutil.copy(request_checks.__file__, Path(self._guard.name) / f"{GUARD}.py")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (self._guard.name, environment.get("PYTHONPATH"))))
@@ -236,11 +240,12 @@ class LocalServer:
             env=environment,
             start_new_session=True,
         )
-        # The new session doesn't end with this process: without this, an exit that skips `stop` leaves vLLM running.
+        # The new session doesn't end with this process, so an exit that skips `stop` would otherwise leave vLLM
+        # running.
         atexit.register(self.stop)
 
     async def _up(self) -> None:
-        """Wait until `/health` answers. Raises EngineError when the process ends or `patience` is over."""
+        """Wait until `/health` answers. Raises EngineError if the process ends or `patience` is over."""
         assert self._process is not None
         server = Server(self.url, key_variable=self._key_variable)
         deadline = time.monotonic() + self._patience
@@ -277,7 +282,7 @@ class LocalServer:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of a server that ended by itself; None while it runs, or where it was not started."""
+        """The exit code of a server that ended by itself, or None if it is running or was not started."""
         return self._process.poll() if self._process is not None else None
 
     def wait(self) -> int:
@@ -287,7 +292,7 @@ class LocalServer:
         return self._process.wait()
 
     def stop(self, grace: float = 20.0) -> None:
-        """Stop the server and its child processes: SIGTERM first, SIGKILL after `grace` seconds."""
+        """Stop the server and its child processes with SIGTERM, and with SIGKILL after `grace` seconds."""
         if self._process is None:
             return
         for signal, wait in ((15, grace), (9, 10.0)):
@@ -305,7 +310,7 @@ class LocalServer:
         drop_token(self.url, self._key)
         if self._guard is not None:
             self._guard.cleanup()
-        sweep()  # what a killed vLLM left; one that ends in order leaves nothing
+        sweep()  # deletes what a killed vLLM left behind; a vLLM that exits normally leaves nothing
         atexit.unregister(self.stop)
         if self._log is not None:
             self._log.close()
@@ -326,7 +331,7 @@ class OwnServer(Server):
         self._local = local
 
     def ended(self) -> str | None:
-        """The exit code and the last output of the server, which no other process starts again."""
+        """Return the exit code and the last output of a server that ended, since no other process starts it again."""
         code = self._local.exit_code
         return None if code is None else f"vLLM ended with exit code {code}; it printed:\n{self._local.printed(2000)}"
 
@@ -337,6 +342,6 @@ class OwnServer(Server):
 
 
 def _is_ours(word: str) -> bool:
-    """Whether `word` is a flag in `OURS`, in any spelling that vLLM accepts: `--api_key=`, or a prefix as `--hos`."""
+    """Return whether `word` is a flag in `OURS` in any spelling that vLLM accepts, such as `--api_key=` or `--hos`."""
     name = word.partition("=")[0].replace("_", "-")
     return len(name) > len("--h") and any(flag.startswith(name) for flag in OURS)

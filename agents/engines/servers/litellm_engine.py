@@ -329,7 +329,7 @@ class LiteLLMEngine:
         )
 
     def _priced(self) -> bool:
-        """Whether litellm knows the model's prices."""
+        """Return whether litellm knows the model's prices."""
         try:
             info = self._litellm.get_model_info(self._model)
         except Exception:  # litellm raises a plain Exception for an unknown model

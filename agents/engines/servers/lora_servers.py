@@ -1,11 +1,11 @@
 """LoRA adapters on vLLM servers: each version is an adapter under its own name, and the base weights never change.
 
-Contract. The adapter that is current when a request is sent samples the whole completion. So a weight sync pauses no
-server, leaves no stale KV cache, and a completion has one span. An old adapter is unloaded when no request uses it. A
-failed publish raises an error and leaves the current version in use.
+Contract. The adapter that is current when a request is sent samples the whole completion. Therefore a weight sync
+pauses no server and leaves no stale KV cache, and a completion has one span. An old adapter is unloaded when no request
+uses it. A failed publish raises an error and leaves the current version in use.
 
-The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft: an
-adapter is a folder in peft's format.
+The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft, because
+an adapter is just a folder in peft's format.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _OWN = ("lora_A", "lora_B")
 
 
 def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapter weights of a peft model's state dict, under the names of a peft adapter file. ValueError when
-    the state has no adapters."""
+    """Return the adapter weights in a peft model's state dict, under the names of a peft adapter file. Raises
+    ValueError if the state has no adapters."""
     found = {
         name.replace(".default.", "."): tensor
         for name, tensor in state.items()
@@ -55,7 +55,7 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConfig, base: Path) -> None:
     """Write the adapters of `state` to `folder` in peft's format.
 
-    The files are written to a partial folder that is renamed at the end: a crash never leaves half an adapter at
+    The files are written to a partial folder that is renamed at the end, so a crash never leaves half an adapter at
     `folder`."""
     from safetensors.torch import save_file
 
@@ -86,7 +86,7 @@ def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConf
 
 
 class AdapterEngine(RemoteEngine):
-    """Samples from vLLM servers with one LoRA adapter per version. Made by `connect` for `publish: lora`."""
+    """Samples from vLLM servers with one LoRA adapter per version. Created by `connect` for `publish: lora`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class AdapterEngine(RemoteEngine):
         syncs: Sequence[WeightSync],
         adapters: AdapterConfig | None = None,
     ) -> None:
-        """Like `RemoteEngine`. `version` is the servers' name of the base weights."""
+        """See `RemoteEngine`. `version` is the servers' name for the base weights."""
         super().__init__(
             servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=True
         )
@@ -114,10 +114,10 @@ class AdapterEngine(RemoteEngine):
         """Folder of each adapter that the servers have loaded, by version."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
-        """Sample new requests with the adapters in `state`; requests in flight keep the adapter that they began with.
+        """Sample new requests with the adapters in `state`. Requests in flight keep the adapter that they began with.
 
-        Raises ValueError before anything changes. Raises PublishFailed when a server can't load the adapter: the
-        previous version stays current, and the engine continues to sample."""
+        Raises ValueError before anything changes. Raises PublishFailed if a server can't load the adapter. The previous
+        version then stays current, and the engine continues to sample."""
         self._check_version(version)
         if mode not in ("drain", "abort"):
             raise ValueError(
@@ -130,8 +130,8 @@ class AdapterEngine(RemoteEngine):
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))
             with self.stats.timed("publish"):
                 await self._load(version, folder)
-            # All servers have the adapter before it becomes current. In the other order, a request could reach a server
-            # that doesn't know the adapter yet.
+            # All servers must have the adapter before it becomes current. Otherwise a request could reach a server that
+            # doesn't know the adapter yet.
             self._versions[version] = len(self._versions)
             self._loaded[version] = folder
             self.version = self._current = version
@@ -141,7 +141,7 @@ class AdapterEngine(RemoteEngine):
             await self._unload_idle()
 
     async def close(self) -> None:
-        """Unload the adapters and close the connections; requests in flight fail."""
+        """Unload the adapters and close the connections. Requests in flight fail."""
         try:
             for version in self._loaded:
                 for server in self._servers:
@@ -153,8 +153,8 @@ class AdapterEngine(RemoteEngine):
             await super().close()
 
     async def _load(self, version: str, folder: Path) -> None:
-        """Load the adapter on all servers, or on none. Raises PublishFailed after it has unloaded the adapter from the
-        servers that had loaded it: otherwise a retry of the same version would fail there."""
+        """Load the adapter on all servers, or on none. On failure, the adapter is unloaded from the servers that had
+        loaded it, because a retry of the same version would otherwise fail there. Then raises PublishFailed."""
         body = {"lora_name": version, "lora_path": str(folder)}
         results = await asyncio.gather(
             *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
@@ -194,13 +194,14 @@ class AdapterEngine(RemoteEngine):
                 raise
 
     async def _control(self, server: Server, route: str, body: dict[str, str]) -> None:
-        # A new connection: completions may occupy the whole pool. `plain`: these routes answer with text, not JSON.
+        # A new connection is used, as completions may occupy the whole pool. These routes answer with plain text, not
+        # JSON.
         await server.post(route, body, seconds=self._config.control_seconds, fresh=True, plain=True)
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        # Read once: a publish may change `_current` while the request is in flight. At its end, the count of the
-        # adapter that it used must go down, or that adapter would never be unloaded.
+        # `_current` is read once, since a publish may change it while the request is in flight. When the request ends,
+        # the count of the adapter that it used must decrease, or that adapter would never be unloaded.
         name = self._current
         if name is None:
             yield self.capabilities.model, self.version

@@ -1,9 +1,9 @@
 """Measures what a server can do before the first token is recorded, and raises an error with the remedy.
 
 The probe finds the kind of server, the route that returns token ids, whether answers name weight versions, and whether
-the server receives weights. No route reports the log-prob mode, so the probe measures it. The gap between the two
-likeliest tokens grows tenfold at temperature 0.1 when log-probs are from after temperature. The gap is the same at both
-temperatures when log-probs are from before temperature.
+the server receives weights. No route reports the log-prob mode, so the probe measures it. If log-probs are computed
+after temperature is applied, the gap between the two likeliest tokens is ten times larger at temperature 0.1. If they
+are computed before it, the gap is the same at both temperatures.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 SHARP = 0.1
-"""Temperature of the second measurement; the first one uses temperature 1."""
+"""Temperature of the second measurement. The first one uses temperature 1."""
 LISTED = 5
-"""Number of log-probs requested. The measurement needs two; the sampled token may replace the last listed one."""
+"""Number of log-probs requested. The measurement needs two, and the sampled token may replace the last listed one."""
 REFUSED = (401, 403, 404, 405, 501)
-"""HTTP statuses with which servers answer on a disabled or missing route."""
+"""HTTP statuses with which servers answer for a disabled or missing route."""
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
@@ -51,8 +51,8 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
         try:
             answer = await answered(server, dialect, body)
         except ServerFailed as error:
-            # Only a disabled route leads to the next dialect. Falling back after a passing error, as a timeout, would
-            # choose a worse dialect for the whole run.
+            # Only a disabled route leads to the next dialect. Falling back after a transient error, such as a timeout,
+            # would choose a worse dialect for the whole run.
             if error.status not in REFUSED:
                 raise
             refused.append(str(error))
@@ -79,7 +79,7 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
 
 
 async def kind_of(server: Server) -> str:
-    """Return kind and version of the server: `vLLM ...` or `SGLang ...`. Raises EngineError."""
+    """Return the kind and version of the server, as `vLLM ...` or `SGLang ...`. Raises EngineError."""
     for kind, route in (("vLLM", "/version"), ("SGLang", "/server_info")):
         try:
             return f"{kind} {field(await server.get(route, seconds=30.0), 'version')}"
@@ -93,7 +93,7 @@ async def kind_of(server: Server) -> str:
 
 
 def _question(renderer: Renderer, temperature: float, content: object = "1") -> Request:
-    """Return the probe's request: a short prompt, one token, a fixed seed."""
+    """Return the probe's request, with a short prompt, one token and a fixed seed."""
     messages: list[Any] = [{"role": "user", "content": content}]
     found = renderer.prompt(messages)
     return Request(
@@ -106,7 +106,7 @@ def _question(renderer: Renderer, temperature: float, content: object = "1") -> 
 
 
 async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str) -> bool:
-    """Whether the server reads a picture. Raises EngineError if it reads one as other tokens than ours."""
+    """Return whether the server reads a picture. Raises EngineError if it reads one as other tokens than ours."""
     picture = await Picture.read(np.arange(48 * 80 * 3).astype(np.uint8).reshape(48, 80, 3))
     request = replace(_question(renderer, 1.0, [image_of(picture)]), picture=lambda _: picture.data or b"")
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
@@ -124,8 +124,9 @@ async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str
 async def _logprobs_mode(
     server: Server, dialect: Dialect, renderer: Renderer, model: str
 ) -> Literal["processed", "raw"]:
-    """Measure whether log-probs are from after (`processed`) or before (`raw`) temperature. Raises EngineError when
-    the two gaps fit neither mode. The tolerance, 2 % plus 1e-4 nats, covers rounding between two forward passes."""
+    """Measure whether log-probs are computed after (`processed`) or before (`raw`) temperature is applied. Raises
+    EngineError if the two gaps fit neither mode. The tolerance, 2 % plus 1e-4 nats, covers rounding between two forward
+    passes."""
     gap, sharp = [await _gap(server, dialect, _question(renderer, t), model) for t in (1.0, SHARP)]
     for mode, expected in (("processed", gap / SHARP), ("raw", gap)):
         if abs(sharp - expected) <= 0.02 * abs(expected) + 1e-4:
@@ -148,7 +149,7 @@ async def _gap(server: Server, dialect: Dialect, request: Request, model: str) -
 
 
 async def _takes_weights(server: Server) -> bool:
-    """Whether the server names its weight version; this is the sign that its weight routes are enabled."""
+    """Return whether the server names its weight version, which shows that its weight routes are enabled."""
     try:
         return await weight_version(server) is not None
     except EngineError:

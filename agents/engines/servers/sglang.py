@@ -1,8 +1,8 @@
 """SGLang's dialect, `/generate` with token ids in and token ids out, and SGLang's routes for new weights.
 
-Written from the published wheel of SGLang 0.5.23 and tested against the shapes in that wheel. It was not run against a
-server, which needs a GPU. SGLang returns log-probs from after temperature, as a tape holds them; vLLM does so only with
-`--logprobs-mode processed_logprobs`.
+The module was written from the published wheel of SGLang 0.5.23 and tested against the shapes in that wheel. It was not
+run against a server, which needs a GPU. SGLang computes log-probs after temperature is applied, as a tape requires.
+vLLM does so only with `--logprobs-mode processed_logprobs`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SGLangGenerate:
             "min_new_tokens": min(sampling.barring, sampling.max_tokens),
             "stop_token_ids": list(stops),
             **({"ignore_eos": True} if sampling.ignore_eos else {}),
-            # SGLang gets the low 31 bits: requests whose seeds differ only above bit 30 sample with the same seed.
+            # SGLang gets the low 31 bits, so requests whose seeds differ only above bit 30 sample with the same seed.
             "sampling_seed": request.seed & (2**31 - 1),
             **sampling.extra,
         }
@@ -100,9 +100,9 @@ class SGLangWeights:
         await self.server.get("/model_info", seconds=self._seconds)
 
     async def free(self) -> None:
-        """Resume a server that a dead trainer left paused. Does nothing when the server isn't SGLang.
+        """Resume a server that a dead trainer left paused. Does nothing if the server isn't SGLang.
 
-        SGLang has no route that says whether it is paused; resuming a server that isn't paused changes nothing. The
+        SGLang has no route that says whether it is paused, but resuming a server that isn't paused changes nothing. The
         version is trustworthy after an interrupted sync, because one request sets weights and version together."""
         try:
             await self._post("/continue_generation", {})
@@ -117,10 +117,10 @@ class SGLangWeights:
         await self._post("/pause_generation", {"mode": way})
 
     async def start(self) -> None:
-        """Does nothing: reloading from a folder has no start step."""
+        """Do nothing, because reloading from a folder has no start step."""
 
     async def update(self, folder: Path) -> None:
-        # Only remembered: `finish` loads it, since SGLang takes weights and version in one request.
+        # The folder is only remembered. `finish` loads it, since SGLang takes weights and version in one request.
         self._folder = folder
 
     async def finish(self, version: str, mode: PublishMode) -> None:
@@ -140,11 +140,11 @@ class SGLangWeights:
         await self._post("/continue_generation", {})
 
     async def abandon(self, version: str) -> None:
-        # Abort and rename before the server resumes: no completion may continue on weights that have no known version.
+        # The server aborts and renames before it resumes, as no completion may continue on weights of unknown version.
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": True})
         await self._post("/continue_generation", {})
 
-    # Sleep frees the KV cache and the CUDA graphs; the weights stay. These routes answer with text.
+    # Sleep frees the KV cache and the CUDA graphs, but not the weights. These routes answer with text.
 
     async def release(self) -> None:
         await self._post("/release_memory_occupation", {"tags": SLEEPS}, plain=True)
@@ -157,7 +157,8 @@ class SGLangWeights:
             await self._post("/resume_memory_occupation", {"tags": SLEEPS}, plain=True)
 
     async def _post(self, route: str, body: Json, *, plain: bool = False) -> None:
-        """Post on a new connection. SGLang reports some failures with status 200 and `success: false`: BadAnswer."""
+        """Post on a new connection. Raises BadAnswer for failures that SGLang reports with status 200 and `success:
+        false`."""
         answer = await self.server.post(route, body, seconds=self._seconds, fresh=True, plain=plain)
         if isinstance(answer, dict) and answer.get("success") is False:
             raise BadAnswer(f"{self.server}{route}: {answer.get('message')}")

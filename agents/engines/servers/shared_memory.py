@@ -1,9 +1,10 @@
-"""Shared memory that a killed vLLM leaves: its segments in /dev/shm outlive its processes, hundreds of MiB each time.
+"""Deletes the shared memory that a killed vLLM leaves in /dev/shm, which takes hundreds of MiB each time.
 
-`remember` notes the segments and semaphores of a running server, in a file of this user. `sweep` deletes noted ones
-that no process maps any more; another program's are in no note. Linux only: elsewhere both do nothing.
+`remember` writes the segments and semaphores of a running server to a note, a file of this user. `sweep` deletes those
+that no process maps any more. It never deletes another program's, since no note contains them. Both work on Linux only
+and do nothing elsewhere.
 
-A process that made a semaphore maps it by a name that is gone already, so inodes are compared, not names.
+A process that created a semaphore maps it by a name that no longer exists, so inodes are compared and not names.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ def _notes() -> Path:
 
 
 def remember(session: int) -> None:
-    """Note the segments that the processes of that session map now; Raises OSError if the note can't be written."""
+    """Note the segments that the processes of that session map now. Raises OSError if the note can't be written."""
     noted, used = {}, _mapped(session)
     for path in SHARED_MEMORY.iterdir() if used else ():
-        with contextlib.suppress(FileNotFoundError):  # deleted at this moment
+        with contextlib.suppress(FileNotFoundError):  # it was deleted at this moment
             if path.lstat().st_ino in used:
                 noted[str(path)] = _identity(str(path))
     if noted:
@@ -34,16 +35,16 @@ def remember(session: int) -> None:
 
 
 def sweep() -> list[str]:
-    """Delete the noted segments that no process maps; returns their names."""
+    """Delete the noted segments that no process maps, and return their names."""
     swept = []
     used = _mapped(None) if _notes().is_dir() else set()
     for note in _notes().glob("*.json"):
         try:
             noted = json.loads(note.read_text())
         except (OSError, ValueError):
-            continue  # another start of ours writes it at this moment, or has read it
+            continue  # another process of ours is writing it at this moment, or has read it
         for name, identity in noted.items():
-            # A name alone proves nothing: another program may have a segment of this name by now.
+            # A name alone proves nothing, because another program may have a segment of this name by now.
             with contextlib.suppress(OSError):
                 if identity[1] not in used and _identity(name) == identity:
                     os.unlink(name)
@@ -59,7 +60,8 @@ def _identity(name: str) -> list[int]:
 
 
 def _mapped(session: int | None) -> set[int]:
-    """Inodes of the files in shared memory that processes map or hold open; of one session, or of all (None).
+    """Return the inodes of files in shared memory that processes map or hold open. `session` restricts the processes to
+    one session, and None includes all.
 
     Processes of other users can't be read. Segments have the mode 0600, so those processes can't map them."""
     return {

@@ -4,8 +4,8 @@
 the chat template and returns the prompt ids, which must equal the ids of the local renderer. Its answers are streamed,
 so a cancelled request keeps the tokens sampled so far without an abort route.
 
-Pure functions over JSON values, written for vLLM 0.32 and 0.33. Requests contain every sampling parameter: the model's
-generation_config.json would otherwise set the missing ones.
+The module has pure functions over JSON values, written for vLLM 0.32 and 0.33. Requests contain every sampling
+parameter, because the model's generation_config.json would otherwise set the missing ones.
 """
 
 from __future__ import annotations
@@ -46,23 +46,24 @@ def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
 
 
 SCORING_ROUTE = "/v1/completions"
-"""The route that gives log-probs of a prompt: every vLLM has it."""
+"""The route that returns the log-probs of a prompt. Every vLLM server has it."""
 
 
 def scoring(model: str, ids: Sequence[int]) -> Json:
-    """The body of a request for the log-probs of `ids`, at temperature 1. vLLM samples a token too, at the least."""
+    """Return the body of a request for the log-probs of `ids` at temperature 1. vLLM always samples at least one
+    token."""
     return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
 def scoring_shown(body: Json) -> Json:
-    """`Generate.body` of a request with pictures, extended to ask for the log-probs of its prompt too."""
+    """Extend `Generate.body` of a request with pictures so that it also asks for the log-probs of its prompt."""
     return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "prompt_logprobs": 0}}
 
 
 @reader
 def scored(answer: object, ids: Sequence[int]) -> array[float]:
-    """The log-probs of `ids[1:]` in the answer to `scoring` or `scoring_shown`. Raises BadAnswer if they are missing,
-    or of other ids."""
+    """Return the log-probs of `ids[1:]` in the answer to `scoring` or `scoring_shown`. Raises BadAnswer if they are
+    missing or belong to other ids."""
     whole = cast(_Said, answer).get("prompt_logprobs")
     found = whole if whole is not None else field(answer, "choices", 0, "prompt_logprobs")
     return array("f", [checked_logprob(field(found, k, str(ids[k]), "logprob"), k) for k in range(1, len(ids))])
@@ -75,10 +76,10 @@ class _VLLM:
     streams = False
     tells = False
     names_ids = False
-    """Whether each log-prob of an answer names its token id."""
+    """Whether each log-prob in an answer names its token id."""
     abort_route = "/abort_requests"
     abort_id: str
-    """vLLM's name of a request; `{}` stands for our request id."""
+    """vLLM's name for a request, in which `{}` stands for our request id."""
 
     @reader
     def parse(self, answer: object) -> Sampled:
@@ -98,7 +99,7 @@ class _VLLM:
             prompt_tokens=usage.get("prompt_tokens"),
             cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             prompt=choice.get("prompt_token_ids") or whole.get("prompt_token_ids"),
-            # A server that streams has rendered the messages itself: without prompt ids, the prompt is unverified.
+            # A server that streams has rendered the messages itself, so the prompt is unverified without prompt ids.
             prompt_needed=self.streams,
             places=(whole.get("mm_placeholders") or {}).get("image"),
         )
@@ -122,7 +123,7 @@ class Generate(_VLLM):
     abort_id = "generate-tokens-{}"
 
     def __init__(self, renderer: Renderer | None = None) -> None:
-        """`renderer` renders requests with pictures. None: no request has any."""
+        """`renderer` renders requests with pictures. It may be None if no request has any."""
         self._pictures = None if renderer is None else renderer.pictures
         self._marker = None if renderer is None else renderer.marker
 
@@ -138,8 +139,8 @@ class Generate(_VLLM):
         }
 
     def _shown(self, request: Request, prompt: array[int]) -> Json:
-        """The fields of a request with pictures. The server expands the first marker for the first picture, and so on:
-        a sampled marker before a picture would take its place."""
+        """Return the fields of a request with pictures. The server expands the first marker for the first picture, and
+        so on, so a sampled marker before a picture would be mistaken for the picture's own."""
         assert request.picture is not None
         assert self._pictures is not None
         ids, parts, end = list[int](), list[Json](), 0
@@ -156,7 +157,7 @@ class Generate(_VLLM):
                     f"put the picture {place.media[0]} there, not at {place.offset}; the embedded engine can continue"
                 )
             ids += [*between, self._marker]
-            # No id or hash of ours: the server would take another picture from its cache for it.
+            # The picture gets no id or hash of ours, by which the server would take another picture from its cache.
             png = self._pictures.fitted(place, request.picture(place.media[0]))
             parts.append({"type": "image_url", "url": f"data:image/png;base64,{base64.b64encode(png).decode()}"})
             end = place.end
@@ -203,7 +204,7 @@ class Chat(_VLLM):
     abort_id = "chatcmpl-{}"
 
     def __init__(self, template_kwargs: Mapping[str, object] | None = None) -> None:
-        """`template_kwargs` come from the local renderer: both sides must render with the same arguments."""
+        """`template_kwargs` come from the local renderer, because both sides must render with the same arguments."""
         self._template_kwargs = dict(template_kwargs or {})
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
@@ -221,7 +222,7 @@ class Chat(_VLLM):
             **sampling_parameters(request, stops),
         }
         if request.tools:
-            # The server needs the tools for its template. `none` disables its parser: the local renderer parses calls.
+            # The server needs the tools for its template. `none` disables its parser, since calls are parsed locally.
             body |= {"tools": list(request.tools), "tool_choice": "none"}
         if self._template_kwargs:
             body["chat_template_kwargs"] = self._template_kwargs

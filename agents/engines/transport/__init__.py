@@ -1,4 +1,5 @@
-"""Carries requests to a model server: HTTP, server-sent events, errors marked as worth a retry, checks of each answer.
+"""Carries requests to a model server by HTTP and server-sent events, checks each answer, and marks errors worth a
+retry.
 
-Imports the engine protocol and the packages below `agents`.
+The package imports the engine protocol and the packages below `agents`.
 """

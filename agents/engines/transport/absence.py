@@ -1,8 +1,8 @@
 """Servers that don't answer: how long requests wait for them, and when a run stops.
 
-Every request of an engine shares one `Absence`. While no request is answered, all of them wait and try again, for at
-most `patience` seconds; `EngineStopped` then ends the run. A request that alone fails for so long, while others are
-answered, fails alone.
+All requests of an engine share one `Absence`. While no request is answered, all of them wait and try again, for at most
+`patience` seconds. After that, `EngineStopped` ends the run. If only one request fails for that long while others are
+answered, only this request fails.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ NOTICE = 1.0
 REMINDER = 30.0
 """Seconds between two messages about one absence."""
 _SPENT = re.compile(r"insufficient[_ ]quota|exceeded your current quota|billing|credit balance", re.IGNORECASE)
-"""Matches errors of a spent budget, to which some providers give the status of a rate limit (429), or 400."""
+"""Matches errors about a spent budget, to which some providers give the status of a rate limit (429), or 400."""
 _FLAGGED = re.compile(r"moderation|flagged|content.?(policy|filter)|safety", re.IGNORECASE)
-"""Matches errors about the content of one request; some providers give them the status of a rejected key (403)."""
+"""Matches errors about the content of one request, to which some providers give the status of a rejected key (403)."""
 
 
 def stop_reason(status: int | None, text: str) -> StopReason | None:
-    """Why no later request can succeed either, by the HTTP status and the text of an error. None: one may succeed."""
+    """Return why no later request can succeed either, judging by the HTTP status and the text of an error. Return None
+    if one may succeed."""
     if status == 402 or (status in (400, 403, 429) and _SPENT.search(text)):
         return "budget"
     if status == 401 or (status == 403 and not _FLAGGED.search(text)):
@@ -40,27 +41,28 @@ def stop_reason(status: int | None, text: str) -> StopReason | None:
 
 
 class Absence:
-    """The clock of one engine. All requests share it, within one event loop."""
+    """Measures how long an engine gets no answer. All its requests share this object, within one event loop."""
 
     def __init__(self, patience: float, *, backoff: float = 0.05, longest: float = 5.0) -> None:
-        """`backoff` is the first wait between two tries in seconds, before jitter; it doubles up to `longest`."""
+        """`backoff` is the first wait between two tries in seconds, before jitter. The wait doubles up to `longest`."""
         self.patience, self.backoff, self.longest = patience, backoff, longest
         self.since: float | None = None
-        """`time.monotonic()` of the first failure after the last answer; None while requests are answered."""
+        """`time.monotonic()` of the first failure after the last answer, or None while requests are answered."""
         self._total = 0.0
         self._next_notice = 0.0
         self._noticed = False
         self._trying = 0
-        """Requests that failed and will try again."""
+        """Number of requests that failed and will try again."""
         self._moved = asyncio.Event()
 
     @property
     def seconds(self) -> float:
-        """Seconds in which requests were sent and none was answered, up to now. It only grows."""
+        """Seconds up to now during which requests were sent and none was answered. It never decreases."""
         return self._total + (0.0 if self.since is None else time.monotonic() - self.since)
 
     async def over(self) -> None:
-        """Wait while failed requests try again. Without any, return at once: the caller's request is then the try."""
+        """Wait while failed requests try again. If there are none, return at once, so that the caller's request is the
+        next try."""
         while self.since is not None:
             self._moved.clear()
             await self._moved.wait()
@@ -69,7 +71,7 @@ class Absence:
 
     @contextmanager
     def request(self) -> Iterator[Tries]:
-        """The tries of one request: `failed` after each failure, `answered` after an answer."""
+        """Yield the tries of one request. Call `failed` after each failure, and `answered` after an answer."""
         tries = Tries(self)
         try:
             yield tries
@@ -77,7 +79,7 @@ class Absence:
             tries.end()
 
     def end(self) -> None:
-        """A request was answered, or none tries any more."""
+        """End the absence, because a request was answered or because no request is trying any more."""
         if self.since is None:
             return
         gone = time.monotonic() - self.since
@@ -88,7 +90,8 @@ class Absence:
         self._moved.set()
 
     def begin(self, now: float) -> float:
-        """A request failed at `now`. Returns the seconds without an answer."""
+        """Begin an absence at `now`, when a request failed, unless one has begun. Returns the seconds without an
+        answer."""
         if self.since is None:
             self.since, self._noticed, self._next_notice = now, False, now + NOTICE
         return now - self.since
@@ -107,7 +110,7 @@ class Absence:
 
 
 class Tries:
-    """The tries of one request. Made by `Absence.request`."""
+    """The tries of one request. Created by `Absence.request`."""
 
     def __init__(self, absence: Absence) -> None:
         self._absence = absence
@@ -117,12 +120,13 @@ class Tries:
 
     @property
     def alone(self) -> bool:
-        """Whether other requests were answered since this one failed first, or answered last."""
+        """Whether other requests were answered since this one first failed, or were the last to be answered."""
         since = self._absence.since
         return since is None or (self._first is not None and since > self._first)
 
     async def failed(self, error: EngineError, *, after: float | None = None) -> None:
-        """The server gave no answer: wait before the next try, for `after` seconds if the server asked for that.
+        """Wait before the next try, because the server gave no answer. The wait takes `after` seconds if the server
+        asked for that.
 
         Raises EngineStopped if no request of the engine was answered for `patience` seconds, and `error` if only this
         one was not."""
@@ -140,22 +144,22 @@ class Tries:
         if left <= 0:
             raise error
         absence.notice(error, now, gone)
-        # Jitter (0.5 to 1.5) spreads requests that failed together, so that they don't return together.
+        # Jitter (0.5 to 1.5) spreads out requests that failed together, so that they don't return together.
         wait = after if after is not None else self._pause * random.uniform(0.5, 1.5)
         self._pause = min(self._pause * 2, absence.longest)
         await asyncio.sleep(min(wait, left, absence.patience - gone))
 
     def answered(self) -> None:
-        """The server answered this request, or refused it for a reason that lies with the request."""
+        """Note that the server answered this request, or refused it for a reason in the request itself."""
         self._absence.end()
         self.end()
 
     def end(self) -> None:
-        """This request tries no more."""
+        """Note that this request won't try again."""
         if self._first is None:
             return
         self._first, self._absence._trying = None, self._absence._trying - 1
         if not self._absence._trying:
-            # No request waits any more. Seconds from now on don't count as an absence, or a later failure would stop
+            # No request waits any more. Seconds from now on must not count as an absence, or a later failure would stop
             # the run.
             self._absence.end()

@@ -1,6 +1,6 @@
-"""One server over HTTP with JSON: finite timeouts, bounded answers, and errors that say whether a retry can help.
+"""Talks to one server over HTTP with JSON, with finite timeouts and answers of bounded size.
 
-`Server` sends each request once. It never retries: `ServerFailed.retry` tells the caller whether a retry can help.
+`Server` sends each request once and never retries. `ServerFailed.retry` tells the caller whether a retry can help.
 `RemoteEngine` repeats requests to a busy server. The agent's model interface (`LLM`) retries after the engine's errors.
 
 The API key is read from the environment at each request. No error message contains it.
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 AGAIN = (408, 429, 500, 502, 503, 504)
 """HTTP statuses after which the same request may succeed."""
 NO_ROUTE = (403, 404, 405)
-"""HTTP statuses with which a server answers on a route that it lacks or has turned off."""
+"""HTTP statuses with which a server answers for a route that it lacks or has turned off."""
 HINTS = {
     401: f"; is the API key right? {HOW_FOUND}",
     403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
@@ -48,21 +48,21 @@ class ServerFailed(EngineError):
     def __init__(self, message: str, *, retry: bool, status: int | None = None, after: float | None = None) -> None:
         super().__init__(message, retry=retry)
         self.status = status
-        """The HTTP status; None when no status came, as after a failed connection or a timeout."""
+        """The HTTP status, or None if there was no status, for example after a failed connection or a timeout."""
         self.after = after
-        """Seconds to wait before a retry, from the `Retry-After` header; None without that header."""
+        """Seconds to wait before a retry, from the `Retry-After` header, or None without that header."""
         self.slow = False
-        """True for a timeout: the server may be away, or still computing this answer."""
+        """Whether the error is a timeout. The server may then be away, or still be computing this answer."""
 
     @property
     def busy(self) -> bool:
-        """True when the server is healthy but accepts no request now: it is paused or full (429, 503)."""
+        """Whether the server is healthy but accepts no request now, because it is paused or full (429, 503)."""
         return self.status in (429, 503)
 
     @property
     def away(self) -> bool | None:
-        """Whether the server is away: it can't be reached, or accepts no request now. None: away, or at fault in this
-        request alone (a timeout, 408, 500)."""
+        """Whether the server is away, so that it can't be reached or accepts no request now. None if the server may be
+        away or may have failed only for this request (a timeout, 408, 500)."""
         if self.slow or self.status in (408, 500):
             return None
         return self.retry
@@ -73,7 +73,7 @@ class Server:
 
     def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0):
         """`key_variable` names the environment variable with the API key. `seconds` is the default timeout of a
-        request. ValueError for a `url` that has no http scheme, or that contains a secret."""
+        request. Raises ValueError if `url` has no http scheme or contains a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
         refuse_secret(url, "server address")
@@ -82,7 +82,7 @@ class Server:
         self._key_variable = key_variable
         self._seconds = seconds
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
-        """Key True: each request opens its own connection (`fresh`). Key False: connections are pooled."""
+        """With the key True, each request opens its own connection (`fresh`). With False, connections are pooled."""
 
     def __repr__(self) -> str:
         return self.url
@@ -101,10 +101,10 @@ class Server:
         fresh: bool = False,
         plain: bool = False,
     ) -> object:
-        """Return the JSON answer to a POST; with `plain`, its text. Raises ServerFailed.
+        """Return the JSON answer to a POST, or with `plain` its text. Raises ServerFailed.
 
-        `fresh` opens a new connection. Control requests need it: a server closes pooled connections after some errors,
-        and completions may occupy the whole pool."""
+        `fresh` opens a new connection. Control requests need it, because a server closes pooled connections after some
+        errors, and completions may occupy the whole pool."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:
@@ -112,12 +112,13 @@ class Server:
         the whole answer. Raises ServerFailed."""
         async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
             async for part in _parts(answer.content, f"POST {self.url}{route}"):
-                # Each piece restarts the timeout: a long completion may take longer than `seconds` in total.
+                # Each piece restarts the timeout, because a long completion may take longer than `seconds` in total.
                 bound.reschedule(asyncio.get_running_loop().time() + self._seconds)
                 yield part
 
     async def healthy(self, seconds: float) -> bool:
-        """Whether the server answers on `/health` within `seconds`; an answer of any status below 500 counts."""
+        """Return whether the server answers on `/health` within `seconds`. An answer with any status below 500
+        counts."""
         try:
             await self.get("/health", seconds=seconds)
         except ServerFailed as error:
@@ -125,11 +126,11 @@ class Server:
         return True
 
     def ended(self) -> str | None:
-        """Why the server will never answer again; None if it may."""
+        """Return why the server will never answer again, or None if it may."""
         return None
 
     async def close(self) -> None:
-        """Close all connections; requests in flight fail."""
+        """Close all connections. Requests in flight fail."""
         while self._sessions:
             await self._sessions.popitem()[1].close()
 
@@ -181,7 +182,7 @@ class Server:
         key = self._key(where)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         if method == "POST":
-            headers["Content-Type"] = "application/json"  # also without a body: Tapereel's servers ask for it
+            headers["Content-Type"] = "application/json"  # even without a body: Tapereel's servers require it
         self.in_flight += 1
         try:
             async with (
@@ -215,13 +216,14 @@ class Server:
         except aiohttp.ClientError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
-            # Also after cancellation: servers are chosen by `in_flight`, so a leaked count would starve this server.
+            # This also runs after a cancellation. Servers are chosen by `in_flight`, so a leaked count would starve
+            # this server.
             self.in_flight -= 1
 
     def _open(self, fresh: bool) -> aiohttp.ClientSession:
         if fresh not in self._sessions:
-            # No total timeout here: `_answer` applies one, and aiohttp's default (300 s) would end long completions.
-            # `trust_env=False` ignores HTTP_PROXY and its relatives.
+            # There is no total timeout here, since `_answer` applies one, and aiohttp's default (300 s) would end long
+            # completions. `trust_env=False` ignores HTTP_PROXY and similar variables.
             self._sessions[fresh] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS, force_close=fresh),
                 trust_env=False,
@@ -231,8 +233,8 @@ class Server:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free at `address` now; another process can take it before its use. Raises OSError if this
-    machine doesn't have the address."""
+    """Return a port that is free at `address` now. Another process can take it before it is used. Raises OSError if
+    this machine doesn't have the address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
@@ -254,6 +256,6 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
 
 
 def _short(content: bytes, key: str | None) -> str:
-    """Return the beginning of an answer without secrets: some servers repeat the key that they reject."""
+    """Return the beginning of an answer without secrets, because some servers repeat the key that they reject."""
     text = without_secrets(content[:2000].decode(errors="replace"), [key] if key else ())
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -14,15 +14,15 @@ from ....tapes.common.request_checks import is_loopback
 
 
 def past_proxies(url: str) -> dict[str, str]:
-    """Return the environment variables that make libraries connect to `url` directly. Empty when no proxy applies to
-    `url`, or when `url` isn't on this machine."""
+    """Return the environment variables that make libraries connect to `url` directly. The result is empty if no proxy
+    applies to `url`, or if `url` isn't on this machine."""
     host = urlsplit(url).hostname or ""
     named = getproxies_environment()
     spared = [one.strip() for one in named.pop("no", "").split(",") if one.strip()]
     if not named or not is_loopback(host) or host in spared or "*" in spared:
         return {}
     all_spared = ",".join([*spared, host])
-    # Libraries differ in which spelling they read, and in which of the two wins: both must name the host.
+    # Libraries differ in which spelling they read, and in which of the two wins, so both must name the host.
     return {"NO_PROXY": all_spared, "no_proxy": all_spared}
 
 

@@ -1,6 +1,6 @@
 """Parses server-sent events, and completions that arrive as server-sent events.
 
-`Events` cuts bytes into events; the pieces may end anywhere, inside a UTF-8 character too. `ChunkStream` merges the
+`Events` splits bytes into events. The pieces may end anywhere, even inside a UTF-8 character. `ChunkStream` merges the
 chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both. Neither class
 opens a connection or reads a clock.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from .wire import BadAnswer, Json, reader
 
 LONGEST = 16 << 20
-"""Maximum bytes in the buffer of unparsed bytes: a stream without line ends can't exhaust the memory."""
+"""Maximum number of unparsed bytes in the buffer. It keeps a stream without line ends from exhausting the memory."""
 DONE = "[DONE]"
 
 
@@ -23,7 +23,7 @@ class StreamFailed(BadAnswer):
     def __init__(self, message: str, status: int | None) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status of the error, had it come before the stream began; None when the event names no status."""
+        """HTTP status that the error would have had before the stream began, or None if the event names no status."""
 
 
 class Events:
@@ -35,8 +35,8 @@ class Events:
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """Return the data of the events that `piece` completes. Raises BadAnswer for more than `LONGEST` buffered bytes
-        or for invalid UTF-8."""
+        """Return the data of the events that `piece` completes. Raises BadAnswer if more than `LONGEST` bytes are
+        buffered or if the UTF-8 is invalid."""
         self._rest += piece
         if len(self._rest) > LONGEST:
             raise BadAnswer(f"the stream has an event of more than {LONGEST >> 20} MiB")
@@ -51,8 +51,8 @@ class Events:
         return found
 
     def _line(self) -> str | None:
-        """Remove the first complete line and return it. None: no line is complete. Only complete lines are decoded: the
-        buffer may end inside a UTF-8 character."""
+        """Remove and return the first complete line, or return None if no line is complete. Only complete lines are
+        decoded, because the buffer may end inside a UTF-8 character."""
         ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
         if not ends:
             return None
@@ -119,11 +119,11 @@ class ChunkStream:
         return values
 
     def answer(self, *, cut: bool = False) -> Json:
-        """Return the answer of an unstreamed request. Raises BadAnswer when the stream is incomplete.
+        """Return the answer in the form of an unstreamed request. Raises BadAnswer if the stream is incomplete.
 
-        `cut` means that the caller ended the stream: the partial answer is returned, with finish reason `abort`."""
-        # A connection that closes early looks like an end of stream. Without this check a truncated completion would be
-        # recorded as a finished one.
+        `cut` means that the caller ended the stream. The partial answer is then returned with finish reason `abort`."""
+        # A connection that closes early looks like the end of the stream. Without this check, a truncated completion
+        # would be recorded as a finished one.
         if not cut and not (self.done and "finish_reason" in self._choice):
             raise BadAnswer("the stream broke off before its end")
         ended = {"finish_reason": "abort"} if cut else {}

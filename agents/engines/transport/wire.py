@@ -1,8 +1,8 @@
 """Requests and answers that all token servers have in common, and the checks that make an answer training data.
 
 A `Dialect` builds the JSON body of a request and reads the answer of one kind of server. Every answer passes `sampled`,
-which rejects everything that would train the model on wrong tokens: unequal numbers of log-probs and ids, unknown
-log-probs, version spans with gaps. This module is pure functions over JSON values; it opens no connection.
+which rejects everything that would train the model on wrong tokens, such as unequal numbers of log-probs and ids,
+unknown log-probs, and version spans with gaps. This module has pure functions over JSON values and opens no connection.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
-"""Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob; no sampled token of
-a real model has this log-prob."""
+"""Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob, which no token
+sampled by a real model has."""
 ABOVE_ZERO = 1e-3
 """Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
 
@@ -32,7 +32,7 @@ LATEST = 3600.0
 
 
 Json = dict[str, object]
-"""A JSON object: the body of a request, or an answer."""
+"""A JSON object, which is the body of a request or an answer."""
 P = ParamSpec("P")
 ReadT = TypeVar("ReadT")
 
@@ -45,7 +45,7 @@ class BadAnswer(EngineError, ValueError):
 
 
 def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
-    """Decorator for parsers of answers: a value of an unexpected type, at any depth, raises BadAnswer."""
+    """Decorate a parser of answers so that a value of an unexpected type, at any depth, raises BadAnswer."""
 
     @functools.wraps(read)
     def checked(*args: P.args, **kwargs: P.kwargs) -> ReadT:
@@ -64,39 +64,39 @@ class Sampled:
     """One answer that passed all checks."""
 
     ids: array[int]
-    """Sampled ids (int32), the turn-ending id included."""
+    """Sampled ids (int32), including the turn-ending id."""
     logprobs: array[float]
     """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs`, which the probe
-    measures, tells whether it is from before or after temperature."""
+    measures, tells whether it was computed before or after temperature was applied."""
     spans: tuple[tuple[str, int, int], ...] | None
-    """(version, start, end) over `ids`, half-open, contiguous, covering all of it; None when the answer names no
-    versions."""
+    """(version, start, end) over `ids`. The spans are half-open and contiguous, and cover all ids. None if the answer
+    names no versions."""
     finish: Finish
     usage: Usage
     prompt: array[int] | None = None
-    """Prompt ids (int32) that the server read; None when the answer doesn't contain them."""
+    """Prompt ids (int32) that the server read, or None if the answer doesn't contain them."""
     places: tuple[tuple[int, int], ...] = ()
     """(offset, length) in `prompt` of each picture that the server read, in order."""
 
 
 class Dialect(Protocol):
-    """Request and answer format of one kind of server that continues prompt ids with sampled ids."""
+    """The format of requests and answers for one kind of server that continues prompt ids with sampled ids."""
 
     name: str
-    """Kind of server; the engine's name on each recorded call starts with it."""
+    """Kind of server, with which the engine's name on each recorded call starts."""
     route: str
     """Route to which requests are posted."""
     streams: bool
-    """True: answers always arrive as chunks of a chat completion. False: an answer is one JSON value."""
+    """Whether answers always arrive as chunks of a chat completion. If False, an answer is one JSON value."""
     tells: bool
     """Whether a request can ask for a stream whose chunks name weight versions as an unstreamed answer does."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
-        """Return the JSON body of `request`; the ids in `stops` end the completion."""
+        """Return the JSON body of `request`, with the ids in `stops` ending the completion."""
         ...
 
     def parse(self, answer: object) -> Sampled:
-        """Return the completion in a JSON answer. Raises BadAnswer when the answer isn't a valid completion."""
+        """Return the completion in a JSON answer. Raises BadAnswer if the answer isn't a valid completion."""
         ...
 
     def abort(self, request_id: str) -> tuple[str, Json]:
@@ -109,7 +109,7 @@ class Dialect(Protocol):
         ...
 
     def listed(self, answer: object) -> list[float]:
-        """Return the log-probs listed at the first sampled token. Raises BadAnswer when they are missing."""
+        """Return the log-probs listed at the first sampled token. Raises BadAnswer if they are missing."""
         ...
 
 
@@ -128,9 +128,9 @@ def sampled(
 ) -> Sampled:
     """Check the fields of an answer and return the completion. Raises BadAnswer.
 
-    `versions` is a list of {"version", "start", "end"}, or None when the answer names no versions. `named` has the ids
-    to which the log-probs belong, `prompt` the ids that the server read, and `places` has the {"offset", "length"} of
-    each picture; None when the answer doesn't contain them. `prompt_needed` rejects a `prompt` of None."""
+    `versions` is a list of {"version", "start", "end"}, or None if the answer names no versions. `named` has the ids to
+    which the log-probs belong, `prompt` has the ids that the server read, and `places` has the {"offset", "length"} of
+    each picture. Each of these is None if the answer doesn't contain it. `prompt_needed` rejects a `prompt` of None."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
@@ -161,10 +161,10 @@ def sampled(
 
 
 def same_prompt(request: Request, found: Sampled) -> None:
-    """Raise EngineError, without retry, when the server read another prompt than `request` has: other ids, or pictures
-    at other places. An answer to a request without pictures may lack its prompt ids.
+    """Raise EngineError, without retry, if the server read another prompt than the one in `request`, with other ids or
+    with pictures at other places. An answer to a request without pictures may lack its prompt ids.
 
-    Log-probs are valid only after exactly the recorded prompt; training after another prompt would be silently
+    Log-probs are valid only after exactly the recorded prompt. Training after another prompt would be silently
     wrong."""
     asked, read = request.prompt, found.prompt
     assert asked is not None
@@ -189,16 +189,17 @@ def same_prompt(request: Request, found: Sampled) -> None:
 
 
 def checked_ids(values: Sequence[object], where: str) -> array[int]:
-    """Return the token ids of a JSON answer as int32. Raises BadAnswer for a value that isn't a token id."""
+    """Return the token ids in a JSON answer as int32. Raises BadAnswer if a value isn't a token id."""
     for k, token in enumerate(values):
-        # `bool` is a subclass of `int`: without its own check, JSON `true` would become token id 1.
+        # `bool` is a subclass of `int`, so without this check, JSON `true` would become token id 1.
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise BadAnswer(f"token id {k} of the {where} is {token!r}, not an id")
     return array("i", cast("Sequence[int]", values))
 
 
 def checked_logprob(value: object, k: int) -> float:
-    """Return the log-prob at position `k` in nats, at most 0. Raises BadAnswer for NaN and out-of-range values."""
+    """Return the log-prob at position `k` in nats, which is at most 0. Raises BadAnswer for NaN and values out of
+    range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
     if not FLOOR < value <= ABOVE_ZERO:
@@ -207,8 +208,8 @@ def checked_logprob(value: object, k: int) -> float:
 
 
 def _spans(versions: Any, n: int) -> tuple[tuple[str, int, int], ...] | None:
-    """Return the version spans. Raises BadAnswer unless they cover all `n` tokens in order, without gap or overlap:
-    staleness is computed from the version of each token."""
+    """Return the version spans. Raises BadAnswer unless they cover all `n` tokens in order, without gap or overlap,
+    because staleness is computed from the version of each token."""
     if versions is None:
         return None
     try:
@@ -239,7 +240,8 @@ def _kind(value: Any) -> str:
 
 
 def field(value: object, *path: str | int) -> object:
-    """Return `value[path[0]][path[1]]...` of a JSON answer. Raises BadAnswer, which names the missing place."""
+    """Return `value[path[0]][path[1]]...` of a JSON answer. Raises BadAnswer, which names the place, if it is
+    missing."""
     found: Any = value
     for k, step in enumerate(path):
         try:
@@ -271,7 +273,7 @@ def _call_as_text(call: Json) -> Json:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, at most `LATEST`; None when the header has neither
+    """Return the seconds that a `Retry-After` header asks for, at most `LATEST`. Return None if the header has neither
     seconds nor a date (RFC 9110)."""
     if not value:
         return None

@@ -25,7 +25,7 @@ Part = Literal["weights", "kv_cache"]
 
 
 class Rests(Protocol):
-    """The sleep routes of one server. Each method returns after the server has finished, and raises otherwise."""
+    """The sleep routes of one server. Each method returns after the server has finished, or raises an error."""
 
     async def release(self) -> None:
         """Free the GPU memory that `restore` can bring back."""
@@ -41,14 +41,15 @@ class Rests(Protocol):
 
 
 class Sleeper:
-    """All servers of one engine. They share one state, or the state is `unknown`.
+    """Puts all servers of one engine to sleep and wakes them. They share one state, or the state is `unknown`.
 
     Each method sets `unknown` before its first request. An error or a cancellation therefore never leaves a state that
-    only some servers have reached. The lock serialises the methods: concurrent calls would interleave their steps. A
-    failed step is not retried here; the caller decides."""
+    only some servers have reached. The lock serialises the methods, because concurrent calls would interleave their
+    steps. A failed step is not retried here, since that is the caller's decision."""
 
     def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
-        """`clear_own` frees the GPU memory that this process caches. Default: torch's cache, if torch is loaded."""
+        """`clear_own` frees the GPU memory that this process caches. By default it frees torch's cache, if torch is
+        loaded."""
         self.state: State = "awake"
         self._servers = tuple(servers)
         self._clear_own = clear_own or empty_cache
@@ -63,7 +64,7 @@ class Sleeper:
                 self.state = "asleep"
 
     async def weights(self) -> None:
-        """Go from `asleep` or `unknown` to `weights`. No effect in `awake` and `weights`, which have weights."""
+        """Go from `asleep` or `unknown` to `weights`. Does nothing in `awake` and `weights`, which have weights."""
         async with self._lock:
             if self.state not in ("awake", "weights"):
                 await self._restore("weights", then="weights")
@@ -78,7 +79,8 @@ class Sleeper:
 
     async def _restore(self, part: Part, *, then: State) -> None:
         self.state = "unknown"
-        # Free memory on both sides before any server allocates, otherwise the allocation can run out of GPU memory.
+        # Both sides free memory before any server allocates, since the allocation could otherwise run out of GPU
+        # memory.
         self._clear_own()
         await asyncio.gather(*(server.clear() for server in self._servers))
         await asyncio.gather(*(server.restore(part) for server in self._servers))
@@ -86,8 +88,8 @@ class Sleeper:
 
 
 def empty_cache() -> None:
-    """Return torch's unused cached memory to the GPU. No effect if torch isn't loaded or has no GPU."""
-    # No import: loading torch takes seconds, and a process without torch has nothing to free.
+    """Return torch's unused cached memory to the GPU. Does nothing if torch isn't loaded or has no GPU."""
+    # torch isn't imported, since loading it takes seconds and a process without torch has nothing to free.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

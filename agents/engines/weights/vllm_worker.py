@@ -1,9 +1,9 @@
-"""A weight-transfer backend for vLLM's worker processes: it reads new weights from files.
+"""A weight-transfer backend for vLLM's worker processes, which reads new weights from files.
 
 The server needs the flags `--worker-extension-cls tapereel.agents.engines.weights.vllm_worker.Extension
 --weight-transfer-config '{"backend": "tapereel"}'`. `LocalServer(transfer=True)` and `tapereel serve model --transfer`
-add them. Files in /dev/shm are shared memory: the trainer writes them once, and every worker of that machine maps them.
-The server's environment needs this package without extras. The rest of the package does not import this module.
+add them. Files in /dev/shm are shared memory, which the trainer writes once and every worker on that machine maps. The
+server's environment needs this package without extras. The rest of the package does not import this module.
 """
 
 # pyright: reportMissingImports=false
@@ -30,7 +30,7 @@ BACKEND = "tapereel"
 
 @dataclass
 class FilesInit(WeightTransferInitInfo):
-    """Empty: the file backend needs no connection parameters."""
+    """Has no fields, because the file backend needs no connection parameters."""
 
 
 @dataclass
@@ -38,20 +38,20 @@ class FilesUpdate(WeightTransferUpdateInfo):
     """The location of one part of the weights."""
 
     folder: str
-    """A folder that the worker can read. The worker loads all of its `*.safetensors`, by Hugging Face names."""
+    """A folder that the worker can read. The worker loads all `*.safetensors` files in it, by Hugging Face names."""
 
 
 class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
     """Loads weights in checkpoint format into the running model, layer by layer.
 
-    The order is start, any number of receive calls, finish. Between start and finish the model must not run: its
-    layers are open for new weights."""
+    The order of calls is start, any number of receive calls, and finish. Between start and finish the model must not
+    run, because its layers are open for new weights."""
 
     init_info_cls = FilesInit
     update_info_cls = FilesUpdate
 
     def init_transfer_engine(self, init_info: FilesInit) -> None:
-        """No effect: files need no connection."""
+        """Do nothing, because files need no connection."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -66,11 +66,11 @@ class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """No effect: the backend holds no resources."""
+        """Do nothing, because the backend holds no resources."""
 
 
 def weights_in(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of all files. Only one tensor is loaded at a time, which bounds the worker's memory."""
+    """Yield (name, tensor) from all files. Only one tensor is loaded at a time, which bounds the worker's memory."""
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # the file isn't a mapping

@@ -22,14 +22,14 @@ class AdapterConfig(Config):
     alpha: int = Field(default=32, ge=1)
     """The output of an adapter is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the layers with an adapter, such as `q_proj`. Empty: all linear layers except the head."""
+    """Names of the layers with an adapter, such as `q_proj`. If empty, all linear layers except the head have one."""
 
 
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0) -> PeftModel | PeftMixedModel:
-    """The model with new adapters, which are its only trainable weights. Equal seeds give equal adapters.
+    """Return the model with new adapters, which are its only trainable weights. Equal seeds give equal adapters.
 
-    New adapters don't change the model's output. They have no dropout, since the trainer must compute the log-probs of
-    the model that sampled. Raises MissingExtra without torch or peft."""
+    New adapters don't change the model's output. They have no dropout, because the trainer must compute the log-probs
+    of the model that sampled. Raises MissingExtra without torch or peft."""
     try:
         import torch
         from peft import LoraConfig, get_peft_model
@@ -37,7 +37,7 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
         raise MissingExtra(error.name or "peft", "lora", "training LoRA adapters") from error
     targets = list(config.targets) or "all-linear"
     body = next(name for name, part in model.named_modules() if part is model.get_decoder())
-    # A vision tower has layers of the same names as the language model's (q_proj), and is left as it is.
+    # A vision tower has layers with the same names as the language model's (q_proj). It gets no adapters.
     outside = rf"(?!{re.escape(body)}\.).*" if model.config.get_text_config() is not model.config else None
     wanted = LoraConfig(
         r=config.rank,

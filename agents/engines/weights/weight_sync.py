@@ -1,10 +1,10 @@
-"""Weight sync to servers: a fixed order of steps, each with a timeout that raises.
+"""Weight sync to servers in a fixed order of steps, each of which raises an error after a timeout.
 
 `sync_servers` runs the steps pause, start, update, finish and resume on all servers. A step ends on every server before
-the next one begins: otherwise one server could sample with new weights while another still has the old ones. After a
-failed step, the weights of the server are unknown. `sync_servers` then raises, and the engine must stop sampling. No
-step is retried here, since a step that timed out may still be running on the server. The servers read the weights from
-a folder.
+the next one begins, because one server could otherwise sample with new weights while another still has the old ones.
+After a failed step, the weights of the server are unknown. `sync_servers` then raises, and the engine must stop
+sampling. No step is retried here, since a step that timed out may still be running on the server. The servers read the
+weights from a folder.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNKNOWN = "unknown: "
-"""Prefix of the version of weights whose true version is unknown."""
+"""Prefix of the version name for weights whose true version is unknown."""
 
 
 class PublishFailed(TapereelError, RuntimeError):
-    """A step of a weight sync failed on a server. Later samples of that server have unknown weights."""
+    """A step of a weight sync failed on a server. Later samples from that server have unknown weights."""
 
 
 class WeightSync(Rests, Protocol):
-    """The control routes of one server. Each method returns after the server has finished, and raises otherwise."""
+    """The control routes of one server. Each method returns after the server has finished, or raises an error."""
 
     async def free(self) -> None:
-        """End a pause or a sleep that no process will end, such as one of a trainer that died during a weight sync."""
+        """End a pause or a sleep that no process will end, for example because a trainer died during a weight sync."""
         ...
 
     async def init(self) -> None:
@@ -44,12 +44,12 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def pause(self, mode: PublishMode) -> None:
-        """Stop sampling. `mode` decides about the completions in flight."""
+        """Stop sampling. `mode` determines what happens to completions in flight."""
         ...
 
     async def start(self) -> None:
-        """Announce new weights. A step of its own, so that a server that hangs here is found before weights are sent to
-        any server."""
+        """Announce new weights. This is a separate step, so that a server that hangs here is found before weights are
+        sent to any server."""
         ...
 
     async def update(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def finish(self, version: str, mode: PublishMode) -> None:
-        """Set the version of later tokens, and drop all KV of older weights, except in `stale_kv`."""
+        """Set the version of later tokens, and drop all KV of older weights except in the mode `stale_kv`."""
         ...
 
     async def resume(self) -> None:
@@ -72,7 +72,7 @@ class WeightSync(Rests, Protocol):
 
 
 class VLLMReload:
-    """The routes of vLLM's development mode (VLLM_SERVER_DEV_MODE=1): the server reloads a folder."""
+    """Uses the routes of vLLM's development mode (VLLM_SERVER_DEV_MODE=1) to make the server reload a folder."""
 
     def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
         """`seconds` is the time limit of each step."""
@@ -87,7 +87,7 @@ class VLLMReload:
         await self._post("/pause", params={"mode": way, "clear_cache": "false" if mode == "stale_kv" else "true"})
 
     async def start(self) -> None:
-        """No effect: a reload from a folder has no separate start."""
+        """Do nothing, because a reload from a folder has no separate start."""
 
     async def update(self, folder: Path) -> None:
         await self._post(
@@ -114,7 +114,7 @@ class VLLMReload:
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:
-        """End a pause or a sleep that no process will end. No effect on a server that isn't paused, or has no such
+        """End a pause or a sleep that no process will end. Does nothing if the server isn't paused or has no such
         route. The weights may mix two versions, so their version becomes unknown."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
@@ -133,7 +133,7 @@ class VLLMReload:
                     raise
             await self.abandon(f"{UNKNOWN}the server was found paused")
 
-    # Sleep: vLLM's `/sleep` and `/wake_up`. Level 1 keeps the weights in host memory.
+    # Sleep uses vLLM's `/sleep` and `/wake_up`. Level 1 keeps the weights in host memory.
 
     async def release(self) -> None:
         await self._post("/sleep", params={"level": "1"})
@@ -145,7 +145,7 @@ class VLLMReload:
         await self._post("/wake_up", params={"tags": part})
 
     async def _drop(self) -> None:
-        """Pause, and end the completions in flight."""
+        """Pause the server and end the completions in flight."""
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def _post(self, route: str, body: object = None, params: dict[str, str] | None = None) -> None:
@@ -157,9 +157,9 @@ async def sync_servers(
 ) -> None:
     """Send the weights in `folder` to every server as `version`.
 
-    Raises PublishFailed with the failed step and its server; completions in flight then end on all servers. Adds the
-    seconds of each step to `timers`. A cancellation skips the cleanup and can leave servers paused: see
-    `VLLMReload.free`."""
+    Raises PublishFailed with the failed step and its server. Completions in flight then end on all servers. Adds the
+    seconds of each step to `timers`. A cancellation skips the cleanup and can leave servers paused (see
+    `VLLMReload.free`)."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),
@@ -174,7 +174,8 @@ async def sync_servers(
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
         if failed is not None:
             sync, error = failed
-            # On all servers, not only on the failed one: the others may be paused, or have the new weights already.
+            # The cleanup includes all servers, because those that didn't fail may be paused or already have the new
+            # weights.
             left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
             cleanup = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
             raise PublishFailed(
@@ -189,7 +190,7 @@ async def _on_all(
     syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
 ) -> tuple[WeightSync, Exception] | None:
     """Run a step on all servers concurrently. Returns the first failed server and its error."""
-    # return_exceptions: wait for every server, so that no step still runs on one when the cleanup begins.
+    # `return_exceptions` waits for every server, so that no step is still running when the cleanup begins.
     results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
     for sync, result in zip(syncs, results, strict=True):
         if isinstance(result, Exception):
@@ -204,7 +205,7 @@ def _where(sync: WeightSync) -> str:
 
 
 def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
-    """Check the names and shapes of `state` against the safetensors in `model`. No check without such files.
+    """Check the names and shapes in `state` against the safetensors in `model`, if it has such files.
 
     A server can't recover from weights that don't fit. Raises ValueError with the first difference."""
     from safetensors import safe_open
@@ -225,12 +226,13 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
 
 
 def _own(name: str) -> str:
-    """The name without `model` and `language_model`: in files of vision models they stand elsewhere than in a state."""
+    """Return the name without `model` and `language_model`, whose places in it differ between the files and the state
+    dicts of vision models."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:
-    """Write `state` as safetensors to `folder`, with the configuration files of `model`.
+    """Write `state` to `folder` as safetensors, with the configuration files from `model`.
 
     The function writes to a hidden folder and renames it at the end, so `folder` is never incomplete. After a crash
     between the removal of the old folder and the rename, `folder` doesn't exist."""
@@ -240,7 +242,7 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for path in model.glob("*.json"):
-        # An index names the weight files of `model`, which this folder doesn't have.
+        # An index is skipped, since it names the weight files of `model`, which this folder doesn't have.
         if not path.name.endswith(".safetensors.index.json"):
             shutil.copy2(path, partial / path.name)
     seen: set[int] = set()

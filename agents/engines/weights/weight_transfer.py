@@ -29,10 +29,10 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 class VLLMTransfer(VLLMReload):
-    """The workers load the files of a folder into the running model, layer by layer."""
+    """Makes the workers load the files in a folder into the running model, layer by layer."""
 
-    # Order of a sync: pause, start, update, reset the prefix cache, finish, resume. The server is paused throughout, so
-    # no request computes new prefix KV between the reset and the new version.
+    # The steps of a sync are: pause, start, update, reset the prefix cache, finish, resume. The server is paused
+    # throughout, so no request computes new prefix KV between the reset and the new version.
 
     async def init(self) -> None:
         await super().init()
@@ -51,14 +51,14 @@ class VLLMTransfer(VLLMReload):
 
     async def _call_weights(self, version: str) -> None:
         # An open update blocks all later updates and the layers that it opened. The finish call ends it with the
-        # weights received so far; layers without new weights get back their old ones.
+        # weights received so far. Layers without new weights get back their old ones.
         try:
             await self._post("/finish_weight_update", {"weight_version": version})
         except ServerFailed as error:
             if error.status != 500:
                 raise
-            # Status 500: no update is open. Either there was none, or the failed load ended it and left layers open. An
-            # empty update closes them.
+            # Status 500 means that no update is open. Either there was none, or the failed load ended it and left
+            # layers open. An empty update closes them.
             await self._post("/start_weight_update")
             await self._post("/finish_weight_update", {"weight_version": version})
 
@@ -67,7 +67,7 @@ class VLLMTransfer(VLLMReload):
 
 
 def worker_info(*, address: str, port: int, workers: int) -> dict[str, object]:
-    """The parameters with which the workers of one server join the trainer's group: `NCCLWeightTransferInitInfo`.
+    """Return the parameters with which one server's workers join the trainer's group (`NCCLWeightTransferInitInfo`).
 
     The trainer is rank 0 and the only sender. The workers have ranks 1 to `workers`."""
     if workers < 1:
@@ -82,9 +82,9 @@ def worker_info(*, address: str, port: int, workers: int) -> dict[str, object]:
 
 
 def update_info(state: Sequence[tuple[str, Tensor]]) -> dict[str, object]:
-    """Names, dtypes and shapes of a broadcast: `NCCLWeightTransferUpdateInfo`.
+    """Return the names, dtypes and shapes for a broadcast (`NCCLWeightTransferUpdateInfo`).
 
-    The order must equal the order of the broadcast: the workers read the tensors by position."""
+    The order must equal the order of the broadcast, because the workers read the tensors by position."""
     return {
         "names": [name for name, _ in state],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in state],
@@ -93,7 +93,7 @@ def update_info(state: Sequence[tuple[str, Tensor]]) -> dict[str, object]:
 
 
 class NCCLTransfer(VLLMTransfer):
-    """One server that receives weights by NCCL from the trainer's GPU. Each server has its own NCCL group.
+    """Sends weights by NCCL from the trainer's GPU to one server. Each server has its own NCCL group.
 
     It needs two GPUs, and vLLM in both processes."""
 
@@ -131,7 +131,8 @@ class NCCLTransfer(VLLMTransfer):
         )
 
     async def _together(self, ours: Awaitable[Any], theirs: Awaitable[Any]) -> tuple[Any, Any]:
-        """Run both sides of a collective call concurrently: each waits for the other, so one after the other hangs."""
+        """Run both sides of a collective call concurrently. Each waits for the other, so running one first would
+        hang."""
         try:
             async with asyncio.timeout(self._seconds):
                 return await asyncio.gather(ours, theirs)
@@ -145,7 +146,7 @@ class NCCLTransfer(VLLMTransfer):
 
 
 def sending_device() -> int:
-    """The index of the GPU that sends. Raises MissingExtra without vLLM, EngineError without CUDA."""
+    """Return the index of the GPU that sends. Raises MissingExtra without vLLM, and EngineError without CUDA."""
     import torch
 
     try:
@@ -171,7 +172,7 @@ async def _join(info: dict[str, Any], device: int) -> Any:
 
 
 async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Broadcast `pairs` in their order. The GPU holds a tensor only from packing until sending."""
+    """Broadcast `pairs` in order. The GPU holds each tensor only from packing to sending."""
     from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
         packed_nccl_broadcast_producer,
     )
@@ -185,8 +186,8 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """The ports at which this process waits for the workers of `count` servers: from `first` on, or free ports. Raises
-    EngineError if this machine doesn't have the address."""
+    """Return the ports at which this process waits for the workers of `count` servers. They start at `first`, or are
+    free ports if it is None. Raises EngineError if this machine doesn't have the address."""
     try:
         return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:
