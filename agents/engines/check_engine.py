@@ -235,7 +235,7 @@ class _Check:
             await asyncio.sleep(0)
         if asking.done():
             if not asking.cancelled():
-                asking.exception()  # this retrieves the exception, and an error here shows in the other checks
+                asking.exception()  # retrieves the exception; an error here shows in the other checks
             return "complete never waits, so that nothing can be cancelled"
         asking.cancel()
         await asyncio.wait({asking}, timeout=self.timeout)

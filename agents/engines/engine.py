@@ -44,7 +44,7 @@ class Completion:
     ids: array[int] | None = None
     """Sampled ids, including the turn-ending one (int32)."""
     logprobs: array[float] | None = None
-    """log softmax(logits / temperature) of each id (float32), same length as `ids`."""
+    """log softmax(logits / temperature) of each id (float32). It has the same length as `ids`."""
     barred: tuple[int, ...] | None = None
     """All ids that the engine excluded from the distribution of the first tokens because of `Sampling.min_tokens`. None
     means that the engine can't say, so the answer can't be used as RL data."""
@@ -76,7 +76,7 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to complete, and how."""
+    """One prompt to complete, and how to complete it."""
 
     messages: Sequence[Message]
     prompt: array[int] | None
@@ -145,9 +145,9 @@ class Engine(Protocol):
     async def complete(self, request: Request) -> Completion:
         """Sample one completion. May be called any number of times concurrently.
 
-        Raises `PromptTooLong` when the prompt leaves no room for a completion, and `EngineError` for every other
-        failure of the model or its server. When cancelled, calls `request.on_partial` with the tokens sampled so far,
-        then raises CancelledError."""
+        Raises `PromptTooLong` if the prompt leaves no room for a completion, and `EngineError` for every other failure
+        of the model or its server. If the call is cancelled, it calls `request.on_partial` with the tokens sampled so
+        far, then raises CancelledError."""
         ...
 
     def forget(self, cache_key: str) -> None:
@@ -169,7 +169,7 @@ class EngineStats(Protocol):
 
 
 class TrainableEngine(Engine, Protocol):
-    """An engine with the capabilities of `TRAINING`: the training loop can replace its weights while it samples."""
+    """An engine with the capabilities in `TRAINING`, whose weights the training loop can replace while it samples."""
 
     @property
     def stats(self) -> EngineStats:
@@ -339,7 +339,7 @@ class EngineError(TapereelError, RuntimeError):
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
-        """True if the same request may succeed a moment later."""
+        """Whether the same request may succeed a moment later."""
         self.attempts: tuple[Attempt, ...] = ()
         """All attempts if the engine retries. Empty after a single attempt."""
 
@@ -365,7 +365,7 @@ class EngineStopped(EngineError, RunStopped):
 
 
 class PromptTooLong(EngineError, ValueError):
-    """The prompt leaves no space for a completion. The episode ends with the limit `context`."""
+    """The prompt leaves no room for a completion. The episode ends with the limit `context`."""
 
 
 def one_temperature(request: Request) -> None:

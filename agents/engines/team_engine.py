@@ -72,7 +72,7 @@ def refuse_pictures(name: str, shows: str | None) -> None:
 
 
 class TeamEngine:
-    """`TeamEngine({"match/white": white, "match/black": black})`: an `Engine` for a rollout of several agents.
+    """An `Engine` for a rollout of several agents: `TeamEngine({"match/white": white, "match/black": black})`.
 
     The first engine is the lead and takes the weights that the loop syncs. The weights of the other engines change only
     by their own `sync_weights`. The engines in `lent` stay open when the team is closed.
@@ -178,7 +178,7 @@ def lead_of(engine: Engine) -> Engine:
 
 def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
     """Raise UsageError if the renderers differ in tokenizer or chat template. They are given by the names of their
-    engines. None is compatible with every renderer."""
+    engines. A renderer of None is always accepted."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)
         for name, renderer in renderers.items()

@@ -44,8 +44,8 @@ class Codec:
     """Encodes and decodes with its own copy of a tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
-        """`literals` is the text that the chat template itself writes. `special_text` decides about content that has
-        the text of a control token: `split` encodes it as plain text, and `refuse` raises RenderError.
+        """`literals` is the text that the chat template itself writes. `special_text` determines what happens if
+        content spells a control token: `split` encodes the token as plain text, and `refuse` raises RenderError.
 
         Raises RenderError if the tokenizer has no backend from the `tokenizers` library.
         """
@@ -125,7 +125,7 @@ class Codec:
     def encode(self, text: str, *, after: int | None = None) -> list[int]:
         """Encode marked text: a whole prompt, or the part of a prompt that follows the id `after`.
 
-        Raises RenderError if the ids contain a control token that the text doesn't.
+        Raises RenderError if the ids contain a control token that the text doesn't contain.
         """
         pieces = text.split(_BREAK)
         first = pieces[0].replace(_LITERAL, _MARK)

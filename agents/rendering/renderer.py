@@ -63,11 +63,11 @@ class Track:
     tools: tuple[dict[str, JsonValue], ...] | None
     """The offered tools, or None if there are none."""
     text: str
-    """The prompt as the template rendered it. Text in content that spells a control token is marked in it."""
+    """The prompt as the template rendered it. If text in content spells a control token, it is marked."""
     marked: tuple[Message, ...]
-    """`messages`, with text that spells a control token marked."""
+    """`messages` in which text that spells a control token is marked."""
     marked_tools: Any
-    """`tools`, with text that spells a control token marked."""
+    """`tools` in which text that spells a control token is marked."""
     cut: int
     """Number of the conversation's tokens that `ids` leaves out."""
     places: tuple[Place, ...] = ()
@@ -314,8 +314,8 @@ class Renderer:
         )
 
     def probe(self) -> list[str]:
-        """Return sentences about the parts of history that this template rewrites or can't render. They are reported
-        when a run starts."""
+        """Return sentences about the parts of history that this template rewrites or can't render. They are meant for a
+        report at the start of a run."""
         return self._template.findings()
 
     def _mark(

@@ -216,8 +216,8 @@ def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) ->
 
 
 def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
-    """Return a call that an engine has parsed, in the chat format, and its fault. The call is None if it has no name,
-    and the fault is "" if there is none."""
+    """Return (call, fault) for a call that an engine has parsed, in the chat format. The call is None if it has no
+    name, and the fault is "" if the call is valid."""
     try:
         return _chat(*_parts(dict(call)), id=str(call.get("id") or "")), ""
     except ValueError as error:
@@ -225,7 +225,8 @@ def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
 
 
 def _written_call(body: str) -> tuple[Message | None, str]:
-    """Return the call in the chat format, or None if it has no name, and its fault, or "" if it has none."""
+    """Return (call, fault) for a call in the answer's text. The call is in the chat format, or None if it has no name,
+    and the fault is "" if the call is valid."""
     try:
         try:
             value = read_plain(body)
@@ -233,7 +234,7 @@ def _written_call(body: str) -> tuple[Message | None, str]:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
         return _chat(*_parts(value)), ""
     except ValueError as error:
-        # What follows the name is kept as it is. A program that receives the call can't read it either, and says so to
+        # The text after the name is kept as it is. A program that receives the call can't read it either, and informs
         # the model.
         head = _HEAD.match(body)
         tail = body[head.end() :].strip() if head is not None else ""
@@ -263,8 +264,8 @@ def _chat(name: str, arguments: JsonValue, id: str = "") -> Message:
 
 
 def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsRead:
-    """Return the read calls and the faults. Each entry has a call in the chat format, or None, and its fault, or "" if
-    none is known yet."""
+    """Return the calls and faults in `entries`. Each entry has a call in the chat format, or None, and its fault, or ""
+    if none is known yet."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     for k, (call, problem) in enumerate(entries):

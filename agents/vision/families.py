@@ -367,7 +367,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
             where = torch.where(kinds > 0, (kinds > 0).cumsum(1) - 1, -1)
             inputs = body_inputs(whole.get_input_embeddings(), tokens, where, features, axes)
             made = whole.get_output_embeddings()(whole.get_decoder()(**inputs, use_cache=False).last_hidden_state)
-    except Exception as error:  # a processor's settings or a model's shapes that don't fit raise any type
+    except Exception as error:  # settings of a processor or shapes of a model that don't fit raise any type
         raise UnsupportedVision(f"{type(whole).__name__} can't read a picture: {error!r}; {cause}") from error
     off = float((made - expected).abs().max())
     # The tolerance is relative to the range of the logits, which is small in an untrained model.

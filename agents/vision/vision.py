@@ -2,8 +2,8 @@
 
 The renderer asks how many tokens a picture takes, which needs no pixels (`PictureTokens`). The engine and the trainer
 ask for positions and for the features computed from pixels (`Vision`). They put the features at the picture's places by
-index, and run the language model's body on embeddings. The model's own public forward finds pictures by token id. It is
-never used, because a model can sample this id itself.
+index, and run the language model's body on the embeddings. The model's own public forward finds pictures by token id.
+It is never used, because a model can sample this id itself.
 """
 
 from __future__ import annotations

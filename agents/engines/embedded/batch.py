@@ -2,7 +2,7 @@
 
 The running rows always fill the slots [0, b). A new row takes the next free slot, and the last row moves into the slot
 of a row that leaves. A generation that is evicted because its KV is stale joins again with its completion as part of
-its prompt. New weights therefore need no separate code path. The KV of a conversation is parked between two turns; the
+its prompt. New weights therefore need no separate code path. The KV of a conversation is parked between two turns. The
 least recently used entry is evicted first.
 
 This module has no event loop, requests or versions. The caller decides when to call each method.
@@ -91,7 +91,7 @@ class Generation:
     """Number of prompt tokens whose KV came from another forward or row when the generation first joined. None before
     that."""
     clean: bool = True
-    """False when the KV is not exact for one version of the weights, or not finite. Such KV must not be parked."""
+    """Whether the KV is finite and exact for one version of the weights. Other KV must not be parked."""
 
 
 class Batch:
@@ -217,7 +217,7 @@ class Batch:
             last.slot = slot
 
     def evict(self) -> list[Generation]:
-        """Remove all rows without parking their KV. Returns the generations in slot order; they can join again."""
+        """Remove all rows without parking their KV. Returns the generations in slot order, and they can join again."""
         out, self.rows = self.rows, []
         for generation in out:
             generation.slot = -1

@@ -2,7 +2,7 @@
 
 Contract. Any number of concurrent requests share one batch. Every token has the version of the weights that produced
 its log-prob. With `reprefill` and `drain`, that log-prob is exact for those weights over the full prefix (float32). A
-request ends as a completion, as an `EngineError`, or as a cancellation that reports its partial completion; it never
+request ends as a completion, as an `EngineError`, or as a cancellation that reports its partial completion. It never
 hangs. After each decoding step of all running rows, the engine yields to the event loop. An idle engine has no task.
 
 Concurrency. One driver task runs all forwards, on the thread of the event loop. A method changes the state only between
@@ -94,12 +94,12 @@ class EmbeddedEngine:
     """Samples from a transformers decoder with a slot KV cache.
 
     The engine copies `model`, or takes ownership of it with `copy=False`. Without a renderer, completions have ids and
-    no text. Only `sync_weights` changes the engine's weights. At most `slots` rows run together; the other requests
+    no text. Only `sync_weights` changes the engine's weights. At most `slots` rows run together, and the other requests
     wait in order of arrival. The prompt and the completion of a request have at most `capacity` tokens together. KV
     memory is slots x capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between
     two turns. `prefill_tokens` bounds the tokens prefilled between two decoding steps. A completion ends with an id of
-    `end_ids` (default: the end ids of the renderer and of the model) or of the request. The model's body computes under
-    `autocast` in that dtype, so that the engine samples what a trainer with `loop.optimiser.autocast` trains.
+    `end_ids` (default: the end ids of the renderer and of the model) or of the request. With `autocast`, the model's
+    body computes in that dtype, so that the engine samples what a trainer with `loop.optimiser.autocast` trains.
     """
 
     name = "embedded"
@@ -155,7 +155,7 @@ class EmbeddedEngine:
 
     @property
     def context(self) -> int:
-        """Maximum number of tokens of a prompt and its completion together."""
+        """Maximum number of tokens in prompt and completion together."""
         return self._decoder.capacity
 
     @property
@@ -166,8 +166,8 @@ class EmbeddedEngine:
     async def complete(self, request: Request) -> Completion:
         """Sample a completion. Requests start in order of arrival as slots become free.
 
-        Raises `PromptTooLong`, or `EngineError` for an invalid request or a failing model. The engine doesn't retry a
-        failed forward, since a retry is the caller's decision. A cancelled call passes the tokens sampled so far to
+        Raises `PromptTooLong`, or `EngineError` if the request is invalid or the model fails. The engine doesn't retry
+        a failed forward, since a retry is the caller's decision. A cancelled call passes the tokens sampled so far to
         `request.on_partial`, as a completion with the finish `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
@@ -215,9 +215,9 @@ class EmbeddedEngine:
     async def sync_weights(
         self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill", *, again: bool = False
     ) -> None:
-        """Replace the weights with `state` between two decoding steps; later tokens have `version`.
+        """Replace the weights with `state` between two decoding steps. Later tokens carry `version`.
 
-        Raises ValueError for a version that was published before. With `again`, the caller guarantees that the version
+        Raises ValueError if the version was published before. With `again`, the caller guarantees that the version
         names the same weights. `state` must not change until this method returns, so publish a copy of weights that are
         being trained. Raises `UsageError`, before any change, if `state` is not the model's state dict. The engine
         drops parked KV and recomputes it at the next turn of each conversation."""
@@ -329,15 +329,15 @@ class EmbeddedEngine:
             if place.offset >= reused and pictures.features.get(place.key) is None:
                 try:
                     held = [await asyncio.to_thread(again)]
-                except Exception as error:  # a bad file, or one that is gone
+                except Exception as error:  # the file is bad or missing
                     raise EngineError(f"the picture {place.media[0]} can't be shown: {error}") from error
                 # The pixels are held until the first prefill, even if the cache evicts them, because processing them
                 # there would block the event loop.
                 generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # A request that left the batch has closed its spans already. A weight sync between that moment and this call
-        # therefore can't give its tokens a later version.
+        # A request that has left the batch has already closed its spans. A weight sync between that moment and this
+        # call therefore can't give its tokens a later version.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -376,7 +376,8 @@ class EmbeddedEngine:
             flight.landed.set_result(finish)
 
     def _fail(self, generation: Generation, reason: str, cause: BaseException | None = None) -> None:
-        """Like `_land`, but raises a new error for each request, because callers must not share one traceback."""
+        """Like `_land`, but with an error as the result. Each request gets a new one, because callers must not share
+        one traceback."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
         if not flight.landed.done():

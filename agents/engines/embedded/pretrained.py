@@ -61,13 +61,12 @@ def load_pretrained(
     attention: Attention | None = None,
     video: VideoTokens = "frames",
 ) -> Pretrained:
-    """Load the model and tokenizer in `folder`, which may also be a name of the hub, to `device` (as for `device_of`),
-    with weights in `dtype`.
+    """Load the model and tokenizer in `folder` to `device`, with weights in `dtype`.
 
-    Adapters stay in float32. With `attention` None, transformers selects the implementation. Raises UsageError if the
-    folder or device is missing, if the folder has no usable model, or if the model reads more than text and its family
-    is unknown or not proven. Raises Corrupt like `check_folder`, and MissingExtra if native video is used without
-    torchvision."""
+    `folder` may also be a name on the hub, and `device` is a name as in `device_of`. Adapters stay in float32. With
+    `attention` None, transformers selects the implementation. Raises UsageError if the folder or device is missing, if
+    the folder has no usable model, or if the model reads more than text and its family is unknown or not proven. Raises
+    Corrupt like `check_folder`, and MissingExtra if native video is used without torchvision."""
     from ...vision.families import family_of, prove_vision
 
     folder = model_folder(folder)
@@ -187,7 +186,7 @@ def placed(model: ModelT, device: torch.device) -> ModelT:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer in `folder`, which may also be a name of the hub.
+    """Load the tokenizer in `folder`, which may also be a name on the hub.
 
     Raises UsageError if the folder or model doesn't exist, or its tokenizer can't be used."""
     folder = model_folder(folder)

@@ -1,4 +1,4 @@
-"""Engines that sample from a server: vLLM, SGLang, vLLM in this process, and hosted models through litellm.
+"""Engines that sample from a server: vLLM, SGLang, vLLM started on this machine, and hosted models through litellm.
 
 The package imports the engine protocol, `agents.engines.transport` and `agents.engines.weights`.
 """

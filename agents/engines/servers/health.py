@@ -68,7 +68,7 @@ class Wellness:
         self._until.pop(id(server), None)
 
     def best(self, servers: Sequence[Server]) -> Server:
-        """Return the server for a new conversation. It is the healthy server with the fewest requests in flight, or if
+        """Return the server for a new conversation. It is the healthy server with the fewest requests in flight or, if
         no server is healthy, the one with the fewest of all."""
         now = time.monotonic()
         well = [server for server in servers if self._until.get(id(server), now) <= now]

@@ -107,9 +107,9 @@ class AdapterEngine(RemoteEngine):
         self._adapters = adapters or AdapterConfig()
         self._base_label = version
         self._current: str | None = None
-        """Name of the adapter for new requests. None before the first publish, when the base weights sample."""
+        """Name of the adapter for new requests. None before the first publish, when the base weights are used."""
         self._uses: Counter[str] = Counter()
-        """Number of requests in flight, by adapter. An adapter with a count above 0 must not be unloaded."""
+        """Number of requests in flight for each adapter. An adapter with a count above 0 must not be unloaded."""
         self._loaded: dict[str, Path] = {}
         """Folder of each adapter that the servers have loaded, by version."""
 

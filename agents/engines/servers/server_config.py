@@ -35,7 +35,7 @@ class RequestConfig(Config):
     seconds: float = Field(default=600.0, gt=0)
     """Time limit of one request, in seconds."""
     patience: float = Field(default=300.0, gt=0)
-    """Time limit, in seconds, for the retries of one request, such as one to a paused or full server."""
+    """Time limit, in seconds, for retrying one request, for example to a paused or full server."""
 
 
 class NCCLConfig(Config):

@@ -68,7 +68,7 @@ REMEMBERED = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Abilities of a server, as measured by `server_probe.probe`."""
+    """What a server can do, as measured by `server_probe.probe`."""
 
     server: str
     """Kind and version of the server software."""
@@ -93,8 +93,8 @@ log = logger("engine")
 
 
 class ForeignWeights(EngineError):
-    """A server sampled with weights older than those current when the request was sent, or with weights that this
-    engine never published. A restarted server has such weights until the next weight sync."""
+    """A server sampled with weights older than those that were current when the request was sent, or with weights that
+    this engine never published. A restarted server has such weights until the next weight sync."""
 
 
 @dataclass(slots=True)
@@ -171,7 +171,8 @@ class RemoteEngine:
         """Address of a restarted server -> `_moment` at the start of the last sync to it. That sync ended all requests
         in flight there. The answers to requests that had no token yet name no weight version."""
         self._broken: Exception | None = None
-        """Error of a failed weight sync. It is never cleared: the servers' weights stay unknown to this engine."""
+        """Error of a failed weight sync. It is never cleared, because the servers' weights stay unknown to this
+        engine."""
         self._since = 0.0
 
     @property
@@ -252,7 +253,7 @@ class RemoteEngine:
         self._homes.pop(cache_key, None)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
-        """Replace the weights of all servers by `state`; tokens sampled afterwards carry `version`.
+        """Replace the weights of all servers by `state`. Tokens sampled afterwards carry `version`.
 
         Raises ValueError, before anything changes, if `state` isn't the model's or `version` was used before. Raises
         PublishFailed if a step failed. The servers may then have different weights, so the engine samples no more.
@@ -279,7 +280,8 @@ class RemoteEngine:
                     await self.sleeper.weights()
                     await sync_servers(self._syncs, folder, version, mode, steps)
             except BaseException as error:
-                # A cancelled sync counts as failed too: some servers may have the new weights. `_moment` stays odd.
+                # A cancelled sync counts as failed too, because some servers may have the new weights. `_moment` stays
+                # odd.
                 self._broken = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 raise
             finally:
@@ -302,20 +304,20 @@ class RemoteEngine:
         return folder / version.replace("/", "_").replace(":", "_")
 
     async def sleep(self) -> None:
-        """Free the servers' GPU memory. Requests in flight end as `abort`; later requests raise EngineError until
-        `wake`. Does nothing when already asleep."""
+        """Free the servers' GPU memory. Requests in flight end as `abort`, and later requests raise EngineError until
+        `wake`. Does nothing if the servers are already asleep."""
         async with self._stopping():
             with self.stats.timed("sleep"):
                 await self.sleeper.sleep()
 
     async def wake(self) -> None:
-        """Restore the servers' memory and sample again. Does nothing when awake."""
+        """Restore the servers' memory and sample again. Does nothing if the servers are awake."""
         async with self._stopping():
             with self.stats.timed("wake"):
                 await self.sleeper.wake()
 
     async def close(self) -> None:
-        """Close the connections and delete the temporary weights folder; requests in flight fail."""
+        """Close the connections and delete the temporary weights folder. Requests in flight fail."""
         for server in self._servers:
             await server.close()
         if self._temporary is not None:
@@ -354,7 +356,7 @@ class RemoteEngine:
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
         """Send the request, and repeat it while no server answers, until `patience` is over. All other errors are
-        raised at once: their retries belong to the agent's model interface, which records each attempt."""
+        raised at once, because their retries belong to the agent's model interface, which records each attempt."""
         restored = False
         with self.absence.request() as tries:
             while True:
@@ -381,7 +383,7 @@ class RemoteEngine:
                     await self._wait(flight.server, error, tries)
                     flight.server = flight.server if flight.pinned else self._home(request.cache_key)
                 if request.listener is not None:
-                    # The stream may have broken off after some tokens; the next attempt samples from the beginning.
+                    # The stream may have broken off after some tokens, and the next attempt samples from the beginning.
                     request.listener.again()
 
     async def _there(self) -> None:
@@ -419,7 +421,7 @@ class RemoteEngine:
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
 
     async def _restore(self, server: Server, error: ForeignWeights) -> None:
-        """Send the newest weights to a server that was restarted and so has the weights that it was started with.
+        """Send the newest weights to a restarted server, which has only the weights that it was started with.
 
         Raises EngineStopped if this engine has published no weights, because the server then has a different model."""
         if not self._written:
@@ -448,7 +450,7 @@ class RemoteEngine:
         ends = () if request.sampling.ignore_eos else (*self._renderer.end_ids, *request.stop_ids)
         stops = dict.fromkeys(ends)
         body_of = partial(self._dialect.body, request, model=model, request_id=flight.id, stops=tuple(stops))
-        body = await asyncio.to_thread(body_of) if request.places else body_of()  # it reads files
+        body = await asyncio.to_thread(body_of) if request.places else body_of()  # with places, it reads files
         # Without a version for each token, an answer that overlaps a weight sync is rejected and requested again. In
         # that case listeners get no tokens at all, because received tokens must be a prefix of the completion.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None
@@ -550,7 +552,7 @@ class RemoteEngine:
 
 async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
     """Return whether the server that failed with `error` is away. `seconds` is the time limit of the health check.
-    Raises EngineStopped if no later request can succeed either, as after a wrong API key."""
+    Raises EngineStopped if no later request can succeed either, for example after a wrong API key."""
     reason = stop_reason(error.status, str(error))
     if reason is not None:
         raise EngineStopped(str(error), reason) from error

@@ -36,8 +36,8 @@ REFUSED = (401, 403, 404, 405, 501)
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """Return the dialect for `server`, the first one that it doesn't refuse, and the server's capabilities. Raises
-    EngineError."""
+    """Return the dialect for `server`, which is the first one that it doesn't refuse, and the server's capabilities.
+    Raises EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
     if kind.startswith("SGLang"):

@@ -1,8 +1,8 @@
 """Deletes the shared memory that a killed vLLM leaves in /dev/shm, which takes hundreds of MiB each time.
 
-`remember` writes the segments and semaphores of a running server to a note, a file of this user. `sweep` deletes those
-that no process maps any more. It never deletes another program's, since no note contains them. Both work on Linux only
-and do nothing elsewhere.
+`remember` notes the segments and semaphores of a running server in a file that belongs to this user. `sweep` deletes
+the noted ones that no process maps any more. It never deletes those of other programs, since they are in no note. Both
+work on Linux only and do nothing elsewhere.
 
 A process that created a semaphore maps it by a name that no longer exists, so inodes are compared and not names.
 """

@@ -70,7 +70,7 @@ def scored(answer: object, ids: Sequence[int]) -> array[float]:
 
 
 class _VLLM:
-    """What the answers of vLLM's routes have in common."""
+    """What the dialects of vLLM's routes have in common."""
 
     name = "vllm"
     streams = False
@@ -157,7 +157,7 @@ class Generate(_VLLM):
                     f"put the picture {place.media[0]} there, not at {place.offset}; the embedded engine can continue"
                 )
             ids += [*between, self._marker]
-            # The picture gets no id or hash of ours, by which the server would take another picture from its cache.
+            # The picture gets no id or hash of ours, because the server could then take another picture from its cache.
             png = self._pictures.fitted(place, request.picture(place.media[0]))
             parts.append({"type": "image_url", "url": f"data:image/png;base64,{base64.b64encode(png).decode()}"})
             end = place.end

@@ -120,7 +120,7 @@ class Tries:
 
     @property
     def alone(self) -> bool:
-        """Whether other requests were answered since this one first failed, or were the last to be answered."""
+        """Whether other requests are being answered, or were answered since this one first failed."""
         since = self._absence.since
         return since is None or (self._first is not None and since > self._first)
 

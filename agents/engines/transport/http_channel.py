@@ -1,7 +1,7 @@
 """Talks to one server over HTTP with JSON, with finite timeouts and answers of bounded size.
 
 `Server` sends each request once and never retries. `ServerFailed.retry` tells the caller whether a retry can help.
-`RemoteEngine` repeats requests to a busy server. The agent's model interface (`LLM`) retries after the engine's errors.
+`RemoteEngine` repeats requests to a busy server, and the agent's model interface (`LLM`) retries after engine errors.
 
 The API key is read from the environment at each request. No error message contains it.
 """

@@ -1,7 +1,7 @@
 """Parses server-sent events, and completions that arrive as server-sent events.
 
 `Events` splits bytes into events. The pieces may end anywhere, even inside a UTF-8 character. `ChunkStream` merges the
-chunks of a streamed completion into the answer of an unstreamed request, so that one parser reads both. Neither class
+chunks of a streamed completion into the form of an unstreamed answer, so that one parser reads both. Neither class
 opens a connection or reads a clock.
 """
 
@@ -75,7 +75,8 @@ class ChunkStream:
         self._prompt: Any = None
         self._places: Any = None
         self._lists: dict[str, list[Any]] = {}
-        """`ids` has the token ids so far, `content` the log-prob entries. A key is missing until its first value."""
+        """`ids` has the token ids so far, and `content` has the log-prob entries. A key is missing until its first
+        value."""
         self._choice: dict[str, Any] = {}
         self._usage: Any = None
 

@@ -83,7 +83,7 @@ class Dialect(Protocol):
     """The format of requests and answers for one kind of server that continues prompt ids with sampled ids."""
 
     name: str
-    """Kind of server, with which the engine's name on each recorded call starts."""
+    """Kind of server. The engine's name on each recorded call starts with it."""
     route: str
     """Route to which requests are posted."""
     streams: bool
@@ -161,8 +161,8 @@ def sampled(
 
 
 def same_prompt(request: Request, found: Sampled) -> None:
-    """Raise EngineError, without retry, if the server read another prompt than the one in `request`, with other ids or
-    with pictures at other places. An answer to a request without pictures may lack its prompt ids.
+    """Raise EngineError, without retry, if the server didn't read the prompt in `request`, but other ids, or pictures
+    at other places. An answer to a request without pictures may lack its prompt ids.
 
     Log-probs are valid only after exactly the recorded prompt. Training after another prompt would be silently
     wrong."""

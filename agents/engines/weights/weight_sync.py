@@ -226,8 +226,8 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
 
 
 def _own(name: str) -> str:
-    """Return the name without `model` and `language_model`, whose places in it differ between the files and the state
-    dicts of vision models."""
+    """Return the name without its parts `model` and `language_model`, because vision models have them at different
+    places in files and in state dicts."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
