@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tapereel.cli.command import main
+from tapereel.tapes.status import Status
 from tapereel.tapes.store.store import Store
 
 torch = pytest.importorskip("torch")
@@ -128,7 +129,9 @@ def test_a_configuration_trains_a_tiny_model_of_its_architecture(
     }
     assert all(int(question.split()[2]) // 8 == held_out for held_out in asked for question in asked[held_out])
     assert all(asked.values()), "train and test splits were both asked"
-    assert {tape.reward for tape in tapes} == {0.0, 1.0}
+    # Episodes that are in flight when training ends are cancelled, and have no reward.
+    ended = [tape for tape in tapes if tape.status is not Status.CANCELLED]
+    assert {tape.reward for tape in ended} == {0.0, 1.0}
 
 
 def test_a_thought_that_was_cut_off_is_no_answer() -> None:
