@@ -1,4 +1,4 @@
-"""Tapes: typed steps, the records around them, the tape that they make, and the store that keeps it.
+"""Typed steps, the records around them, the tapes that the records form, and the store that keeps tapes.
 
 This package needs only pydantic and the standard library, and imports no other folder of Tapereel.
 """

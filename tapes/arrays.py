@@ -1,7 +1,7 @@
-"""Numeric columns: int32 and float32 arrays. In JSON, they are base64 of their little-endian bytes, 4 bytes per value.
+"""Columns of int32 and float32 values. JSON holds a column's little-endian bytes, 4 for each value, in base64.
 
-A float32 keeps its bits when it is written and read, so digests and log-probs stay equal. Decimal text would not
-guarantee this.
+Each float32 keeps its bits when a column is written and read, so digests and log-probs stay equal. Decimal text would
+not guarantee this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def ints(values: Iterable[int] = ()) -> array[int]:
 
 
 def floats(values: Iterable[float] = ()) -> array[float]:
-    """Return a float32 array. An unknown value is NaN, never 0.0, which would be a valid log-prob."""
+    """Return a float32 array. Use NaN for an unknown value, because 0.0 is a valid log-prob."""
     return array("f", values)
 
 
@@ -35,7 +35,7 @@ def encode(values: array[int] | array[float]) -> str:
 
 
 def decode(typecode: Literal["i", "f"], text: str) -> array[int] | array[float]:
-    """Return the array that `encode` wrote. Raises ValueError if `text` doesn't hold one."""
+    """Return the array that `encode` wrote as `text`. Raises ValueError if `text` doesn't hold an array."""
     values = array(typecode)
     try:
         values.frombytes(base64.b64decode(text, validate=True))

@@ -31,18 +31,18 @@ DATA_URL = re.compile("data:image/(png|jpe?g|webp);base64,", re.IGNORECASE)
 MAX_BYTES = 20_000_000
 """Maximum size of a file in bytes, before decoding and as PNG."""
 MAX_PIXELS = 4096 * 4096
-"""Limit on the size in the header, checked before any pixel is decoded: 10 kB of PNG can hold 230 MB of pixels."""
+"""Maximum number of pixels, checked in the header, because 10 kB of PNG can decode to 230 MB of pixels."""
 MAX_RATIO = 200
-"""Maximum ratio of the longer side to the shorter side. The image processors of vision models refuse more."""
+"""Maximum ratio of the longer side to the shorter side. The image processors of vision models reject more."""
 MAX_PARTS, MAX_SCANS = 10_000, 32
-"""Maximum number of chunks in a PNG or segments in a JPEG, and of scans in a JPEG. Each scan decodes all pixels again.
-About 10 scans are usual."""
+"""Maximum number of chunks in a PNG or segments in a JPEG, and maximum number of scans in a JPEG. All pixels are
+decoded again for each scan. JPEGs usually have about 10 scans."""
 SECONDS = 0.7
-"""CPU time for decoding one file. A photo with the most pixels takes about 0.2 s. The limits above bound the rest."""
+"""Maximum CPU seconds for decoding one file. The largest photo takes about 0.2 s. The other limits bound the rest."""
 
 
 def as_png(source: object) -> tuple[bytes, int, int]:
-    """Return the bytes of the PNG, its width and its height."""
+    """Return the source as (bytes of the PNG, width, height)."""
     with decoding(source_name(source)):
         if isinstance(source, bytes | str | os.PathLike):
             rgb = decoded(_bytes_of(source))
@@ -52,8 +52,8 @@ def as_png(source: object) -> tuple[bytes, int, int]:
         if rgb.width * rgb.height * 3 > 1.5 * MAX_BYTES:  # every eighth row is enough to tell noise from a photo
             rgb.resize((rgb.width, rgb.height // 8), 0).save(rows := io.BytesIO(), "PNG", compress_level=4)
             _check_bytes(8 * rows.tell(), 1.5)
-        # A photo of 12 megapixels takes up to 5.4 s of CPU time at the default level 6. At level 4, it takes 1.7 s and
-        # has as many bytes.
+        # At the default level 6, compressing a photo of 12 megapixels takes up to 5.4 s of CPU time. Level 4 takes 1.7
+        # s for a file of the same size.
         rgb.save(written := io.BytesIO(), "PNG", compress_level=4)
         _check_bytes(written.tell())
     return written.getvalue(), rgb.width, rgb.height
@@ -65,7 +65,7 @@ def _check_bytes(size: int, slack: float = 1) -> None:
 
 
 class _Timed(io.BytesIO):
-    """A readable file that limits the CPU time of its thread. The decoders of PNG and JPEG read it in pieces."""
+    """A file that limits its thread's CPU time at each read. The PNG and JPEG decoders read a file in pieces."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -91,7 +91,7 @@ def decoding(what: str) -> Iterator[None]:
 
 
 def source_name(source: object) -> str:
-    """Return how an error message names the source."""
+    """Return the name of the source for an error message."""
     if isinstance(source, bytes):
         return f"a picture of {len(source):,} bytes"
     if isinstance(source, str) and DATA_URL.match(source):
@@ -157,9 +157,9 @@ _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
 
 
 def _stripped(data: bytes) -> tuple[bytes, bytes]:
-    """Return the bytes of a PNG or JPEG without its metadata, and its Exif data separately. Pillow would join the
-    metadata of a JPEG in time that is quadratic in the number of segments, and would reject a PNG whose profile is
-    large or damaged."""
+    """Return the bytes of a PNG or JPEG without its metadata, and its Exif data separately. The metadata is removed
+    because Pillow needs quadratic time to join the metadata segments of a JPEG, and rejects a PNG with a large or
+    damaged colour profile."""
     png, kept, last, scans, exif = data.startswith(_PNG), list[bytes](), 0, 0, b""
     at, palette = (8, data[25:26] == b"\3") if png else (2, False)
     for _ in range(MAX_PARTS):
@@ -196,8 +196,8 @@ def _stripped(data: bytes) -> tuple[bytes, bytes]:
 
 
 def _orientation(exif: bytes) -> int | None:
-    """Return the orientation in Exif data. Pillow isn't used, because it would copy each of up to 65,535 values, and
-    each value may be as large as all the data."""
+    """Return the orientation in Exif data, or None. Pillow isn't used, because it would copy up to 65,535 values, each
+    of which may be as large as all the data."""
     tiff = exif.removeprefix(b"Exif\0\0")
     order: Any = "little" if tiff[:2] == b"II" else "big"
 
@@ -264,7 +264,7 @@ def _rgb(image: PILImage, orientation: int) -> PILImage:
 
 
 _TURNS = {2: 0, 3: 3, 4: 1, 5: 5, 6: 4, 7: 6, 8: 2}
-"""Maps an EXIF orientation to a `PIL.Image.Transpose`: flips, rotations by 90 degrees, and both diagonals."""
+"""Maps EXIF orientations to `PIL.Image.Transpose`: flips, 90-degree rotations, reflections across either diagonal."""
 
 
 def png_size(data: bytes) -> tuple[int, int]:

@@ -69,13 +69,13 @@ class HiddenFromAgent(TapereelError, AttributeError):
 
 
 class RunStopped(TapereelError):
-    """A run ended before its work was done, because no later request to the model can succeed. It can be resumed."""
+    """A run ended early, because no later request to the model can succeed. The run can be resumed."""
 
     reason: StopReason
 
 
 class StoreFailed(TapereelError, OSError):
-    """A write or a sync failed. The writer is poisoned: acknowledged records are safe, and no more are accepted."""
+    """A write or a sync failed. The writer is poisoned: it accepts no more records. Acknowledged records are safe."""
 
 
 class StrayCancellation(TapereelError, RuntimeError):
@@ -102,7 +102,7 @@ class UsageError(TapereelError, ValueError):
 
 
 class OtherVersion(UsageError):
-    """Another version of Tapereel wrote the settings of a run. A command that needs them exits with code 2."""
+    """Another version of Tapereel wrote a run's settings. A command that needs these settings exits with code 2."""
 
     def __init__(self, config: str, why: str) -> None:
         super().__init__(f"this version can't read {config}: {why}; {USE_ITS_VERSION}")

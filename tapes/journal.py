@@ -8,7 +8,7 @@ from typing import Protocol
 from .pictures import MediaReference
 
 MAX_BODY = 64 * 1024 * 1024 - 1024
-"""Bytes in the largest record body. Larger data is stored as media."""
+"""Maximum size of a record's body in bytes. Larger data is stored as media."""
 
 
 class Durability(StrEnum):
@@ -17,7 +17,7 @@ class Durability(StrEnum):
     STEP = "step"
     """Every turn waits until its action would survive a power cut."""
     TAPE = "tape"
-    """The end of every episode waits. Turns wait only if the environment's effect is not `pure`."""
+    """The end of every episode waits for the disk. Turns wait only if the environment's effect is not `pure`."""
     OS = "os"
     """Nothing waits for the disk. Records survive the death of the process, but not a power cut."""
 
@@ -26,7 +26,7 @@ class MediaFiles(Protocol):
     """The media files of a run."""
 
     def put(self, data: bytes, suffix: str = ..., /) -> MediaReference:
-        """Store the bytes. They are durable when this call returns. This call blocks."""
+        """Store the bytes, which are durable when this call returns. It blocks."""
         ...
 
     def get(self, reference: str, /) -> bytes:
@@ -48,9 +48,9 @@ class Journal(Protocol):
         ...
 
     def append(self, body: bytes) -> None:
-        """Queue one record body. Never waits for the disk. Raises StoreFailed once the writer is poisoned."""
+        """Queue one record body without waiting for the disk. Raises StoreFailed after a write or sync has failed."""
         ...
 
     async def durable(self) -> None:
-        """Wait until everything appended before this call would survive a power cut. Raises StoreFailed."""
+        """Wait until all records so far would survive a power cut. Raises StoreFailed if a write or sync failed."""
         ...

@@ -1,8 +1,9 @@
-"""Converts steps to chat messages, incrementally. The messages are the conversation that a model reads from a tape.
+"""Converts the steps of a tape, incrementally, to the chat messages that a model reads.
 
-The same rule applies to agents, sub-agents and the environment. An agent's own answers are `assistant`, results of tool
-calls are `tool`, and everything else is `user`. A model's answer is shown as it was sampled, not as it was parsed. The
-prompt then begins with the sampled tokens, and the call extends its base instead of starting a new row.
+The same rule applies to agents, sub-agents and the environment: an agent's own answers have the role `assistant`,
+results of tool calls `tool`, and everything else `user`. A model's answer is shown as it was sampled, not as it was
+parsed. The next prompt then begins with the sampled tokens, and its call extends the base instead of starting a new
+row.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ FRAME_TIME = "<{:.1f} seconds>"
 
 
 class Messages(Sequence[Message]):
-    """An immutable prefix of an append-only conversation, after a fixed head. It takes O(1) to make and to compare.
+    """A fixed head, then an immutable prefix of an append-only conversation. Creating or comparing prefixes is O(1).
 
     All prefixes share one list, so a conversation that grows to n messages costs O(n), not O(n²). `list(messages)`
-    makes a plain list.
+    returns a plain list.
     """
 
     __slots__ = ("_items", "_n", "head")
@@ -91,7 +92,7 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, extended step by step. The first n steps make the first `counts[n]` of them."""
+    """The messages that one path reads, extended step by step. The first n steps give `counts[n]` messages."""
 
     __slots__ = ("_said", "counts", "items", "path")
 
@@ -118,7 +119,7 @@ class Conversation:
 
 
 def heard(step: Step) -> list[Message]:
-    """Return a step of the environment or of another path as messages to the model."""
+    """Return the messages that show the model a step by the environment or by another path."""
     if isinstance(step, Prompt):
         return _with_pictures(step.messages, step.pictures)
     if isinstance(step, ToolResults):
@@ -135,8 +136,8 @@ def heard(step: Step) -> list[Message]:
 
 
 def content_of(parts: Sequence[str | Visual]) -> str | list[Message]:
-    """Return the content of a message. It is a string if there is only text, and otherwise a list of content parts. The
-    part for a picture names its file."""
+    """Return these parts as the content of a message: a string if the only part is text, and otherwise a list of
+    content parts. The content part for a picture names the picture's file."""
     if len(parts) == 1 and isinstance(parts[0], str):
         return parts[0]
     return [{"type": "text", "text": part} if isinstance(part, str) else part_of(part) for part in parts if part != ""]
@@ -156,7 +157,7 @@ def text_of(message: Message) -> str:
 
 
 def frames_of(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages for a model that reads no video. Each frame becomes its time as text, then a picture."""
+    """Return the messages for a model that reads no videos. Each frame becomes a text with its time, then a picture."""
     return [
         {**message, "content": [one for part in content_parts(message) for one in _unfolded(part)]}
         if any(part.get("type") == "video" for part in content_parts(message))
@@ -166,13 +167,13 @@ def frames_of(messages: Sequence[Message]) -> list[Message]:
 
 
 def visual_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return the content parts in the messages that show a picture or video, in order."""
+    """Return the content parts that show a picture or video, in the order of the messages."""
     parts = (part for message in messages for part in content_parts(message))
     return [part for part in parts if part.get("type") == "image" or video_in(part) is not None]
 
 
 def image_parts(messages: Sequence[Message]) -> list[Message]:
-    """Return the content parts in the messages that show a picture or a frame of a video, in order."""
+    """Return the content parts that show a picture or a frame of a video, in the order of the messages."""
     return visual_parts(frames_of(messages))
 
 
@@ -190,7 +191,7 @@ def part_of(shown: Visual) -> Message:
 
 
 def video_in(part: Message) -> Video | None:
-    """Return the video that a content part shows, without bytes, or None for any other part."""
+    """Return the video that a content part shows, without its bytes, or None if the part shows no video."""
     if part.get("type") != "video" or "frames" not in part:
         return None
     try:
@@ -202,7 +203,7 @@ def video_in(part: Message) -> Video | None:
 
 
 def _unfolded(part: Message) -> list[Message]:
-    """Return a video's part as text and image parts. Any other part is returned unchanged, as the only item."""
+    """Return the text and image parts that replace a video's part. Any other part is returned unchanged in a list."""
     video = video_in(part)
     if video is None:
         return [part]
@@ -222,7 +223,7 @@ def _with_pictures(messages: Sequence[Message], pictures: Sequence[Visual]) -> l
 
 
 def said(step: Step) -> Message:
-    """Return a step of the agent that no model call produced, as the message that a model would have written."""
+    """Return the message for a step that the agent made without a model call, as if a model had written the step."""
     if isinstance(step, ToolCalls):
         return {
             "role": "assistant",

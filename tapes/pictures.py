@@ -1,9 +1,9 @@
 """Pictures and videos: values in a step that name media files.
 
-`Picture.of` decodes a file within limits (see `decoding`), turns it upright, and encodes the pixels again as 8-bit RGB
-PNG. Only that PNG is stored, sent to models and shown, so no metadata or colour profile from the source survives, and
-its bytes can't be read as a second format. The file is named after the SHA-256 of its bytes, and pictures are equal if
-their files are. A `Video` is a sequence of pictures with times. Files in video formats are never decoded.
+`Picture.of` decodes a file within limits (see `decoding`), turns the image upright, and encodes its pixels again as an
+8-bit RGB PNG. Only this PNG is stored, sent to models and shown. It has no metadata or colour profile from the source,
+and can't also be read as another file format. The PNG is named after the SHA-256 of its bytes, and pictures with equal
+PNGs are equal. A `Video` is a sequence of pictures with times. Files in video formats are never decoded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MediaReference(str):
     """Text that names a media file in the form `media:<SHA-256><suffix>`, as returned by `Media.put`.
 
     A step refers to a file through a field of this type. In any other field, the same characters are just text. Only
-    `Media.put` and reading a tape turn text into a reference, so neither a model nor a page can make a run name files.
+    `Media.put` and the code that reads tapes turn text into a reference, so no model or web page can do so.
     """
 
     @property
@@ -73,8 +73,8 @@ class MediaReference(str):
 
 
 class Received(dict[str, bytes]):
-    """Validation context for a step from another process: the files that came with it, by name. Their hashes are
-    checked, and a reference to any other file is rejected."""
+    """Validation context for a step from another process. It maps the names of the files that came with the step to
+    their bytes. Their hashes are checked, and references to other files are rejected."""
 
     def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__(files)
@@ -88,7 +88,7 @@ class Received(dict[str, bytes]):
 class Picture(Value):
     """A picture in a step. Create one with `Picture.of(...)`, and store it in a field of this type or in a tuple.
 
-    The object carries its bytes. A picture on a tape that was read from a run reads its bytes when they are requested.
+    The object holds the picture's bytes. On a tape that was read from a run, they are read when they are requested.
     """
 
     media: MediaReference
@@ -136,17 +136,17 @@ class Picture(Value):
 
     @property
     def data(self) -> bytes | None:
-        """The PNG's bytes, or None if they are unknown. On a tape that was read from a run, each access reads them from
-        the picture's file, which blocks. It raises NotATape if the file is missing and Corrupt if it has changed."""
+        """The PNG's bytes, or None if they are unknown. On a tape that was read from a run, each access reads the
+        picture's file. This blocks, and raises NotATape if the file is missing or Corrupt if the file has changed."""
         return self._file(self.name) if self._data is None and self._file is not None else self._data
 
     def in_run(self, file: Callable[[str], bytes] | None) -> None:
-        """Make `data` read from a run's files. `file` returns the bytes of a file by its name, and is None if no run
-        has the file."""
+        """Make `data` read a run's file. `file` returns the bytes of the file with a given name. It is None for a
+        picture outside a run."""
         self._file = file
 
     def __eq__(self, other: object) -> bool:
-        """Compare without the bytes, which the name stands for. A recorded picture equals the one shown again."""
+        """Compare all fields but not the bytes, which the name identifies. A recorded picture equals its original."""
         return isinstance(other, Picture) and self.__dict__ == other.__dict__
 
     def __hash__(self) -> int:
@@ -171,10 +171,10 @@ class Video(Value):
     def of(
         cls, frames: Iterable[Picture | Source] | NDArray[uint8], *, fps: float, indices: Iterable[int] | None = None
     ) -> Video:
-        """Create a video from these frames. They are pictures, sources that `Picture.of` accepts, or an array of bytes
-        with the shape (frames, height, width, 3). `fps` is the number of frames per second of the source. `indices`
-        gives the number of each frame in the source, by default 0, 1, 2, ... Raises BadPicture. This call blocks, so
-        use `await Video.read(...)` in an event loop."""
+        """Create a video from frames: pictures, sources that `Picture.of` accepts, or an array of bytes with the shape
+        (frames, height, width, 3). `fps` is the source's number of frames per second. `indices` gives the number of
+        each frame in the source, by default 0, 1, 2, ... Raises BadPicture if these values make no valid video. This
+        call blocks, so use `await Video.read(...)` in an event loop."""
         pictures = [_frame(i, frame) for i, frame in enumerate(_frames(frames))]
         try:
             given = range(len(pictures)) if indices is None else map(operator.index, indices)
@@ -263,7 +263,7 @@ def visuals_of(value: object) -> tuple[Visual, ...]:
 
 
 def videos_in(content: object) -> Iterator[Video]:
-    """Yield the videos in the JSON of a step. The step's class may not be imported."""
+    """Yield the videos in the JSON of a step, even if the step's class isn't imported."""
     if isinstance(content, dict) and content.keys() == Video.model_fields.keys():
         with suppress(ValueError):
             yield Video.model_validate(content, context=RECORDED)
@@ -315,7 +315,7 @@ def _may_refer(cls: type) -> bool:
 
 
 def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
-    """Return a JSON value with each text, picture and video in it (`leaf`) replaced by `by(leaf)`."""
+    """Return a copy of a JSON value in which each string, picture and video `leaf` is replaced by `by(leaf)`."""
     if isinstance(value, dict):
         return {key: swapped(one, by) for key, one in value.items()}
     if isinstance(value, list):
@@ -328,8 +328,8 @@ def swapped(value: object, by: Callable[[str | Visual], object]) -> object:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Return the thread pool that decodes pictures for event loops. In a loop's own pool, pictures would delay
-    everything else that waits there."""
+    """Return the thread pool that decodes pictures for event loops. In an event loop's own pool, decoding would delay
+    all other work."""
     return ThreadPoolExecutor(2, thread_name_prefix="tapereel-picture")
 
 
@@ -337,7 +337,7 @@ os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has no
 
 
 def _frames(frames: Any) -> Iterable[Any]:
-    """Return the frames of a video as sources. Raises BadPicture for a file and for an array with another shape."""
+    """Return `frames` unchanged. Raises BadPicture for a single file and for an array without 4 dimensions."""
     shape = getattr(frames, "shape", None)
     if isinstance(frames, str | bytes | os.PathLike):
         raise BadPicture(f"{source_name(frames)} is one file, and video files are not decoded: pass the frames")

@@ -1,9 +1,9 @@
-"""Places: which tokens in a prompt stand for which picture or video, and the keys for comparing token sequences.
+"""Places state which tokens in a prompt stand for which picture or video. Keys are used to compare token sequences.
 
-A vision model reads a picture as a run of tokens that all have the same few ids, whatever the picture shows. So equal
-ids don't mean equal contents, and a model can sample these ids itself. Every comparison of prefixes therefore compares
-keys. Keys are token ids in which a picture's tokens are replaced by a negative number made from the picture's hash. A
-video shown with the model's own video tokens has one place. A video shown as frames has one place for each frame.
+A vision model reads a picture as a run of tokens with the same few ids, whatever the picture shows. So equal ids don't
+mean equal content, and a model can sample these ids itself. Prefixes are therefore compared by their keys: the token
+ids, with all tokens of a picture replaced by a negative number that is computed from the picture's hash. A video has
+one place if it is shown with the model's own video tokens, and one place for each frame if it is shown as frames.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Place(NamedTuple):
     """Names of the files that the tokens stand for: one file for a picture, or the frames of a video in order."""
     kind: Literal["image", "video"]
     offset: int
-    """Index of the first token in all prompt ids of the call."""
+    """Index of the first token in the call's whole prompt."""
     length: int
     grid: tuple[int, ...]
     """Data that the model's family needs in addition to the file to compute pixels and positions, such as (1, height,
@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
     @property
     def key(self) -> int:
-        """A negative 63-bit number that is equal for equal content."""
+        """A negative number, at least -2**56, that is equal for equal content."""
         return -1 - int.from_bytes(sha256(repr(self._replace(offset=0)).encode()).digest()[:7])
 
     def moved(self, by: int) -> Place:
@@ -50,8 +50,8 @@ class Place(NamedTuple):
 
 
 def _plain(place: Place) -> tuple[Any, ...]:
-    """Return the form that is written to a tape. A picture's place leaves out `times`, so that its bytes are the same
-    as in earlier versions."""
+    """Return the form of a place that is written to a tape. For a picture, it has no `times`, so that the bytes are the
+    same as in earlier versions."""
     return tuple(place) if place.times else tuple(place)[:-1]
 
 
@@ -70,8 +70,8 @@ def keys(ids: Sequence[int] | NDArray[np.integer], places: Iterable[Place]) -> N
 
 
 def shared_length(a: NDArray[np.int64], b: NDArray[np.int64], places: Iterable[Place], most: int | None = None) -> int:
-    """Return the length of the prefix that two key sequences share. It is at most `most` tokens and never ends inside
-    one of the `places`, which are those of either sequence."""
+    """Return the length of the prefix that two key sequences share, which is at most `most` tokens. The prefix never
+    ends inside a place. `places` holds the places of either sequence."""
     n = min(len(a), len(b)) if most is None else min(len(a), len(b), most)
     differ = a[:n] != b[:n]
     n = int(differ.argmax()) if differ.any() else n

@@ -1,8 +1,8 @@
-"""Records: the closed union of everything that is written to a run. The field `t` names the kind.
+"""Records: all kinds of entries that can be written to a run. The field `t` of a record names its kind.
 
-Tape records, from `begin` to `end`, are folded into the tape's digest. Layers can be written at any later time and are
-never folded. Run records belong to no tape. Bodies refer to tapes and calls by id and never by position, so a record
-means the same in any segment.
+Tape records, from `begin` to `end`, are included in the tape's digest. Layers can be written at any later time and are
+never included in it. Run records belong to no tape. Records refer to tapes and calls by id and never by position, so a
+record has the same meaning in any segment.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from .value import Value
 
 SCHEMA = "tapereel/1"
 DIGEST_START = hashlib.sha256(SCHEMA.encode()).digest()
-"""The initial value d0 of every digest. After record k, the digest is dk = SHA-256(dk-1 + body bytes of record k)."""
+"""The initial value d(0) of every digest. After record k, the digest is d(k) = SHA-256(d(k-1) + body of record k)."""
 
 IN_TAPE = ("begin", "step", "call", "reward", "end")
 """The kinds of records that make up a tape, up to its `end`. A record of these kinds after the `end` is a layer."""
 
 Message = dict[str, Any]
-"""One chat message: `role`, `content` and, if they apply, `tool_calls`, `tool_call_id`, `name`."""
+"""One chat message, with `role`, `content` and, if they apply, `tool_calls`, `tool_call_id` and `name`."""
 
 
 _is_none = partial(operator.is_, None)
-"""Used for fields that a body leaves out if they are None, so that tapes without these fields keep their digests. It is
-written in C, because it runs for every record."""
+"""Returns whether a value is None. Fields with this condition are left out of the body if they are None, so that older
+tapes keep their digests. The function is implemented in C, because it runs for every record."""
 
 
 class Record(BaseModel):
@@ -61,20 +61,19 @@ class Task(Value):
     """One problem instance. Only the environment and the trainer read `private`."""
 
     id: str = ""
-    """A human-readable name. It is empty if the source has none. Groups and splits use `hash`, never the name."""
+    """A human-readable name, or an empty string if the source gives none. Groups and splits use `hash` instead."""
     public: JsonValue = None
     private: JsonValue = None
     """Answers and seeds. They are never shown to an agent."""
     bare: bool = False
-    """True if the task is a plain value. `private` is then that value, and `reset` receives it unchanged."""
+    """True if the task was given as a plain value. `private` holds this value, and `reset` receives it unchanged."""
     pictures: tuple[Visual, ...] = Field(default=(), exclude_if=operator.not_, fail_fast=True)
-    """The pictures and videos that the task was made with, each listed once. `public` and `private` hold their names
-    instead."""
+    """The pictures and videos in the task, each listed once. `public` and `private` hold only their names."""
 
     @model_validator(mode="before")
     @classmethod
     def _name_pictures(cls, data: Any) -> Any:
-        """Support `Task(public={"image": picture})`: a record names the file, and the bytes are stored once."""
+        """Replace pictures by their names, as in `Task(public={"image": picture})`, to store their bytes only once."""
         if not isinstance(data, dict) or "pictures" in data:
             return data
         parts = {key: data[key] for key in ("public", "private") if key in data}
@@ -83,7 +82,7 @@ class Task(Value):
         return {**data, **named, "pictures": found} if found else data
 
     def filled(self, part: JsonValue) -> object:
-        """Return `part` (the public or the private part) with its names replaced by the pictures and videos."""
+        """Return `part` (the public or the private part) with the names in it replaced by the pictures and videos."""
         known = {picture.name: picture for picture in self.pictures}
         return swapped(part, lambda one: known.get(str(one), one)) if known else part
 
@@ -110,34 +109,33 @@ class Task(Value):
 
 
 class Sampling(Value):
-    """How a completion is sampled. Recorded log-probs are log softmax(logits / temperature) of each sampled id.
-    Settings that were added after the first tapes were written are left out when they have their default values, so the
-    digests of old tapes stay valid."""
+    """How a completion is sampled. A recorded log-prob is log softmax(logits / temperature) at the sampled id. Newer
+    settings are not written while they have their default values, so that the digests of older tapes stay valid."""
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    """0 means greedy decoding. Such calls are never RL data, and their log-probs are those at temperature 1."""
+    """0 means greedy decoding. Greedy calls are never RL data, and their log-probs are recorded at temperature 1."""
     max_tokens: int = Field(default=512, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     """0 means no limit."""
     extra: dict[str, JsonValue] = Field(default={})
-    """Further settings of the engine, such as penalties and grammars. They make a call unfit for RL, because they
-    change the distribution. The exception is `stop`, the strings that end an answer."""
+    """Further settings of the engine, such as penalties and grammars. A call with such settings can't be used for RL,
+    because they change the distribution. The only exception is `stop`, the strings that end an answer."""
     first_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False, exclude_if=operator.not_)
-    """Temperature of the first token. The token's log-prob is recorded at this temperature. The FIRE method usually
-    sets it to 10. None means the same temperature as for the other tokens."""
+    """Temperature of the first token, whose log-prob is recorded at this temperature. The FIRE method usually uses 10.
+    If it is None, the first token has the same temperature as the other tokens."""
     min_tokens: int = Field(default=0, ge=0, exclude_if=operator.not_)
-    """The first `min_tokens` tokens of an answer can't be end tokens. Their log-probs come from the distribution over
-    the other tokens. A string in `extra.stop` can still end an answer."""
+    """Number of tokens at the start of an answer that can't be end tokens. Their log-probs come from the distribution
+    without end tokens. A string in `extra.stop` can still end an answer earlier."""
     ignore_eos: bool = Field(default=False, exclude_if=operator.not_)
-    """If True, end tokens don't end an answer, each token's distribution is unchanged, and `min_tokens` is ignored."""
+    """If True, end tokens don't end an answer. Each token's distribution is unchanged, and `min_tokens` is ignored."""
 
     @property
     def exact(self) -> bool:
-        """True if the recorded log-probs come from the distribution that was sampled from.
+        """True if the recorded log-probs belong to the distribution that the tokens were sampled from.
 
-        top_p, top_k and most settings in `extra` cut or change the distribution after the log-probs were computed, so
-        importance ratios from such log-probs would be wrong.
+        `top_p`, `top_k` and most settings in `extra` change the distribution after the log-probs have been computed, so
+        importance ratios computed from these log-probs would be wrong.
         """
         return self.temperature > 0 and self.top_p == 1.0 and self.top_k == 0 and not set(self.extra) - {"stop"}
 
@@ -159,11 +157,11 @@ class Identity(Value):
     """The `module:qualname` of the class when the tape was recorded."""
     config: dict[str, JsonValue] = Field(default={})
     effect: Literal["pure", "idempotent", "irreversible"] | None = None
-    """What happens if an action is carried out a second time. Only environments set it."""
+    """What happens if an action is carried out a second time. It is set only for environments."""
 
 
 class Parent(Value):
-    """The point in the parent tape where a fork begins."""
+    """The point in the parent tape where a fork begins. The parent's records before this point form the prefix."""
 
     tape: str
     digest: str
@@ -173,8 +171,8 @@ class Parent(Value):
     turn: int
     """Number of the parent's turns in the prefix."""
     unverified: str | None = Field(default=None, exclude_if=_is_none)
-    """Why the prefix couldn't be verified, if the caller forked anyway. It is None if the prefix was verified or if
-    this isn't known."""
+    """Why the prefix couldn't be verified, if the caller forked anyway. It is None if the prefix was verified, or if it
+    isn't known whether it was."""
 
 
 class Begin(Record):
@@ -197,10 +195,10 @@ class Begin(Record):
     """The purpose of the tape: `train`, `eval`, `demo` or a name that the caller chose."""
     parent: Parent | None = None
     versions: dict[str, str] = {}
-    """The versions of `package` and `python`. A renderer adds the hashes of `tokenizer` and `chat_template`, and
-    pictures add the hash of `processor`."""
+    """The versions of `package` and `python`. With a renderer, they include the hashes of `tokenizer` and
+    `chat_template`, and with pictures also the hash of `processor`."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
-    """Sampling settings of the run, or None if unknown. Each call also records its own."""
+    """Sampling settings of the run, or None if unknown. Each call also records the settings that it used."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)
     """Limits of the episode, including the engine's context length, or None if unknown."""
     at: float
@@ -284,19 +282,19 @@ class Usage(Value):
 
 
 class Tools(Value):
-    """The tools that a call offers, by hash. Only the first call on a tape that offers them holds the schemas."""
+    """The tools that a call offers, identified by a hash. Only the first call that offers them holds the schemas."""
 
     hash: str
     schemas: tuple[dict[str, JsonValue], ...] | None = None
 
 
 class Call(Record):
-    """One model call, stored as its additions to an earlier call (`base`).
+    """One model call, stored as its additions to an earlier call, its `base`.
 
-    ids(call) = prompt(call) + completion(call); prompt(call) = ids(base)[:keep] + prompt. The call *extends* its base
-    if and only if `keep` covers all of ids(base). A smaller `keep` only saves storage, and the call starts a new
-    training row. conversation(call) = messages(call) + [reply(call)]; messages(call) =
-    conversation(base)[:keep_messages] + messages.
+    The whole prompt is prompt(call) = ids(base)[:keep] + `prompt`, where ids(base) = prompt(base) + `base.completion`.
+    The call *extends* its base if and only if `keep` covers all of ids(base). A smaller `keep` only saves storage, and
+    the call starts a new training row. Likewise, the messages in the request are messages(call) =
+    conversation(base)[:keep_messages] + `messages`, where conversation(base) = messages(base) + [`base.reply`].
     """
 
     t: Literal["call"] = "call"
@@ -305,7 +303,7 @@ class Call(Record):
     by: str
     """The path of the agent that made the call."""
     conversation: str = Field(default="", exclude_if=operator.not_)
-    """Name of the conversation if the path holds several. It is empty in the usual case of a single conversation."""
+    """Name of the conversation if the agent holds several. It is empty in the usual case of a single conversation."""
     base: str | None = None
     keep: int = 0
     keep_messages: int = 0
@@ -313,20 +311,20 @@ class Call(Record):
     media: MediaNames = Field(default=(), exclude_if=operator.not_)
     """Names of the pictures in `messages` that came with a program's request. No step shows these pictures."""
     prompt: Ints | None = None
-    """New prompt token ids after the kept ones, or None if the engine takes and returns only text."""
+    """The prompt token ids after those kept from the base, or None if the engine takes and returns only text."""
     places: Places = Field(default=(), exclude_if=operator.not_)
-    """Which of the new prompt ids stand for pictures, in order. Offsets count from the first id of the whole prompt."""
+    """The places of pictures among the new prompt ids, in order. Offsets count from the start of the whole prompt."""
     completion: Ints | None = None
     """Sampled token ids, including the one that ends the turn, or None if the engine returns only text."""
     logprobs: Floats | None = None
     """log softmax(logits / temperature) of each completion id, or NaN if unknown."""
     barred: tuple[int, ...] | None = Field(default=None, exclude_if=_is_none)
-    """With `sampling.min_tokens`, the end ids that were excluded for the first tokens, or None if unknown."""
+    """The end token ids that `sampling.min_tokens` excluded for the first tokens, or None if unknown."""
     text: str | None = None
     tool_calls: tuple[dict[str, JsonValue], ...] | None = None
     """The tool calls that the engine parsed, in the chat format."""
     spans: tuple[tuple[str, int, int], ...] = ()
-    """(version, start, end) for each range of completion tokens. The ranges are half-open and contiguous."""
+    """(policy version, start, end) for each range of completion tokens. The ranges are half-open and contiguous."""
     finish: Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"] = "stop"
     sampling: Sampling = Sampling()
     seed: int | None = None
@@ -334,10 +332,10 @@ class Call(Record):
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
     split: str | None = None
-    """Why this call starts a new row although its path has made calls before. It is None if the call extends its base
-    or is the first."""
+    """Why this call starts a new training row although its path has made calls before. It is None if the call extends
+    its base or is the first call of its path."""
     cut: int = Field(default=0, exclude_if=operator.not_)
-    """Number of tokens in the conversation that the prompt leaves out (`limits.keep_prompt`)."""
+    """Number of tokens in the conversation that the prompt leaves out because of `limits.keep_prompt`."""
     engine: str = ""
     at: float
 
@@ -378,23 +376,23 @@ class Call(Record):
 def unscores(value: float, weight: float, evidence: JsonValue) -> bool:
     """Return whether a component with these fields leaves its whole tape unscored.
 
-    It does if it is NaN and counts (its weight is not 0), or if it records that its source failed. A metric that is NaN
-    doesn't affect the reward.
+    It does if its value is NaN and either its weight is not 0 or its evidence says that its source failed. A NaN in any
+    other metric doesn't affect the reward.
     """
     return value != value and (weight != 0 or (isinstance(evidence, dict) and "failed" in evidence))
 
 
 class Reward(Record):
-    """One reward component. It is part of the digest if recorded inside a tape, and a layer if added after its end.
+    """One reward component. It is part of the digest if it was recorded before the tape's end, and otherwise a layer.
 
-    The reward of a tape is the sum of weight * value over the components that were recorded with it. A tape without
-    components, or with a failed one, is unscored, which is not the same as zero (`total_reward`).
+    The reward of a tape is the sum of weight * value over the components that were recorded before its end. A tape
+    without components, or with a failed one, is unscored, which is not the same as a reward of 0 (`total_reward`).
     """
 
     t: Literal["reward"] = "reward"
     tape: str
     step: int | None = None
-    """Index of the action that earned it, or None if it is for the episode as a whole."""
+    """Index of the step that earned the reward, or None if the reward is for the episode as a whole."""
     name: str = "reward"
     value: float
     weight: float = 1.0
@@ -412,7 +410,7 @@ class Reward(Record):
 def total_reward(rewards: Iterable[Reward]) -> float | None:
     """Return the reward of a tape: the sum of weight * value over its components.
 
-    Return None if no component counts (weight 0 marks a metric), or if one failed. Tapes, indexes, audits and training
+    Return None if all components are metrics (weight 0) or if a component failed. Tapes, indexes, audits and training
     all use this rule.
     """
     every = list(rewards)
@@ -442,13 +440,13 @@ class End(Record):
     seconds: float = 0.0
     at: float
     agent_seconds: float | None = Field(default=None, exclude_if=_is_none)
-    """Seconds that count as the agent's (`agents/episode/timers.py`), or None if unknown."""
+    """Seconds that are counted as the agent's time (`agents/episode/timers.py`), or None if unknown."""
     beside: tuple[Cause, ...] = Field(default=(), exclude_if=operator.not_)
     """Faults that didn't end the episode, such as a failed `close` or code that was left running."""
 
 
 class Label(Record):
-    """Layer that selects which tokens of a call are training targets, if not the whole completion."""
+    """A layer that selects which completion tokens of a call are training targets, if not all of them are."""
 
     t: Literal["label"] = "label"
     tape: str
@@ -458,21 +456,21 @@ class Label(Record):
     """Completion ranges that are targets. None means that the whole completion is a target."""
     layer: str | None = None
     after: str | None = Field(default=None, exclude_if=_is_none)
-    """The call whose prompt and completion begin this call's prompt. It is None if that call is the `base`. Otherwise,
-    the `base` may be another earlier call."""
+    """Id of the call whose prompt and completion form the start of this call's prompt. None means that this call is the
+    `base`. Otherwise, the `base` may be another earlier call."""
 
 
 class Tokens(Record):
-    """Layer with the token ids of authored text, which no local model sampled. Its author may be a scripted agent, an
-    API or a person."""
+    """A layer with the token ids of authored text, which no local model sampled. The text may come from a scripted
+    agent, an API or a person."""
 
     t: Literal["tokens"] = "tokens"
     tape: str
     call: str
     prompt: Ints
-    """All prompt ids, including those of the base."""
+    """All prompt ids, including those kept from the base."""
     places: Places = Field(default=(), exclude_if=operator.not_)
-    """Which prompt ids stand for pictures, in order."""
+    """The places of pictures among the prompt ids, in order."""
     completion: Ints
     tokenizer: str
     """Hash of the tokenizer and the chat template that produced these ids."""
@@ -499,7 +497,7 @@ class Use(Record):
 
 
 class Void(Record):
-    """Cancels the updates of `lineage` after `update`. The lineage `into` continues from there."""
+    """Cancels all updates in `lineage` that come after `update`. The lineage `into` continues from there."""
 
     t: Literal["void"] = "void"
     lineage: str
@@ -538,7 +536,7 @@ class Publish(Record):
 
 
 class Lead(Record):
-    """Records that a process took the lease of the run. From here on, only it writes updates and publishes weights."""
+    """Records that a process took the run's lease. From here on, only this process writes updates and weights."""
 
     t: Literal["lead"] = "lead"
     epoch: int
@@ -558,11 +556,11 @@ class Files(Record):
 
 
 class Commit(Record):
-    """States how far the segment is durable, in the line's own `c`. An idle writer appends it."""
+    """States, in the field `c` of its line, how far the segment is durable. An idle writer appends this record."""
 
     t: Literal["commit"] = "commit"
     opened: str = ""
-    """Hash of the segment's first line. It ties the neighbouring lines to their file if other lines are damaged."""
+    """Hash of the segment's first line. If lines are damaged, it shows which file the lines around it belong to."""
 
 
 class Seal(Record):

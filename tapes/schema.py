@@ -1,8 +1,8 @@
-"""The closed union of all records, and how it may grow.
+"""The union of all record types, and the rules for extending it.
 
 A later version may add an optional field, a kind of record or a member of an enumeration (docs/store.md, "The schema").
-This version can't know what the new part means and doesn't guess. Instead, `parse_record` raises NewerRecord, which
-names the part.
+This version can't know what such an addition means and doesn't guess. Instead, `parse_record` raises a NewerRecord that
+names the addition.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ _adapter: TypeAdapter[AnyRecord] = TypeAdapter(AnyRecord)
 def parse_record(body: bytes) -> AnyRecord:
     """Return the record in `body` (JSON).
 
-    Raises NewerRecord if this version doesn't know a part of it and the rest is valid. Otherwise, an invalid record
-    raises pydantic's ValidationError. Both are ValueErrors.
+    Raises NewerRecord if this version doesn't know a part of the record and the rest is valid. For any other invalid
+    record, raises pydantic's ValidationError. Both are ValueErrors.
     """
     try:
         return _adapter.validate_json(body)
@@ -69,8 +69,8 @@ def parse_record(body: bytes) -> AnyRecord:
 
 
 def read_record(body: bytes, place: str) -> AnyRecord:
-    """Read a record as `parse_record` does, with errors that name its place. Raises NotATape if the record can't be
-    read, or its subclass NewerRecord."""
+    """Read a record as `parse_record` does, but name its `place` in errors. Raises NewerRecord in the same cases, and
+    NotATape if the record can't be read for another reason."""
     try:
         return parse_record(body)
     except NewerRecord as error:
@@ -80,7 +80,7 @@ def read_record(body: bytes, place: str) -> AnyRecord:
 
 
 def reason_of(error: ValueError) -> str:
-    """Return the first fault that `parse_record` found, in one line."""
+    """Return a description, in one line, of the first fault that `parse_record` found."""
     if not isinstance(error, ValidationError):
         return str(error).splitlines()[0]
     first = error.errors(include_url=False, include_input=False)[0]

@@ -13,7 +13,7 @@ class Status(StrEnum):
     TRUNCATED = "truncated"
     """The environment reported `truncated`."""
     LIMIT = "limit"
-    """The rollout reached a limit: turns, tokens, context, the agent's seconds or the system's (`cause.type`)."""
+    """The rollout reached a limit on turns, tokens, context, the agent's time or the system's time (`cause.type`)."""
     ERROR = "error"
     """Code raised an exception. `cause.type` names whose code it was."""
     CANCELLED = "cancelled"
@@ -34,7 +34,7 @@ class CauseType(StrEnum):
     CONTEXT = "context"
     AGENT_SECONDS = "agent_seconds"
     SECONDS = "seconds"
-    """The system's time. On tapes from versions with a single timer, the time of the whole episode."""
+    """The system's time or, on tapes from versions with a single timer, the time of the whole episode."""
 
 
 TRAINED_SPLITS = ("train", "demo", "corpus")
@@ -43,12 +43,12 @@ TRAINABLE_LIMITS = frozenset({CauseType.TURNS, CauseType.TOKENS, CauseType.CONTE
 
 
 def trains(status: Status | None, cause: CauseType | None) -> bool:
-    """Return whether an episode with this end may be scored and, if scored, trained on. No other code decides this.
+    """Return whether an episode with this end may be scored and, if scored, trained on. Only this function decides it.
 
-    It may if it finished, was truncated, reached a limit of turns, tokens, context or the agent's time, or failed with
-    an error in the agent's own code. It may not if it reached a limit of the system's time, failed with an error in the
-    environment, the model or Tapereel, was cancelled, crashed, or is still running. The policy caused the ends in the
-    first group. Training on the second would reward or punish it for the machine.
+    It may if it finished, was truncated, reached a limit on turns, tokens, context or the agent's time, or failed with
+    an error in the agent's own code, because the policy caused these ends. It may not if it reached a limit on the
+    system's time, failed with an error in the environment, the model or Tapereel, was cancelled, crashed, or is still
+    running, because training on it would reward or punish the policy for what the machine did.
     """
     if status in (Status.FINISHED, Status.TRUNCATED):
         return True

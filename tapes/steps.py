@@ -1,7 +1,7 @@
 """Steps: observations, thoughts and actions, as typed and immutable pydantic values.
 
-A step holds content only. The record around it states who produced it, when, and from which model calls, so this
-information can't leak into a prompt. Steps are equal if their content is equal. A model reads a step as its `str()`.
+A step holds only content. The record around it states who produced the step, when, and from which model calls, so this
+information can't leak into a prompt. Steps with equal content are equal. A model reads a step as `str(step)`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Step(BaseModel):
     """One item of a tape. Subclass `Observation`, `Thought` or `Action`, never this class.
 
     `class Guess(Action): number: int` has the kind `guess`, and `class Guess(Action, kind="g")` has the kind `g`. Two
-    classes can't have the same kind, unless their module and qualified name agree, as when a notebook cell runs again.
+    classes can't have the same kind, unless they have the same module and qualified name, as when a notebook cell runs
+    again.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", ser_json_bytes="base64")
@@ -80,8 +81,8 @@ class Step(BaseModel):
         _registry[cls.kind] = cls
 
     def __str__(self) -> str:
-        """Return the text that a model reads. This is the value of a single plain field, or otherwise the content as
-        JSON. For a step with pictures, it is its parts, with each picture written as `[picture 640x480 1f0c...]`."""
+        """Return the text that a model reads: the value if the step has a single plain field, and otherwise the content
+        as JSON. A step with pictures is shown part by part, with each picture as `[picture 640x480 1f0c...]`."""
         values = self.__dict__
         if len(values) == 1:
             (only,) = values.values()
@@ -96,9 +97,9 @@ def parts_of(step: Step) -> tuple[str | Visual, ...]:
     """Return the parts of a step that a model reads, in order: strings, pictures and videos. A step without pictures
     and videos has one part, its `str()`.
 
-    The parts of a step with pictures follow the order of its fields. Each run of fields without a picture becomes the
-    text that a step with only these fields would have. If a class defines `__str__`, this text comes first, and its
-    pictures follow.
+    The parts of a step with pictures are in the order of its fields. Consecutive fields without a picture become the
+    text that a step with only these fields would have. If the class defines `__str__`, its text comes before all
+    pictures.
     """
     if not visuals_of(step):
         return (str(step),)
@@ -203,7 +204,7 @@ class ToolOffer(Observation):
     tools: tuple[dict[str, JsonValue], ...]
     """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
     sources: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
-    """How the tools run, if their source states it. For a sandbox: backend, isolation and memory. No model reads it."""
+    """How the tools run, if their source states it. A sandbox states backend, isolation, memory. No model reads it."""
 
     def __str__(self) -> str:
         return self.text
@@ -310,8 +311,8 @@ def _role(cls: type[Step]) -> Role:
 def read_step(role: Role, kind: str, content: JsonValue) -> Step:
     """Return the step that was written as `content`.
 
-    If no class of this kind is imported, the result is an `UnknownObservation` (or thought, or action), which keeps the
-    content. If the class rejects the content, a pydantic ValidationError is raised, which is a ValueError.
+    If no class of this kind is imported, the result is an UnknownObservation, UnknownThought or UnknownAction, which
+    keeps the content. If the class rejects the content, a pydantic ValidationError is raised, which is a ValueError.
     """
     cls = _registry.get(kind)
     if cls is None:

@@ -1,7 +1,7 @@
-"""Tape: the record of one episode, as immutable views that cost O(1).
+"""A tape is the record of one episode. Tapes are immutable views, and creating a view takes O(1) time.
 
-All views share one growing log, and each shows its first n steps. An agent gets a view with the steps and the public
-part of the task. It can't reach rewards, labels and private parts through this view.
+All views of an episode share one growing log, and each view shows the first n steps in the log. An agent's view gives
+access to the steps and to the public part of the task, but not to rewards, labels or the private part.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Entry(NamedTuple):
     calls: tuple[tuple[str, int, int], ...]
     at: float
     turn: int
-    """Counted from 0. The environment's reaction belongs to the same turn as the action."""
+    """Number of the turn, counted from 0. The environment's reaction to an action belongs to the action's turn."""
     turns: int
-    """Actions up to and including this step."""
+    """Number of actions up to and including this step."""
 
 
 class Cut(NamedTuple):
@@ -59,7 +59,7 @@ class Cut(NamedTuple):
 
 
 def new_tape_id() -> str:
-    """Return 22 hex digits: 12 for the milliseconds since 1970, so that names sort by time, and 10 random ones."""
+    """Return 22 hex digits: 12 for the milliseconds since 1970, so that ids sort by time, and 10 random ones."""
     return f"{time.time_ns() // 1_000_000:012x}{os.urandom(5).hex()}"
 
 
@@ -76,31 +76,31 @@ class TapeLog:
         self.parent = parent = _checked_parent(begin, parent)
         self.entries: list[Entry] = list(parent._log.entries[: parent._n]) if parent is not None else []
         self.inherited = len(self.entries)
-        """Number of steps at the front that belong to the parent."""
+        """Number of steps at the beginning of `entries` that belong to the parent."""
         self.bodies: list[bytes] = []
         self.digests: list[bytes] = []
         self.rewards: list[tuple[int, Reward]] = []
-        """Pairs of a reward and the number of records before it, as (number, reward)."""
+        """The rewards, as (number of records before the reward, reward)."""
         self.layers: list[Record] = []
         self.shown: dict[str, Picture] = {}
-        """The pictures that the recorder has stored, by name. It is empty for a tape that was read from a store."""
+        """Maps names to the pictures that the recorder has stored. It is empty on a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Function that returns a media file's bytes by its name and blocks, or None if the tape is in no run."""
+        """Blocking function that returns the bytes of the media file with this name. None if the tape is in no run."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}
         self._conversations: dict[str, Conversation] = {}
         self.turn = begin.parent.turn if begin.parent is not None else 0
         self.cuts: list[Cut] = list(parent._log.cuts[: self.turn]) if parent is not None else []
-        """The start of each turn. For inherited turns, it counts the parent's records."""
+        """The start of each turn. For an inherited turn, `Cut.records` counts the parent's records."""
         self._in_turn = False
         self._fold(body if body is not None else begin.body())
 
     def append(self, record: Record, body: bytes | None = None) -> bytes:
-        """Add one record and return its body. Raises NotATape if the record is out of place.
+        """Append one record and return its body. Raises NotATape if the record can't come next on this tape.
 
-        When the record is read from a store, `body` is its bytes as they were written. The digest folds these bytes,
-        because serialising the record again could give other bytes after a change to the code.
+        For a record that was read from a store, pass its original bytes as `body`. The digest is computed from these
+        bytes, because serialising the record again could give different bytes after a change to the code.
         """
         if self.end is not None:
             raise NotATape(f"tape {self.begin.tape} has ended; a {type(record).__name__} can't follow its end")
@@ -108,7 +108,7 @@ class TapeLog:
         if part.tape != self.begin.tape:
             raise NotATape(f"a {type(record).__name__} of tape {part.tape!r} was given to tape {self.begin.tape!r}")
         written: bytes = record.body() if body is None else body
-        # This compares classes, because with pydantic's metaclass isinstance costs more than the rest of this method.
+        # Classes are compared, because with pydantic's metaclass isinstance costs more than the rest of this method.
         if type(part) is StepRecord:
             self._add_step(part)
         elif type(part) is Call:
@@ -162,7 +162,7 @@ class TapeLog:
         self.call_order.append((len(self.bodies), call))
 
     def call(self, call: str) -> Call:
-        """Return the call with that id, from this tape or, for a fork, from one of its ancestors."""
+        """Return the call with the id `call`. In a fork, the call may belong to one of the tape's ancestors."""
         log: TapeLog | None = self
         while log is not None:
             found = log._calls.get(call)
@@ -172,13 +172,13 @@ class TapeLog:
         raise NotATape(f"tape {self.begin.tape} has no call {call!r}")
 
     def prompt_length(self, call: Call) -> int:
-        """Return the number of prompt tokens in `call`, including the kept ones."""
+        """Return the number of prompt tokens in `call`, including the tokens that are kept from its base."""
         return call.keep + len(call.prompt or ())
 
     def conversation(self, path: str, n: int) -> tuple[list[Message], int]:
-        """Return the append-only messages that `path` reads, and how many of them come from the first `n` steps.
+        """Return the append-only messages that the agent at `path` reads, and how many come from the first `n` steps.
 
-        Each step is converted once per path, however often the path asks, so an episode of n steps costs O(n).
+        Each step is converted only once per path, however often this method is called, so n steps cost O(n) in total.
         """
         conversation = self._conversations.get(path)
         if conversation is None:
@@ -207,11 +207,11 @@ def _checked_parent(begin: Begin, parent: Tape | None) -> Tape | None:
 
 
 class Tape(Sequence[Step]):
-    """An immutable view of an episode. It shows the steps up to the moment when the view was made.
+    """An immutable view of an episode that shows the steps up to the moment when the view was created.
 
-    `tape[-1]`, `len(tape)` and iteration go over steps. In a view for an agent, rewards, labels and private parts of
-    the task raise HiddenFromAgent. A closed tape round-trips as one document through `model_dump_json` and
-    `model_validate_json`.
+    Indexes such as `tape[-1]`, `len(tape)` and iteration refer to steps. In an agent's view, access to rewards, labels
+    or the private part of the task raises HiddenFromAgent. `model_dump_json` writes a closed tape as one document,
+    which `model_validate_json` reads back as an equal tape.
     """
 
     __slots__ = ("_k", "_log", "_n", "_open", "scope")
@@ -231,7 +231,7 @@ class Tape(Sequence[Step]):
         self._n = len(log.entries) if n is None else n
         self._k = len(log.bodies) if records is None else records
         self.scope = scope
-        """Path of the agent that this view is for. Empty outside an agent."""
+        """Path of the agent that this view is for, or an empty string for a view outside an agent."""
         self._open = not agent_view
 
     @classmethod
@@ -243,9 +243,9 @@ class Tape(Sequence[Step]):
         parent: Tape | None = None,
         file: Callable[[str], bytes] | None = None,
     ) -> Tape:
-        """Return the tape whose records have these bodies, in order. Raises NotATape (a ValueError) if they make none.
+        """Return the tape with these record bodies, in order. Raises NotATape (a ValueError) if they don't form a tape.
 
-        `file` returns the bytes of a media file by its name, for `picture`.
+        `file` returns the bytes of the media file with a given name. The tape uses this function to read its pictures.
         """
         if not isinstance(bodies, Iterable) or not isinstance(layers, Iterable):
             raise NotATape(f"bodies and layers are lists, not {type(bodies).__name__} and {type(layers).__name__}")
@@ -299,7 +299,7 @@ class Tape(Sequence[Step]):
 
     @property
     def entries(self) -> list[Entry]:
-        """The steps, each with its speaker, time, turn and calls."""
+        """The steps, each with the path that produced it and with its time, turn and calls."""
         return self._log.entries[: self._n]
 
     @property
@@ -321,11 +321,11 @@ class Tape(Sequence[Step]):
 
     @property
     def turns(self) -> int:
-        """Actions so far."""
+        """Number of actions so far."""
         return self._log.entries[self._n - 1].turns if self._n else 0
 
     def now(self) -> Tape:
-        """Return the tape at this moment, for the same agent. Inside `act`, it includes the steps yielded so far."""
+        """Return the same agent's view of all steps up to now. Inside `act`, they include the steps yielded so far."""
         return Tape(self._log, scope=self.scope, agent_view=not self._open)
 
     def within(self, path: str) -> Tape:
@@ -333,7 +333,7 @@ class Tape(Sequence[Step]):
         return Tape(self._log, self._n, records=self._k, scope=path, agent_view=not self._open)
 
     def messages(self, system: str | None = None, *, path: str | None = None) -> Messages:
-        """Return the conversation that the agent at `path` (default: the view's scope) reads, after a system prompt."""
+        """Return the system prompt, if given, and the conversation of the agent at `path` (default: `scope`)."""
         items, n = self._log.conversation(self.scope if path is None else path, self._n)
         head = ({"role": "system", "content": system},) if system is not None else ()
         return Messages(head, items, n)
@@ -368,7 +368,7 @@ class Tape(Sequence[Step]):
 
     @property
     def status(self) -> Status | None:
-        """How the episode ended. None while it runs."""
+        """How the episode ended, or None while it is running."""
         end = self._end("status")
         return end.status if end is not None else None
 
@@ -384,9 +384,9 @@ class Tape(Sequence[Step]):
 
     @property
     def reward(self) -> float | None:
-        """Sum of weight * value over the recorded components.
+        """The sum of weight * value over the recorded components.
 
-        None if nothing was scored or a component failed. This is not the same as zero.
+        It is None, which is not the same as zero, if nothing was scored or if a component failed.
         """
         return total_reward(r for k, r in self._visible("reward").rewards if k < self._k)
 
@@ -397,17 +397,17 @@ class Tape(Sequence[Step]):
 
     @property
     def layers(self) -> list[Record]:
-        """The records that were added after the end, if they were loaded."""
+        """The records that were added after the tape's `end`, if they were loaded."""
         return list(self._visible("layers").layers)
 
     @property
     def calls(self) -> list[Call]:
-        """The view's own model calls, in order. The calls that a fork inherits belong to its parent."""
+        """The tape's own model calls that the view shows, in order. Calls that a fork inherited are not included."""
         return [call for k, call in self._visible("calls").call_order if k < self._k]
 
     @property
     def parent(self) -> Tape | None:
-        """The prefix that a fork started from."""
+        """The prefix that a fork started from, or None if this tape is not a fork."""
         return self._visible("parent").parent
 
     @property
@@ -417,7 +417,7 @@ class Tape(Sequence[Step]):
 
     @property
     def digest(self) -> str:
-        """The digest (hex) of this view's records, folded with SHA-256. Layers are never included."""
+        """The SHA-256 digest (hex) of this view's records, computed with `fold`. It never includes layers."""
         return self._visible("digest").digests[self._k - 1].hex()
 
     @property
@@ -426,7 +426,7 @@ class Tape(Sequence[Step]):
         return self._visible("bodies").bodies[: self._k]
 
     def call(self, call: str) -> Call:
-        """Return the call with that id, from this tape or its prefix."""
+        """Return the call with the id `call`, which may be a call that a fork inherited."""
         return self._visible("call").call(call)
 
     def call_messages(self, call: Call | str) -> list[Message]:
@@ -468,7 +468,7 @@ class Tape(Sequence[Step]):
         return ids
 
     def call_places(self, call: Call | str) -> tuple[Place, ...]:
-        """Return the pictures in a call's prompt, in order. Offsets count in `call_prompt(call)`."""
+        """Return the places of pictures in a call's prompt, in order. Offsets are indexes in `call_prompt(call)`."""
         log = self._visible("call_places")
         places: list[Place] = []
         for one in _bases(log, log.call(call) if isinstance(call, str) else call, lambda c: c.keep):
@@ -476,13 +476,13 @@ class Tape(Sequence[Step]):
         return tuple(places)
 
     def picture(self, name: str) -> bytes:
-        """Return the PNG of a picture that a step or a request shows, by its file's name. This call blocks. Raises
-        BadPicture for any other name."""
+        """Return the PNG with the file name `name`, which a step or request on this tape must show. This call blocks.
+        Raises BadPicture for any other name."""
         log = self._log
         picture = log.shown.get(name) or next((p for step in self for p in pictures_of(step) if p.name == name), None)
         if picture is not None and picture.data is not None:
             return picture.data
-        # A step whose class this process hasn't imported has no fields of type Picture, but the places name its
+        # A step whose class isn't imported has no fields of type Picture, but the places in the calls name its
         # pictures.
         named = ((call.media, *(place.media for place in call.places)) for _, call in log.call_order)
         if picture is None and not any(name in media for names in named for media in names):
@@ -494,8 +494,8 @@ class Tape(Sequence[Step]):
         return log.file(name)
 
     def at_turn(self, turn: int) -> Tape:
-        """Return the tape after `turn` whole turns, to fork from. 0 means after the first observation. Raises
-        ValueError if `turn` is too large."""
+        """Return the tape as it was after `turn` complete turns, as the start of a fork. For 0, it ends after the first
+        observation. Raises ValueError if `turn` is too large."""
         log = self._visible("at_turn")
         cuts = log.cuts
         if 0 <= turn < len(cuts):
@@ -528,7 +528,7 @@ class Tape(Sequence[Step]):
 
     @classmethod
     def model_validate(cls, document: object) -> Tape:
-        """Return the tape in a document after checking its digest. Raises NotATape (a ValueError) if it is invalid."""
+        """Check a document's digest and return its tape. Raises NotATape (a ValueError) if the document is invalid."""
         if isinstance(document, Tape):
             return document
         if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -578,7 +578,7 @@ class Tape(Sequence[Step]):
 
 
 class Ending(Tape):
-    """A view of a running tape for the code that scores it. It shows the end that is written after the scores."""
+    """A view of a running tape for the code that scores it. It already has the `end` that follows the scores."""
 
     __slots__ = ("_its_end",)
 
@@ -591,7 +591,7 @@ class Ending(Tape):
 
 
 def _bases(log: TapeLog, call: Call, keep: Callable[[Call], int]) -> list[Call]:
-    """Return `call` and the calls it is built on, oldest first, back to the first that keeps nothing of its base."""
+    """Return `call` and the base calls that it is built on, oldest first. The oldest keeps nothing from its base."""
     chain = [call]
     while chain[-1].base is not None and keep(chain[-1]) > 0:
         chain.append(log.call(chain[-1].base))

@@ -24,9 +24,9 @@ class TapeSummary(Value):
     cause: str | None
     """Who caused the end or which limit was reached, and the message. It is None if the end has no cause."""
     raised_at: str | None
-    """Where the exception was raised, as `file:line in function`, or None if no code raised one."""
+    """Where the exception was raised, as `file:line in function`, or None if there was no exception."""
     reward: float | None
-    """None if the tape is unscored."""
+    """The reward, or None if the tape is unscored."""
     split: str
     agent: str
     env: str
@@ -38,9 +38,9 @@ class TapeSummary(Value):
     turns: int
     calls: int
     sampled: int
-    """Completion tokens with a log-prob."""
+    """Number of completion tokens in calls with log-probs."""
     authored: int
-    """Completion tokens without log-probs. No model sampled them."""
+    """Number of completion tokens in calls without log-probs. No model sampled these tokens."""
     versions: tuple[str, ...]
     """The policy versions that sampled tokens, in order of first use."""
     seconds: float | None
@@ -53,18 +53,18 @@ class StepLine(Value):
 
     index: int
     turn: int
-    """Counted from 0."""
+    """Number of the turn, counted from 0."""
     by: str
     role: Role
     kind: str
     text: str
     """The text that a model reads."""
     rewards: dict[str, float]
-    """weight * value of each component that this step earned."""
+    """Maps each component that this step earned to its weight * value."""
     metrics: dict[str, float]
-    """The values of the components with weight 0."""
+    """Maps each component with weight 0 to its value."""
     tokens: int
-    """Completion tokens that the step was parsed from."""
+    """Number of completion tokens that the step was parsed from."""
     inherited: bool
     """True if the step is in the prefix of a fork and so belongs to the parent."""
 
@@ -76,17 +76,17 @@ class CallLine(Value):
     by: str
     engine: str
     prompt: int | None
-    """Prompt tokens, including the kept ones, or None if the engine returned only text."""
+    """Number of prompt tokens, including those kept from the base, or None if the engine returned only text."""
     kept: int
-    """Prompt tokens shared with the call that this one is built on."""
+    """Number of prompt tokens that are kept from the call's base."""
     completion: int | None
     finish: str | None
     temperature: float
     mean_logprob: float | None
-    """None if no log-prob is known."""
+    """The mean log-prob of the completion tokens, or None if no log-prob is known."""
     spans: tuple[tuple[str, int, int], ...]
     split: str | None
-    """Why the call starts a new row."""
+    """Why the call starts a new training row (see `Call.split`)."""
     seconds: float
     retries: int
 
@@ -144,12 +144,12 @@ def step_lines(tape: Tape) -> list[StepLine]:
 
 
 def episode_rewards(tape: Tape) -> dict[str, float]:
-    """Return weight * value of the components for the whole episode. For a metric (weight 0), return its value."""
+    """Map each component for the episode as a whole to weight * value, or to its value if it is a metric (weight 0)."""
     return {r.name: (r.weight or 1.0) * r.value for r in tape.rewards if r.step is None}
 
 
 def call_lines(tape: Tape) -> list[CallLine]:
-    """Return the lines for all model calls on the tape, in order, without the calls of its parent."""
+    """Return the lines for all model calls on the tape, in order, without those on its parent tape."""
     return [call_line(call) for call in tape.calls]
 
 
