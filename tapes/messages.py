@@ -2,8 +2,7 @@
 
 The same rule applies to agents, sub-agents and the environment: an agent's own answers have the role `assistant`,
 results of tool calls `tool`, and everything else `user`. A model's answer is shown as it was sampled, not as it was
-parsed. The next prompt then begins with the sampled tokens, and its call extends the base instead of starting a new
-row.
+parsed. The next prompt then begins with the sampled tokens, and its call extends the base and starts no new row.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Step(BaseModel):
     """One item of a tape. Subclass `Observation`, `Thought` or `Action`, never this class.
 
     `class Guess(Action): number: int` has the kind `guess`, and `class Guess(Action, kind="g")` has the kind `g`. Two
-    classes can't have the same kind, unless they have the same module and qualified name, as when a notebook cell runs
+    classes can't have the same kind, unless they share their module and qualified name, as when a notebook cell runs
     again.
     """
 

@@ -1,4 +1,4 @@
 """Helpers for all packages: settings files, formatted text, progress callbacks, redaction, optional packages.
 
-From Tapereel, this folder imports only `tapes.errors`. Any other folder may import it.
+Within Tapereel, this folder imports only `tapes.errors`. Any other folder may import this one.
 """

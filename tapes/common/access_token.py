@@ -1,7 +1,7 @@
-"""Access tokens of HTTP servers: their form, and the file through which a server passes its token to its own user.
+"""Access tokens for HTTP servers, and the file through which a server passes its token to clients of the same user.
 
-A server that is started without a token creates one. It writes the token to a file that only its user can read. This
-user's clients on the same machine find the file through the server's address. All other clients need the token itself.
+A server that is started without a token creates one, and writes it to a file that only the server's user can read. This
+user's clients on the same machine find the file by the server's address. All other clients need the token itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOW_FOUND = (
 
 
 def new_token() -> str:
-    """Return a token of 192 random bits whose characters need no escaping in an address."""
+    """Return a token with 192 random bits. None of its characters needs escaping in an address."""
     return secrets.token_urlsafe(24)
 
 
@@ -43,8 +43,8 @@ def check_token(token: str) -> str:
 
 
 def private_file(name: str, text: str) -> Path:
-    """Write a file that only this user can read, in the folder for this user's running servers. Raises UsageError if it
-    can't be written."""
+    """Write a file that only this user can read, in the folder for this user's running servers. Raises UsageError if
+    writing the file fails."""
     try:
         path = state_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def token_path(url: str) -> str:
 
 
 def token_for(url: str) -> str | None:
-    """Return the token of a server that this user runs at `url` on this machine, or None if there is none.
+    """Return the token of a server that this user runs at `url` on this machine, or None if no token is found.
 
     Raises PermissionError if another user owns the file or can read it, because the token isn't secret then.
     """

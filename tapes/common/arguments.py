@@ -25,14 +25,14 @@ from .redact import without_secrets
 
 TargetT = TypeVar("TargetT", bound=Callable[..., object])
 Part = tuple[str, Any, Any]
-"""A value with its place in the call and its type, as (place, value, type). The type comes from the annotation."""
+"""A value in a call, as (its place in the call, value, type in the annotation)."""
 MOST = 10_000_000
 """Maximum number of items in a collection. Without this limit, `range(10**9)` would fill the memory."""
 _SMALL = Annotated[Any, f"a collection of at most {MOST:,} items that isn't nested too deeply"]
 _PATH = Annotated[Any, "a path of a usual length, without NUL characters and lone surrogates"]
 NO_LONE = "a str without lone surrogates"
-"""The type of every string that Tapereel accepts. UTF-8 can't hold lone surrogates, and so a record can't either."""
-# The surrogates that aren't listed stand for the bytes of a file name that isn't UTF-8.
+"""Describes the strings that Tapereel accepts. UTF-8 can't hold lone surrogates, and so a record can't either."""
+# All other surrogates are allowed, because they stand for bytes in a file name that isn't UTF-8.
 _BAD_PATH = re.compile("[\0\ud800-\udc7f\udd00-\udfff]|[^/]{256}|.{4096}", re.DOTALL)
 _JSON = None | bool | float | str | list[JsonValue] | tuple[JsonValue, ...] | dict[str, JsonValue]
 
@@ -79,7 +79,7 @@ def _expected(hint: Any) -> str:
 
 
 def _lacking(value: object, hint: Any) -> str:
-    """Return the end of a message that lists the members of the protocol in `hint` that `value` lacks, or an empty
+    """Return the end of an error message, which lists what `value` lacks for the protocol in `hint`. Return an empty
     string if `hint` has no protocol."""
     for kind in (hint, *get_args(hint)):
         if is_protocol(kind):
@@ -92,7 +92,7 @@ def _missing(value: object, protocol: type) -> list[str]:
 
 
 class _Absent(type):
-    """Stands for a class that is imported only for type checkers. It recognises its instances by its name."""
+    """Stands for a class that is imported only for type checkers. It recognises its instances by their class name."""
 
     def __instancecheck__(cls, value: object) -> bool:
         return cls.__name__ in (one.__name__ for one in type(value).__mro__)
@@ -119,7 +119,7 @@ def _parameters(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any]
 
 @cache
 def _apart(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the class of a type and its parameters. For every notation for a union, the class is `Union`."""
+    """Return a type's class and parameters. The class is `Union` for every notation of a union."""
     kind, args = get_origin(hint) or hint, get_args(hint)
     if isinstance(hint, TypeVar):
         return _apart(hint.__bound__ or Any)

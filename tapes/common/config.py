@@ -1,9 +1,9 @@
-"""Configuration: pydantic models with values from Python, a YAML or TOML file, and `key.sub=value` settings.
+"""Loads settings into pydantic models from Python, a YAML, TOML or JSON file, and `key.sub=value` strings.
 
-Later sources override earlier ones, in this order. `load_config` returns a validated model, or raises a `ConfigError`
+Each of these sources overrides the ones before it. `load_config` returns a validated model, or raises a `ConfigError`
 that names each invalid key, its origin and the nearest existing keys. An unknown key is always an error, so a model
-that would ignore one is rejected. `dump_config` writes every setting, and `load_config` reads the result back as an
-equal model. If this version can't read a run's record, the error names a version that can.
+that would ignore unknown keys is rejected. `dump_config` writes every setting, and `load_config` reads the result back
+as an equal model. If this version can't read a run's `config.yaml`, the error names a version that can.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .config_yaml import DEPTH, LARGEST, YamlProblem, nested, read_value, read_y
 from .redact import holds_secret, without_secrets
 
 FORMAT = 1
-"""Format of the settings in a run's `config.yaml`. `results.json` states the format, and no other format is read."""
+"""Number of the format of a run's `config.yaml`, as stated in `results.json`. No other format is read."""
 NAME = "NAME"
 """Placeholder for any key in a mapping of groups, as in `players.NAME.lr`."""
 AT_RESUME = "at resume"
@@ -38,8 +38,8 @@ samples nor updates."""
 ModelT = TypeVar("ModelT", bound=BaseModel)
 Keys = tuple[str, ...]
 Setting = str | tuple[str, object] | tuple[str, object, str]
-"""A setting: (key, value) or (key, value, origin). Error messages use the words in `origin` to name it. The key is
-dotted, as in `train.lr`. A string has the form `KEY=VALUE` as on a command line, and its value is read as YAML."""
+"""A setting, as (key, value), (key, value, origin) or a string. The key is dotted, as in `train.lr`. Error messages
+show `origin` as the source. A string has the form `KEY=VALUE`, as on a command line, and its value is read as YAML."""
 _LONE = re.compile("[\ud800-\udfff]")
 
 
@@ -51,8 +51,8 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _onto_defaults(cls, data: Any) -> Any:
-        """If a group is set only in part, keep the other values from the field's default. This default may differ from
-        the defaults of the group's own class, which pydantic would use."""
+        """If only some values in a group are set, take the others from the field's default. Pydantic would take them
+        from the defaults in the group's own class, which may differ."""
         if not isinstance(data, Mapping):
             return data
         partly = {
@@ -89,7 +89,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the strings in a setting, and the keys of its mappings. Groups inside it validate their own strings."""
+    """Yield the strings in a setting, and the keys of its mappings. Groups inside validate their own strings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -122,12 +122,12 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
     def __init__(self) -> None:
         self.typed: dict[Keys, str] = {}
-        """Settings on a command line as they were typed, for string fields: `--set name=123` sets "123"."""
+        """Maps command-line settings to the typed text. A string field gets this text: `--set name=123` sets "123"."""
         self.record: Path | None = None
-        """Path of the file if it is the record of a run."""
+        """Path of the configuration file if it is the `config.yaml` of a run, otherwise None."""
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
-        """Set one value. A mapping is merged into the present one. Any other value replaces it."""
+        """Set one value. A mapping is merged into the existing mapping; any other value replaces the existing value."""
         if isinstance(value, Mapping) and (value or not keys):
             for key, item in value.items():
                 self.put((*keys, str(key)), item, origin)
@@ -135,7 +135,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         if any(map(_LONE.search, (*keys, *_texts(value)))):
             name = ".".join(keys)
             raise ConfigError(f"{ascii(name)[1:-1]} is {value!a:.80} ({ascii(origin)[1:-1]}); it must be {NO_LONE}")
-        # This replaces settings inside the new value, and a value that becomes a group (`x: null`, then `x.y`).
+        # The new value replaces the settings inside it, and also a value that becomes a group (`x: null`, then `x.y`).
         for other in [k for k in self if k != keys and (k[: len(keys)] == keys or keys[: len(k)] == k)]:
             del self[other]
         self[keys] = value, origin
@@ -146,7 +146,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         return nested((keys, value) for keys, (value, _) in self.items())
 
     def where(self, keys: Keys) -> str:
-        """Return the origin of a key: its own, the nearest group's above it, or that of the settings inside it."""
+        """Return the origin of a key, or else of the nearest group above it, or else of all settings inside it."""
         for n in range(len(keys), 0, -1):
             if keys[:n] in self:
                 return self[keys[:n]][1]
@@ -156,7 +156,7 @@ class _Layers(dict[Keys, tuple[Any, str]]):
 
 @check_arguments
 def load_config(base: type[ModelT] | ModelT, file: str | Path | None = None, sets: Sequence[Setting] = ()) -> ModelT:
-    """Load the configuration from `base` (a model class, or an instance with values), then `file`, then `sets`."""
+    """Load a configuration. `sets` override settings in `file`, which override `base` (a model class or instance)."""
     cls = base if isinstance(base, type) else type(base)
     _refuse_open_models(cls)
     layers = _Layers()
@@ -322,10 +322,10 @@ def _is_beside(group: list[str], above: list[str]) -> bool:
 
 
 def _explicit(value: Any, whole: bool = False) -> Any:
-    """Return the values of a model that Python code set, as plain groups, without the model's defaults.
+    """Return the values that Python code set in a model, as plain groups. The model's defaults are left out.
 
     Literal fields are included, because they tell the members of a union apart. With `whole`, all values are included.
-    This is for a group that is a field's default, where a missing value would be taken from another default.
+    This is for a group that is a field's default, because a value that is left out would be taken from another default.
     """
     if isinstance(value, BaseModel):
         return {
@@ -348,7 +348,8 @@ def _refuse_open_models(cls: type[BaseModel]) -> None:
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
-    """Yield (keys, model classes inside) for each field of `cls` and of models in it, recursive models only once."""
+    """Yield (keys, model classes in its type) for each field in `cls` and models in it. A recursive model comes
+    once."""
     for name, info in cls.model_fields.items():
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))

@@ -1,8 +1,9 @@
 """YAML for settings: line numbers are kept, a repeated key is an error, and plain values follow YAML 1.2.
 
 Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
-written, and a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
-digits are limited. An alias is an error, because 600 bytes with aliases can stand for any amount of data.
+written, and a tag that would build a Python object is an error. A file may come from a stranger, so its size, nesting
+and numbers of digits are limited. An alias is an error, because 600 bytes with aliases can stand for any amount of
+data.
 """
 
 from __future__ import annotations
@@ -67,13 +68,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def text(self, data: str) -> yaml.ScalarNode:
-        # In any other style, a reader folds these rare line breaks into spaces. Double quotes keep them.
+        # Readers fold these rare line breaks into spaces, unless the text is in double quotes.
         quoted = any(c in "\x85\u2028\u2029\ufeff" for c in data)
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"' if quoted else None)
 
 
 _Dumper.add_representer(str, _Dumper.text)
-# YAML 1.1, which PyYAML reads by default, reads `no` as false and `1e-3` as text.
+# By default, PyYAML follows YAML 1.1, in which `no` is false and `1e-3` is text.
 _OURS = {
     "tag:yaml.org,2002:bool": (re.compile(r"(true|True|TRUE|false|False|FALSE)$"), "tTfF"),
     "tag:yaml.org,2002:float": (
@@ -94,7 +95,7 @@ for _tag, (_rule, _first) in _OURS.items():
 
 
 def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
-    """Yield (keys, value, line) for each setting in a document, in order. Lists are values."""
+    """Yield (keys, value, line) for each setting in a document, in order. A list counts as one value."""
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -109,7 +110,7 @@ def read_yaml(text: str) -> Iterator[tuple[Keys, object, int]]:
 
 
 def nested(settings: Iterable[tuple[Keys, object]]) -> Group:
-    """Return settings, given with their paths of keys, as nested groups. `settings_of` is the inverse."""
+    """Return settings, given as (path of keys, value), as nested groups. `settings_of` is the inverse."""
     data: Group = {}
     for keys, value in settings:
         group = data
@@ -120,7 +121,7 @@ def nested(settings: Iterable[tuple[Keys, object]]) -> Group:
 
 
 def settings_of(data: Mapping[str, object], above: Keys = ()) -> Iterator[tuple[Keys, object]]:
-    """Yield (keys, value) for each setting in nested groups. An empty group is a value."""
+    """Yield (keys, value) for each setting in nested groups. An empty group counts as a value."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from settings_of(value, (*above, key))
@@ -129,7 +130,7 @@ def settings_of(data: Mapping[str, object], above: Keys = ()) -> Iterator[tuple[
 
 
 def read_value(text: str) -> object:
-    """Return the value that `text` would have after `key: ` in a file. An empty text is an empty string."""
+    """Return the value that `text` would have after `key: ` in a file. Empty or invalid text is returned unchanged."""
     try:
         return yaml.load(text, _Loader) if text.strip() else text
     except (yaml.YAMLError, YamlProblem):

@@ -13,7 +13,7 @@ BUNDLES = ("dev", "demo")
 
 
 def extra_of(module: str) -> str | None:
-    """Return the extra that installs the package of `module`, or None if it is no optional dependency of Tapereel."""
+    """Return the extra that installs the package of `module`, or None if Tapereel has no such optional dependency."""
     try:
         needs = requires("tapereel") or []
     except PackageNotFoundError:  # a bare checkout has no metadata

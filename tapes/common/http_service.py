@@ -1,12 +1,12 @@
-"""The life cycle of all HTTP servers in Tapereel, and the checks that a request passes before its route.
+"""The base class of all HTTP servers in Tapereel. It runs a server, and checks requests before they reach their routes.
 
 The viewer, the embedded engine's server, the environment service and the gateway are subclasses. They import `web` from
-here, so that without aiohttp the error names the extra that installs it.
+this module, so that if aiohttp is missing, the error names the extra that installs it.
 
 A server always has a token, even on loopback, because every user of a machine can connect to its loopback addresses. A
 request reaches its route only with the right Host, Origin and token (`request_checks.py`). Its body must be within
-limits of size, depth and time, and is read and parsed before the route runs. So a route that is added later is
-protected like the others.
+limits on size, nesting and time, and is read and parsed before the route runs. This also protects routes that are added
+later.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 BODY: web.RequestKey[Any] = web.RequestKey("body", object)
 """`request[BODY]` is the JSON object in the body of a request that may change something, or {} without a body."""
 MOST_VALUES = 500_000
-"""Largest number of values in a body. The parser holds the interpreter lock, so it must end soon, even in a thread."""
+"""Maximum number of values in a body. Parsing must be fast, because it holds the interpreter lock even in a thread."""
 _IN_PLACE = 1 << 16
-"""Largest body, in bytes, that the event loop parses itself. For such a body, a thread would take longer."""
+"""Bodies up to this number of bytes are parsed in the event loop, because using a thread would take longer."""
 
 
 class HttpService:
@@ -53,7 +53,7 @@ class HttpService:
     """Time limit for receiving a request's body, in seconds."""
     header_seconds = 30.0
     """Time limit in seconds for a request's headers, counted from the connection or the previous answer. Clients must
-    keep idle connections for a shorter time. aiohttp keeps them for 15 seconds."""
+    close idle connections sooner. aiohttp's client closes them after 15 seconds."""
     no_token = f"a valid token is required. {HOW_FOUND}"
     """The answer to a request without the token."""
     token_in_file = False
@@ -61,7 +61,7 @@ class HttpService:
     (`access_token.py`)."""
 
     def __init__(self, host: str, token: str | None = None) -> None:
-        """Every request must have `token`. By default, a new one is created. Raises UsageError if it is too short."""
+        """Every request must carry `token`. By default, a token is created. Raises UsageError if `token` is invalid."""
         self.host, self.port = host, 0
         self.token = new_token() if token is None else check_token(token)
         self.token_file: str | None = None
@@ -112,10 +112,10 @@ class HttpService:
         raise NotImplementedError(f"{type(self).__qualname__} must define routes()")
 
     async def stop(self) -> None:
-        """End the work of the server's routes. Called at the end of `serving`, while requests are still answered."""
+        """End the work of the server's routes. `serving` calls this at its end, while requests are still answered."""
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """Return the answer to a request that must not reach its route, or None if it may."""
+        """Return the answer to a request that is rejected, or None if the request may reach its route."""
         sent = request.headers
         site = () if self.is_page(request) else sent.getall("Sec-Fetch-Site", ())
         why = refused_origin(sent.getall("Host", ()), sent.getall("Origin", ()), site, self.host)
@@ -127,11 +127,11 @@ class HttpService:
         return self.refusal(request, 415, why) if why is not None else None
 
     def is_page(self, request: web.Request) -> bool:
-        """Return whether the request opens this server's own page. Links on other pages may lead to this page."""
+        """Return whether the request opens this server's own page, to which other sites may link."""
         return False
 
     def has_token(self, request: web.Request) -> bool:
-        """Return whether the request has the token."""
+        """Return whether the request carries the token."""
         return same_token(bearer(request.headers.get("Authorization")), self.token)
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:

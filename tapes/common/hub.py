@@ -1,4 +1,4 @@
-"""Names of models and datasets: a folder, or a repository on the Hugging Face hub as `org/name` or `org/name@revision`.
+"""Finds models and datasets by name: a folder, or a Hugging Face repository as `org/name` or `org/name@revision`.
 
 The hub's own library finds and downloads repositories, so its environment variables apply: `HF_HOME`, `HF_HUB_OFFLINE`,
 `HF_TOKEN` and the others. Code in a repository is neither downloaded nor run. This module doesn't import torch.
@@ -31,7 +31,7 @@ def split_name(name: str) -> tuple[str, str | None] | None:
 
 
 def model_folder(name: str | Path) -> Path:
-    """Return a model's or tokenizer's folder: the folder with this name, or the hub's model, downloaded if needed.
+    """Return the folder of a model or tokenizer: the folder `name`, or the hub's model, which is downloaded if needed.
 
     Raises NotFound with the reason in one sentence if there is no such model, and MissingExtra if the hub's library
     isn't installed.
@@ -52,7 +52,7 @@ def model_folder(name: str | Path) -> Path:
 
 
 def _nearest(missing: Path) -> str:
-    """Return the folders whose paths are close to this one, as a question, or an empty string if there are none."""
+    """Return a question that suggests folders with similar paths, or an empty string if there are none."""
     close = " or ".join(map(str, _near(missing)))
     return f"; did you mean {close}?" if close else ""
 

@@ -1,7 +1,7 @@
 """Reads JSON from a model or a client, so that the value can be written again as valid JSON.
 
-Python's parser accepts more than JSON (NaN, numbers beyond all floats, lone surrogates), and deeply nested JSON exceeds
-the recursion limit of later code. `read_plain` rejects both with a ValueError for the author of the JSON.
+Python's parser accepts more than JSON (NaN, numbers too large for a float, lone surrogates), and deeply nested JSON
+exceeds the recursion limit of later code. `read_plain` rejects both with a ValueError that addresses the JSON's author.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def read_plain(text: str | bytes) -> JsonValue:
         value = json.loads(text, parse_constant=_no_number, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ValueError(f"more than {DEPTH} arrays and objects inside each other") from None
-    # Counting brackets is cheap and never gives too small a depth, so most strings skip the walk.
+    # Counting brackets is cheap and never underestimates the depth, so most strings need no exact check.
     if text.count("[") + text.count("{") > DEPTH:
         _check_depth(value)
     if _SURROGATE.search(text):
@@ -39,7 +39,7 @@ def read_plain(text: str | bytes) -> JsonValue:
 
 
 def _check_depth(value: Any) -> None:
-    """Raise ValueError if the value is nested too deeply. This works level by level, so it doesn't recurse itself."""
+    """Raise ValueError if the value is nested too deeply. It goes level by level, to avoid recursion."""
     level = [value]
     for _ in range(DEPTH):
         level = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int, str], None]
-"""The arguments are (phase, done, of, note). The work may call it any number of times."""
+"""A callback with the arguments (phase, done, of, note). It may be called any number of times."""
 
 
 def silent(phase: str, done: int, of: int, note: str) -> None:

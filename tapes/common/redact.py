@@ -1,9 +1,9 @@
 """Redaction: text from outside passes through here before it is recorded, logged or printed.
 
 A server may echo the key it received, an exception may quote an address with a password, and a settings object may hold
-a token. This module recognises values of environment variables and settings whose names suggest a secret, addresses
-with user and password, bearer tokens, and keys with a known prefix. It can't recognise any other secret, so it is only
-the second defence. The first is that settings hold the name of a variable, never a key.
+a token. This module recognises the values of environment variables and settings whose names suggest a secret, the user
+and password in an address, bearer tokens, and keys with a known prefix. It can't recognise any other secret, so it is
+only a second line of defence. The first one is that settings hold the name of an environment variable, never a key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import unquote
 HIDDEN = "[secret]"
 """The text that replaces a secret."""
 SHORTEST = 8
-"""In characters. Shorter environment values are not treated as secrets, because they may be parts of ordinary words."""
+"""Minimum number of characters in a secret environment value. A shorter value may be part of an ordinary word."""
 
 _NAMES = re.compile(r"(?:^|[_-])(?:api_?key|key|token|secret|password|passwd|credentials?|authorization)$", re.I)
 _SHAPES = (
@@ -35,8 +35,8 @@ _SHAPES = (
         HIDDEN,
     ),
 )
-"""The patterns of secrets, as (strings of which one must occur, pattern, replacement). Searching for plain strings
-first skips most patterns."""
+"""The patterns of secrets, as (strings, pattern, replacement). For speed, a pattern is tried only if the text contains
+one of its strings."""
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://\S+")
 _LOGIN = re.compile(r"(?:https?|wss?)://[^/?#]*@", re.I)
 _QUERY = re.compile(r"[?&;]([^=&;]+)=[^&;]")
@@ -46,14 +46,14 @@ ValueT = TypeVar("ValueT")
 
 
 def names_secret(name: str) -> bool:
-    """Return whether a setting or variable of this name holds a secret: `OPENAI_API_KEY`, `token`, not `max_tokens`."""
+    """Return whether this is the name of a secret. `OPENAI_API_KEY` and `token` are such names, `max_tokens` isn't."""
     return _NAMES.search(name) is not None
 
 
 def holds_secret(text: str) -> bool:
-    """Return whether the string is an address with a secret: a user, a query like `?api_key=`, or a recognised key.
+    """Return whether `text` is an address with a secret: a user, a query such as `?api_key=`, or a recognised key.
 
-    Return False for longer text that quotes an address.
+    The result is False for longer text that quotes an address.
     """
     if not _ADDRESS.fullmatch(text):
         return False
@@ -62,8 +62,8 @@ def holds_secret(text: str) -> bool:
 
 
 def refuse_secret(url: str, what: str) -> None:
-    """Raise ValueError for an address that contains a secret, because the secret would be recorded. `what` is the
-    address's name in the message."""
+    """Raise ValueError if the address contains a secret, because the secret would be recorded. The message calls the
+    address `what`."""
     if holds_secret(url):
         raise ValueError(
             f"{what} {without_secrets(url)!r} holds a user, a password or a key, which would be recorded; give the "
@@ -81,7 +81,7 @@ def environment_secrets() -> list[str]:
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """Return `text` with all recognised secrets, and those in `known`, hidden. Repeating this changes nothing."""
+    """Return `text` with all recognised secrets, and those in `known`, hidden. A second call changes nothing."""
     return _hidden(text, [*known, *environment_secrets()])
 
 
@@ -105,7 +105,7 @@ def guard_log(name: str) -> None:
 
 
 def hide(value: ValueT) -> ValueT:
-    """Return a JSON value with the secrets in its strings hidden, and with all text under a secret's name hidden.
+    """Return a JSON value with the secrets in its strings hidden. A string whose key names a secret is hidden.
 
     This runs for every episode, so it reads the environment only if a string looks like a key.
     """

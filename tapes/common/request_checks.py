@@ -1,8 +1,8 @@
-"""The checks of every HTTP request before its route: Host, Origin, Sec-Fetch-Site, token and content type.
+"""Checks each HTTP request before it reaches its route: Host, Origin, Sec-Fetch-Site, token and content type.
 
-`HttpService` applies them to the servers in this package. `Guard` applies them to a vLLM server as ASGI middleware,
-because vLLM's own API key leaves some of its routes open, including those that receive weights. `LocalServer` copies
-this file to a folder from which vLLM imports it, so it imports only the standard library.
+`HttpService` applies these checks to the servers in this package. `Guard` applies them to a vLLM server as ASGI
+middleware, because vLLM's own API key leaves some routes open, including those that receive weights. This file imports
+only the standard library, because `LocalServer` copies it to a folder from which vLLM imports it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import cache
 
 SAFE = ("GET", "HEAD", "OPTIONS")
-"""Methods that change nothing."""
+"""HTTP methods that change nothing."""
 PRIVATE = {
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""Headers that every answer has. With them, no cache keeps the answer, and no page from another origin embeds it. None
-of them allows CORS."""
+"""Headers of every answer. They prevent caches from keeping the answer, and pages from other origins from embedding it.
+None of these headers allows CORS."""
 _Message = MutableMapping[str, object]
 _App = Callable[[_Message, Callable[..., object], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
 
 
 def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[str], at: str) -> str | None:
-    """Return why a request with these values of Host, Origin and Sec-Fetch-Site is rejected, or None if it isn't.
+    """Return why a request with these Host, Origin and Sec-Fetch-Site headers is rejected, or None if it is accepted.
 
     `at` is the address on which the server listens. Without the check of Host, a web page could reach the server
-    through a name that resolves to this machine (DNS rebinding). A browser sets the other two headers, and no script
-    can change them.
+    through a name that resolves to this machine (DNS rebinding). The other two headers are set by browsers, and no
+    script can change them.
     """
     if len(host) != 1 or not names_server(host[0], at):
         shown = ", ".join(host)[:80]
@@ -48,9 +48,10 @@ def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[st
 
 
 def refused_change(method: str, content_type: str) -> str | None:
-    """Return why a request that may change something is rejected because of its content type, or None if it isn't.
+    """Return why a request's content type is rejected, or None if it is accepted or the request changes nothing.
 
-    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here grants it.
+    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here gives
+    permission.
     """
     if method in SAFE or content_type.partition(";")[0].strip().lower() == "application/json":
         return None
@@ -74,10 +75,10 @@ def is_loopback(host: str) -> bool:
 
 
 def names_server(header: str, host: str) -> bool:
-    """Return whether the `Host` header names a server that listens on this host. The port may be a forwarded one.
+    """Return whether the `Host` header names a server that listens on this host. Its port may be a forwarded one.
 
-    This accepts only names that a foreign name server can't resolve to this machine: the loopback names for a loopback
-    server, and otherwise bare addresses, this machine's names, names without a dot and names below private domains.
+    This accepts only names that a foreign name server can't resolve to this machine: for a loopback server the loopback
+    names, and for other servers bare addresses, this machine's names, names without a dot and names in private domains.
     """
     found = re.fullmatch(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?", header.lower())
     name = found[1].strip("[]") if found else ""
@@ -101,7 +102,7 @@ def _is_address(host: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware that applies the same checks to all routes of a vLLM server, whose key is in `VLLM_API_KEY`."""
+    """ASGI middleware that applies these checks to all routes of a vLLM server. The token is in `VLLM_API_KEY`."""
 
     def __init__(self, app: _App) -> None:
         self._app, self._token, self._at = app, os.environ["VLLM_API_KEY"], os.environ["TAPEREEL_GUARDED"]

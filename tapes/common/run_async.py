@@ -1,7 +1,7 @@
 """Runs a coroutine to its end from synchronous code, in a script or in a notebook.
 
-The end doesn't wait for foreign code without a limit. Tasks and threads that agents and environments left behind have
-`GRACE` seconds.
+At the end, tasks and threads that agents and environments left behind have `GRACE` seconds to finish, so the wait for
+foreign code is limited.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from .text import logger
 log = logger("run_async")
 
 GRACE = 5.0
-"""Seconds that cancelled code has to end. After that it is left running, and its caller continues."""
+"""Seconds that cancelled code has to end. Code that takes longer is left running, and its caller continues."""
 THREADS = 20.0
-"""Seconds that the threads of `asyncio.to_thread` have to end. A cancelled update of the trainer uses one."""
+"""Seconds that Tapereel's own `asyncio.to_thread` threads have to end, such as that of a cancelled trainer update."""
 _left: set[asyncio.Task[Any]] = set()
-"""Tasks that were left running. They are kept here, because nothing else may refer to them."""
+"""Tasks that were left running. This set keeps them alive, because there may be no other reference to them."""
 ResultT = TypeVar("ResultT")
 
 
 def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
     """Run `main` in an event loop of its own and return its result.
 
-    `asyncio.run` refuses to start inside a running event loop, and a notebook has one in its main thread. There, `main`
-    runs in a new thread. This function blocks the calling thread, and so the caller's event loop, until `main` ends.
+    `asyncio.run` refuses to start inside a running event loop, such as the one in a notebook's main thread. There,
+    `main` runs in a new thread. This function blocks the caller's thread, and so its event loop, until `main` ends.
     """
     try:
         asyncio.get_running_loop()
@@ -43,7 +43,7 @@ def run_async(main: Coroutine[object, None, ResultT]) -> ResultT:
 
 
 def leave(task: asyncio.Task[ResultT]) -> None:
-    """Leave a task running that ignores its cancellation, so that the end of the event loop doesn't wait for it."""
+    """Let a task that ignores its cancellation run on, so that the end of the event loop doesn't wait for the task."""
     # `asyncio.run` cancels every registered task at its end and waits for all of them, without a limit.
     asyncio._unregister_task(task)  # pyright: ignore[reportAttributeAccessIssue]
     task._log_destroy_pending = False  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,28 +60,28 @@ def _forget(task: asyncio.Task[Any]) -> None:
 def _run(
     main: Coroutine[Any, Any, ResultT], began: Callable[[asyncio.Task[ResultT]], object] = lambda _: None
 ) -> ResultT:
-    """Run `main` as `asyncio.run` does, but don't wait for others at the end. `began` is called with its task."""
-    runner = shared_runner()  # it turns Ctrl-C into a cancellation
+    """Run `main` like `asyncio.run`, but limit the wait for other tasks at the end. `began` receives `main`'s task."""
+    runner = shared_runner()  # the runner turns Ctrl-C into a cancellation
     task = runner.get_loop().create_task(main)
     began(task)
     try:
         return complete(runner, task)
-    except asyncio.CancelledError as error:  # after Ctrl-C it is a KeyboardInterrupt
+    except asyncio.CancelledError as error:  # after Ctrl-C, KeyboardInterrupt is raised instead
         raise StrayCancellation("the run was cancelled by code that it called, and not by its caller") from error
     finally:
         end(runner, task)
 
 
 def shared_runner() -> asyncio.Runner:
-    """Return a runner with a SharedLoop as this thread's event loop. Use `end` to end it."""
+    """Return a runner with a SharedLoop as this thread's event loop. Use `end` to close the runner."""
     runner = asyncio.Runner(loop_factory=SharedLoop)
     asyncio.set_event_loop(runner.get_loop())
     return runner
 
 
 def end(runner: asyncio.Runner, *first: asyncio.Task[object]) -> None:
-    """Close the loop. It waits for the `first` tasks without a limit, and then at most `GRACE` seconds for other tasks
-    and `THREADS` seconds for threads."""
+    """Close the runner's loop. This waits for the `first` tasks without a limit, and then at most `GRACE` seconds for
+    other tasks and `THREADS` seconds for threads."""
     try:
         complete(runner, runner.get_loop().create_task(_end(*first)))
     finally:
@@ -119,7 +119,7 @@ async def _end(*first: asyncio.Task[object]) -> None:
     loop, here = asyncio.get_running_loop(), asyncio.current_task()
     assert isinstance(loop, SharedLoop)
     await asyncio.sleep(0)  # waits until the task that awaits this one has left `loop.tasks`
-    for task in first:  # still open if Ctrl-C was pressed twice; it closes the run, without a time limit
+    for task in first:  # still open after Ctrl-C was pressed twice. It closes the run, so it has no time limit
         task.cancel()
         await asyncio.wait([task])
     rest = {task for task in loop.tasks if task is not here and task not in _left and not task.done()}

@@ -1,4 +1,4 @@
-"""SharedLoop: the event loop that Tapereel's tasks share with the code of agents and environments, its guests.
+"""SharedLoop is the event loop that Tapereel's tasks share with guests, which are the code of agents and environments.
 
 A guest may cancel, stop or exhaust everything in its event loop, and expects to find only its own tasks and threads. So
 this loop hides the other tasks from `asyncio.all_tasks()` and gives guests their own threads. A call that would change
@@ -43,7 +43,7 @@ class SharedLoop(asyncio.SelectorEventLoop):
         self.guests: weakref.WeakSet[asyncio.Task[Any]] = weakref.WeakSet()
         """The tasks that guests created."""
         self._threads: dict[bool, ThreadPoolExecutor] = {}
-        """The threads of guests (True) and of Tapereel (False), once they have been used."""
+        """The thread pools of guests (True) and of Tapereel (False). Each is created at its first use."""
         self._process = os.getpid()
         _loops.add(self)
 
@@ -63,7 +63,7 @@ class SharedLoop(asyncio.SelectorEventLoop):
         settle(self._process)
 
     def set_default_executor(self, executor: ThreadPoolExecutor) -> None:
-        """Set the executor as in every event loop, but only for the caller's episode."""
+        """Set the default executor, but only for the caller's episode."""
         _executor.set(executor)
 
     def run_in_executor(
@@ -111,7 +111,7 @@ _loops: weakref.WeakSet[SharedLoop] = weakref.WeakSet()
 
 
 def _leave_child() -> None:
-    for loop in _loops:  # no other callback of the parent may run in the child, so this one is put first
+    for loop in _loops:  # this callback is put first, because no callback of the parent may run in the child
         loop._ready.appendleft(asyncio.Handle(os._exit, (FORKED,), loop))  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,7 +1,7 @@
-"""The limit of rewards; sums, means and variances for display, and their formatting.
+"""Limits rewards, and computes and formats sums, means and variances for display.
 
-Sums and means never raise an error, although metrics and the rewards of earlier versions may be as large as a float can
-be. A result beyond the range of floats is infinite. The result is NaN if there are too few values, a NaN value, or
+Sums and means never raise an error, although metrics, and rewards from earlier versions, may be as large as the largest
+float. A result beyond the range of floats is infinite. A result is NaN if there are too few values, a NaN value, or
 infinities of both signs.
 """
 
@@ -16,17 +16,17 @@ from ..errors import BadArgument
 from .arguments import shown
 
 REWARD_LIMIT = 1e15
-"""Largest absolute value of a reward, before and after its weight is applied. Up to this value, floats tell whole
-numbers apart, and the square of a reward, which training computes, is finite in float32. A larger value is a mistake in
-the environment."""
+"""Largest absolute value of a reward, before and after its weight is applied. Up to this value, a float holds every
+whole number exactly, and the square of a reward, which training computes, is finite in float32. A larger value is a
+mistake in the environment."""
 DOWN = 2.0**-64
-"""Scales floats so that any number of the largest can be added up. A power of two doesn't change the result."""
+"""Scales floats so that any number of the largest floats can be added up. A power of two doesn't change the sum."""
 
 
 def check_reward(name: str, value: object, weight: float = 1.0) -> None:
-    """Raise an error unless `value` can be a component of a reward or, with weight 0, a metric.
+    """Check that `value` can be a component of a reward or, with weight 0, a metric.
 
-    Raises BadArgument if `value` isn't a finite number or, with a weight, lies beyond REWARD_LIMIT.
+    Raises BadArgument if `value` isn't a finite number or, unless the weight is 0, lies beyond REWARD_LIMIT.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadArgument(f"{name} must be a float, not {shown(value)}: write float(...) around it")
@@ -83,7 +83,7 @@ def number(value: float | None) -> str:
 
 
 def interval(value: float | None, low: float | None, high: float | None, spec: str = ".3f") -> str:
-    """Return the value with its interval, such as `0.5 [0.4, 0.6]`, in the format `spec`. Return the number alone if a
+    """Return the value with its interval, such as `0.5 [0.4, 0.6]`, in the format `spec`. Return only the value if a
     bound is None."""
     bounds = "" if low is None or high is None else f" [{fixed(low, spec)}, {fixed(high, spec)}]"
     return fixed(value, spec) + bounds

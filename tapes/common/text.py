@@ -38,7 +38,7 @@ def tell(text: str) -> None:
 
 
 class _Escaped(logging.Filter):
-    """Escapes a record's message and traceback, because both quote environments, models and files."""
+    """Escapes a record's message and traceback, because both may quote environments, models and files."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = safe(record.getMessage()), None
@@ -48,7 +48,7 @@ class _Escaped(logging.Filter):
 
 
 def logger(name: str) -> logging.Logger:
-    """Return the logger `tapereel.NAME`. No handler, not even a user's, sends a control sequence to a terminal."""
+    """Return the logger `tapereel.NAME`. It escapes messages, even for handlers that a user adds."""
     made = logging.getLogger(f"tapereel.{name}")
     if not any(isinstance(one, _Escaped) for one in made.filters):
         made.addFilter(_Escaped())
@@ -64,8 +64,8 @@ class TerminalHandler(logging.Handler):
 
 def guard_terminal() -> None:
     """Escape what Python and its libraries print in this process: log records, warnings, and tracebacks from the
-    process, from threads and from finalisers. All of them quote environments, models and files. The command line uses
-    this in its processes."""
+    process, from threads and from finalisers. All of them may quote environments, models and files. The command line
+    calls this function in each of its processes."""
     logging.getLogger().addHandler(TerminalHandler(logging.WARNING))
     logging.captureWarnings(True)
     sys.excepthook = _print_traceback
