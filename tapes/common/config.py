@@ -348,8 +348,7 @@ def _refuse_open_models(cls: type[BaseModel]) -> None:
 
 
 def _walk(cls: type[BaseModel], above: Keys, seen: tuple[type[BaseModel], ...]) -> Iterator[tuple[Keys, list[Any]]]:
-    """Yield (keys, model classes in its type) for each field in `cls` and models in it. A recursive model comes
-    once."""
+    """Yield (keys, model classes in its type) for each field in `cls` and models in it, a recursive model only once."""
     for name, info in cls.model_fields.items():
         keys = (*above, info.alias or name)
         inner = list(_models(info.annotation))

@@ -1,9 +1,8 @@
 """YAML for settings: line numbers are kept, a repeated key is an error, and plain values follow YAML 1.2.
 
 Plain `yes`, `no`, `on` and `off` are text, `1e-3` is a number, and dates are text. Only plain data can be read and
-written, and a tag that would build a Python object is an error. A file may come from a stranger, so its size, nesting
-and numbers of digits are limited. An alias is an error, because 600 bytes with aliases can stand for any amount of
-data.
+written, and a tag that would build a Python object is an error. A file may come from a stranger, so its size, depth and
+digits are limited. An alias is an error, because 600 bytes with aliases can stand for any amount of data.
 """
 
 from __future__ import annotations

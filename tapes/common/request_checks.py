@@ -50,8 +50,7 @@ def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[st
 def refused_change(method: str, content_type: str) -> str | None:
     """Return why a request's content type is rejected, or None if it is accepted or the request changes nothing.
 
-    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here gives
-    permission.
+    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here gives it.
     """
     if method in SAFE or content_type.partition(";")[0].strip().lower() == "application/json":
         return None
