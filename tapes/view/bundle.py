@@ -1,9 +1,9 @@
-"""Writes the viewer as one file that needs no server: `report.html` of a training run, or `tapereel view --out`.
+"""Writes the viewer as one file that needs no server, for a run's `report.html` and for `tapereel view --out`.
 
-The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host. It opens at the
-overview, and holds the tapes that the overview proposes to read or the tapes that were chosen. Its policy allows only
-its own script and style, each identified by its hash. Everything that comes from a model, a task or a file name is JSON
-in a block that no browser runs, and the scripts show it as text nodes.
+The page is plain HTML, JavaScript and CSS without a build step, and loads nothing from another host. The page opens at
+the overview, and holds the tapes that the overview proposes to read or the tapes that were chosen. Its content policy
+allows only its own script and style, each identified by its hash. Everything that comes from a model, a task or a file
+name is JSON in a block that no browser runs, and the scripts show it as text nodes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SCRIPTS = (
 )
 """The scripts in the order in which the page loads them."""
 WORKER = "worker.js"
-"""Runs search patterns in a worker, so that the page can stop a pattern that never ends."""
+"""The script that runs search patterns in a worker, so that the page can stop a pattern that never ends."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -64,7 +64,7 @@ SVGs, can contain scripts."""
 _KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 CALLS = 50
-"""Number of calls in one part."""
+"""Number of calls in one part of the page's data."""
 NOT_EXPLAINED = "left out of a report; `tapereel explain` and `tapereel view` show it"
 
 
@@ -78,7 +78,7 @@ def static_files() -> dict[str, tuple[str, bytes]]:
 def write_report(
     path: str | PathLike[str], run: str | Path, overview: Overview, decode: Callable[[int], str] | None = None
 ) -> None:
-    """Write the page with the tapes that the overview names. An earlier page is replaced in one step.
+    """Write the page with the tapes that the overview names. An earlier page is replaced atomically.
 
     `decode` returns the text of a token id. If it is None, the page shows the ids.
     """
@@ -166,13 +166,13 @@ def _digest(text: str) -> str:
 
 
 class _Decoder:
-    """Decodes tokens, but explains nothing: a report is written each minute, and an explanation reads the ledger."""
+    """Decodes tokens but explains nothing, because reports are written each minute and explaining reads the ledger."""
 
     def __init__(self, store: Store, decode: Callable[[int], str] | None) -> None:
         self.decode = decode
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Name the verbs that explain."""
+        """Name the commands that explain the tape."""
         return {"missing": NOT_EXPLAINED}
 
     def forget(self) -> None:

@@ -1,8 +1,8 @@
-"""One model call for the inspector: its exact request, the difference from the call before, its tokens and their uses.
+"""One model call for the inspector: its exact request, the difference from the previous request, its tokens' uses.
 
 A call stores only its additions to its base call. `request` reads base calls only as far back as the window needs, so a
-long conversation costs no more than the part shown. The uses of tokens come from the ledger, for living lineages.
-Advantages are not in the ledger, so `finetune/inspect/explainer.py` computes them.
+long conversation costs no more than the part shown. The uses of tokens come from the ledger and cover only living
+lineages. Advantages are not in the ledger, so `finetune/inspect/explainer.py` computes them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..store.store import Store
 from .items import call_item
 
 WINDOW = 40
-"""Number of messages of a request in the first answer, counted from its end."""
+"""Number of messages, counted from the end of the request, in the first answer."""
 MESSAGE = 40_000
 """Maximum number of characters of one message in an answer."""
 PROMPT_TOKENS = 2_000
@@ -54,7 +54,7 @@ class Update(NamedTuple):
 
 
 class Uses:
-    """The updates that a run has when this object is made."""
+    """The updates that a run had when this object was created."""
 
     def __init__(self, store: Store) -> None:
         self.updates: list[Update] = []
@@ -83,8 +83,8 @@ class Uses:
                 self._uses.append(use)
 
     def of(self, tape: str) -> list[TokenUse]:
-        """Return the tape's token ranges, update by update. Within an update, the strongest fate comes last, so that a
-        reader who lets later ranges overwrite earlier ones keeps `trained` over `stale`."""
+        """Return the tape's token ranges, update by update. Within an update, the strongest fate comes last, so that
+        `trained` replaces `stale` where later ranges overwrite earlier ones."""
         found: list[TokenUse] = []
         for k in self._of_tape.get(tape, ()):
             use = self._uses[k]
@@ -146,9 +146,9 @@ def call_detail(
 def request(call: Call, find: Find, low: int = 0) -> list[Message]:
     """Return the messages of a request, starting with number `low`.
 
-    This walks from the call to its bases, newest first. Each call contributes its own messages above the prefix that it
-    keeps from its base (`keep_messages`). If it keeps more than the base's request, the base's reply follows that
-    request. `high` is the number of messages that the calls after this one keep, so that no message is returned twice.
+    This walks from the call to its bases, newest first. Each call contributes its own messages, which follow the
+    `keep_messages` messages that it keeps from its base. If the base's request has fewer messages, they include the
+    base's reply. `high` is the number of messages that the calls after this one keep, so that no message comes twice.
     """
     pieces: list[list[Message]] = []
     high = call.keep_messages + len(call.messages)
@@ -197,7 +197,7 @@ def _pretty(value: Any) -> str | None:
 
 
 def _tools(call: Call, find: Find) -> dict[str, object] | None:
-    """Return the offered functions. Only the first call that offers them records their schemas, later ones the hash."""
+    """Return the offered functions. Only the first call that offers them holds schemas, later calls hold a hash."""
     if call.tools is None:
         return None
     one = call

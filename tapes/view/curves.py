@@ -1,4 +1,4 @@
-"""The curves of a training run, computed from its metrics.jsonl and its results as numbers and names.
+"""Computes the curves of a training run, as numbers and names, from its metrics.jsonl and its results.
 
 The overview page of the viewer draws them in the browser.
 """
@@ -23,14 +23,14 @@ class Curve(Value):
 
     name: str
     x: tuple[float, ...]
-    """Usually the number of the update."""
+    """The horizontal positions, usually the numbers of updates."""
     y: tuple[float, ...]
-    """Has the same length as `x`. NaN stands for a missing number and leaves a gap in the line."""
+    """One number for each position in `x`. NaN stands for a missing number and leaves a gap in the line."""
     mean_of: int = 1
     """If this is above 1, a thin line shows the numbers, and a thick line shows the mean of each number and its
     `mean_of - 1` predecessors."""
     points: bool = False
-    """Whether each number is marked. This is for a few numbers with many updates between them."""
+    """Whether a mark is drawn at each number. This is meant for few numbers with many updates between them."""
 
 
 class Level(Value):
@@ -59,7 +59,7 @@ def reward_curve(name: str, metrics: Path) -> Curve:
 
 
 _AGENT = "reward/agent/"
-"""The prefix of metrics that are agents' rewards. The agent's path follows it."""
+"""The prefix of metrics that hold agents' rewards. The agent's path follows this prefix."""
 
 
 def agent_curves(metrics: Path) -> list[Curve]:
@@ -70,7 +70,7 @@ def agent_curves(metrics: Path) -> list[Curve]:
 
 
 def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Curve] = ()) -> Plot:
-    """Return a plot of the mean reward of each update, each agent and `others`, with the held-out rewards."""
+    """Return a plot with each update's mean reward, those of each agent, `others` and the held-out rewards."""
     curves = [reward_curve(name, metrics), *agent_curves(metrics), *others, *held_out_curve(results)]
     levels = [
         Level(name=f"held out, {when}", value=mean)
@@ -87,7 +87,7 @@ def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Cur
 
 
 def held_out_curve(results: Results) -> list[Curve]:
-    """Return the held-out reward over the loop's updates. It is empty if measured only before and after training."""
+    """Return a list with the held-out curve over the loop's updates. It is empty if no update was evaluated."""
     found = {int(update): part["sampled"].mean for update, part in results.evaluations.items()}
     if not found:
         return []

@@ -1,6 +1,6 @@
 """Plain values for the page: the items of a transcript, with long strings cut and marked, and the table of tapes.
 
-A record that can't be read also becomes an item, a hole with the reason. No record is skipped.
+No record is skipped. A record that can't be read becomes a hole, which is an item that states the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def item(
 
 
 def text_of(body: bytes) -> str:
-    """Return the whole text whose beginning the item shows, or an empty string for a record without text."""
+    """Return a record's whole text, of which the item shows the beginning, or an empty string if it has no text."""
     try:
         read = parse_record(body)
     except ValueError:
@@ -62,8 +62,8 @@ def text_of(body: bytes) -> str:
 
 
 def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
-    """Return `times` with the time in seconds of each of a record's files, or None for files that aren't frames. Return
-    an empty dict if there is no video."""
+    """Return a dict in which `times` lists the time in seconds of each of a record's files, or None for a file that
+    isn't a frame. The dict is empty if there is no video."""
     times: list[float | None] = [None] * len(files)
     at = 0
     for video in videos_in(content) if files else ():
@@ -76,7 +76,7 @@ def _times(files: tuple[str, ...], content: JsonValue) -> dict[str, object]:
 
 
 def _clip(name: str, text: str) -> dict[str, object]:
-    """Return `name` with the first `TEXT` characters of the text and, for a longer text, `cut` with its length."""
+    """Return a dict with the first `TEXT` characters as `name` and, if the text is longer, its length as `cut`."""
     return {name: text} if len(text) <= TEXT else {name: text[:TEXT], "cut": len(text)}
 
 
@@ -210,7 +210,7 @@ def columns(
 
 
 def coded(values: Iterable[str]) -> dict[str, object]:
-    """Return `words` with the distinct strings, and `at` with the number of each row's string in `words`."""
+    """Return the distinct strings as `words`, and the index of each row's string in `words` as `at`."""
     words: dict[str, int] = {}
     at = [words.setdefault(value, len(words)) for value in values]
     return {"words": list(words), "at": at}

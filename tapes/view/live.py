@@ -1,8 +1,8 @@
-"""The live tail of a run (which tapes have changed since a revision), and the integrity of its bytes.
+"""Finds which tapes of a run have changed since a revision (its live tail), and how intact the run's bytes are.
 
-A revision belongs to one `Live`. For a revision of another `Live`, or one that is older than `REMEMBERED`, the answer
-is None, and the page must reload. The integrity banner has `quick`, which uses only the index, or `whole`, the report
-of a `verify` of every byte. Both list the parts that they did not check.
+A revision belongs to one `Live` object. For a revision from another object, or one that is more than `REMEMBERED`
+revisions old, the answer is None, and the page must reload. The integrity banner shows `quick`, which uses only the
+index, or `whole`, the report of a `verify` that reads every byte. Both list what they did not check.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ class Live:
         self._rev = 0
         self._log: deque[tuple[int, frozenset[str]]] = deque(maxlen=REMEMBERED)
         self._lines: dict[str, tuple[int, str]] | None = None
-        """Maps each segment to (number of lines, hash of the first line), or None before the first look."""
+        """Maps each segment to (number of lines, hash of the first line), or None before the first call of `now`."""
         self.breaks: dict[str, Break] = {}
-        """The breaks in the lines of segments, as found by the last look."""
+        """The breaks in the lines of segments, as found by the last call of `now`."""
         self.training = False
         """Whether updates were recorded since this was last set to False."""
         self.replaced = False
         """Whether another run has replaced this run since this was last set to False."""
         self.grown: set[str] = set()
-        """Tapes with new records. The reader of a tape removes it from this set."""
+        """Tapes with new records. Code that reads a tape removes it from this set."""
 
     def now(self) -> str:
-        """Read the new records on the disk. Return the revision after them."""
-        # `Store.refresh` isn't used, because it raises for a corrupt segment, which is shown up to its break here.
+        """Read the new records on the disk, and return the resulting revision."""
+        # `Store.refresh` isn't used, because it raises for a corrupt segment. The viewer shows it up to its break.
         self.breaks = self._store.index.refresh()
         lines = {segment.name: (segment.n, segment.first) for segment in self._store.index.segments()}
         before, self._lines = self._lines, lines
@@ -52,7 +52,7 @@ class Live:
         return f"{self._era}.{self._rev}"
 
     def since(self, rev: str) -> tuple[set[str] | None, str]:
-        """Return (tapes with new records since `rev`, or None if it's unknown or too old, and the present revision)."""
+        """Return (tapes that changed since `rev`, current revision). Tapes are None if `rev` is unknown or too old."""
         now = self.now()
         era, _, number = rev.partition(".")
         if era != self._era or not number.isdigit() or not self._oldest() <= int(number) <= self._rev:
@@ -69,7 +69,7 @@ class Live:
 
     def _note(self, before: dict[str, tuple[int, str]], lines: dict[str, tuple[int, str]]) -> None:
         if any(lines.get(name, (0, ""))[0] < n or lines[name][1] != first for name, (n, first) in before.items()):
-            # Lines never vanish or change, so fewer lines or another first hash mean another run in this folder.
+            # Lines never vanish or change, so with fewer lines or another first hash, this is another run.
             self._era, self._rev = os.urandom(4).hex(), 0
             self._log.clear()
             self.replaced = True

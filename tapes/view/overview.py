@@ -1,8 +1,7 @@
-"""The overview of a run: headline numbers, curves, where tokens and episodes went, tapes to read, commands to check.
+"""The overview of a run: headline numbers, curves, fates of tokens and episodes, tapes to read, commands to run.
 
-`overview_of` reads it from a run directory, whether the run trains or not, even while the run is being written. The
-viewer shows it as its overview page, and `bundle` writes that page as one file. A training run adds what only its
-process knows.
+`overview_of` reads the overview from the directory of any run, even while the run is being written. The viewer shows it
+as its overview page, and `bundle` writes this page as one file. A training run adds what only its own process knows.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ UNTAUGHT = (
 
 
 class Score(Value):
-    """One line in the table of results: a policy on the held-out tasks."""
+    """One line in the table of results, for one policy on the held-out tasks."""
 
     name: str
     """The name of the line, such as `before`, `after` or `control: SFT only`."""
     sampled: float | None
     """Mean reward at temperature 1, or None if it was not measured."""
     greedy: float | None
-    """Mean reward at temperature 0."""
+    """Mean reward at temperature 0, or None if it was not measured."""
     n: int | None = None
     """Number of scored episodes on held-out tasks."""
     note: str = ""
@@ -71,14 +70,14 @@ class Overview(Value):
     title: str
     subtitle: str = ""
     notes: tuple[str, ...] = ()
-    """Notes above the numbers, which say that the run is still running or why it ended early."""
+    """Notes above the numbers, for example that the run is still running or why it ended early."""
     facts: tuple[Fact, ...] = ()
     plots: tuple[Plot, ...] = ()
     scores: tuple[Score, ...] = ()
     seconds: dict[str, float] = Field(default={})
-    """Wall-clock seconds by part."""
+    """Maps each part of the run to its wall-clock seconds."""
     tokens: dict[str, int] = Field(default={})
-    """Number of sampled tokens by their fate. The values add up to all sampled tokens."""
+    """Maps each fate to its number of sampled tokens. The numbers add up to all sampled tokens."""
     ends: tuple[Lost, ...] = ()
     faults: tuple[Fault, ...] = ()
     """The errors that ended episodes, most frequent first."""
@@ -104,8 +103,8 @@ def overview_of(
 ) -> Overview:
     """Return the overview of the run that this store belongs to.
 
-    The defaults are read from the run directory. A run in progress passes its present results, which may be newer than
-    the file, and its seconds so far.
+    Arguments that aren't given are read from the run directory. A run in progress passes its current results, which may
+    be newer than the file, and its seconds so far.
     """
     path = store.path
     metrics = path / METRICS
@@ -195,13 +194,13 @@ def _facts(
 
 
 _PARTS = {"demonstrations": "demonstrations", "restore": "restore", "sft": "imitation", "rl": "the loop"}
-"""Maps keys in the results' seconds to names. These parts follow each other. Other keys lie inside them."""
+"""Maps keys in `Results.seconds` to the names of parts that follow each other. Other keys lie inside these parts."""
 
 
 def parts_of_time(
     results: Results, total: float | None = None, rest: str = "evaluations before and after, and the rest"
 ) -> dict[str, float]:
-    """Return the wall-clock seconds by part. They add up to `total`, or to the recorded total if `total` is None."""
+    """Return the wall-clock seconds of each part. They add up to `total`, or to the recorded total if it is None."""
     known = results.seconds
     total = known.get("total") if total is None else total
     if total is None:

@@ -1,7 +1,7 @@
 """RunView answers all of the viewer's questions about a run with plain values. The server and the report call it.
 
-A RunView is for one caller at a time, so the server queues its requests. Content is read page by page, so a large run
-or a long tape costs no more than the part shown. RunView writes nothing but the index, which is a cache.
+A RunView serves one caller at a time, so the server queues its requests. Content is read page by page, so a large run
+or a long tape costs no more than the part that is shown. RunView writes only the index, which is a cache.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PAGE = 100
 PIECE = 100_000
 """Maximum number of characters of a long text in one answer."""
 KEPT_RECORDS, KEPT_MAPS = 1_500_000, 64
-"""Limits on the records and tapes in the maps that stay in memory. The least recently used map is dropped first."""
+"""Maximum numbers of records and of maps that stay in memory. The least recently used map is dropped first."""
 SEARCHED = 1_000_000
 """Maximum number of characters of one text that a search reads."""
 SEARCHED_AT_ONCE = 4_000_000
-"""An answer to a search ends when its strings have more characters than this. It has at least one tape."""
+"""An answer to a search ends after the tape with which its strings exceed this number of characters."""
 
 
 DIGESTED = 20_000
-"""Records of the longest tape that is read whole to compare its digest with the one that a check recorded."""
+"""Maximum number of records in a tape that is read to compare its digest with the digest that a check recorded."""
 CHECKS, DIFF = 20, 40
-"""Maximum number of checks of a tape and of lines of a difference in an answer. The newest checks are kept."""
+"""Maximum number of checks, and of lines in each difference, in an answer. The newest checks are kept."""
 
 
 class RunFacts(TypedDict):
@@ -69,7 +69,7 @@ class Texts(TypedDict):
     """The strings of one page of items."""
 
     texts: list[tuple[int, str]]
-    """The strings, as (item, text)."""
+    """The strings, as (number of the item, text)."""
     short: int
     """Number of strings that were cut to `SEARCHED` characters."""
     pages: int
@@ -84,8 +84,8 @@ class Insight(Protocol):
         ...
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Return `verdict`, `notes`, `rows`, `advantages` and `ratios`. The last two map each call to a number or None
-        for each of its completion tokens. `ratios` is missing if no weights were named."""
+        """Return `verdict`, `notes`, `rows`, `advantages` and `ratios`. The last two map each call to a list with a
+        number or None for each completion token. `ratios` is missing if no weights were named."""
         ...
 
     def forget(self) -> None:
@@ -116,7 +116,7 @@ class RunView:
     # The run
 
     def overview(self) -> RunFacts:
-        """Return the run's name, size and integrity, the first answer that the page needs."""
+        """Return the run's name, size and integrity. This is the first answer that the page needs."""
         self._look_for_checks()
         rev = self.live.now()
         segments = self.store.index.segments()
@@ -143,12 +143,12 @@ class RunView:
             self.live.touched(tapes)
 
     def table(self, shard: int) -> dict[str, object]:
-        """Return the columns for the tapes in piece `shard` of the table, in the order in which the tapes began."""
+        """Return the columns for the tapes in piece number `shard` of the table, in the order in which they began."""
         rows = self.store.index.tapes("1", (), limit=SHARD, offset=shard * SHARD)
         return {"from": shard * SHARD, **self.columns(rows)}
 
     def changes(self, rev: str) -> dict[str, object]:
-        """Return the rows that changed since revision `rev`, and the present one. `reset` makes the page reload."""
+        """Return the rows that changed since revision `rev`, and the new revision. `reset` makes the page reload."""
         self._look_for_checks()
         ids, now = self.live.since(rev)
         if ids is None:
@@ -176,7 +176,7 @@ class RunView:
 
     def curve(self) -> dict[str, list[dict[str, object]]]:
         """Return a point for each update with the mean recorded reward of its tapes. A run without updates has no
-        points. If several policies learned, the phase of a point names the policy's lineage."""
+        points. If there are several lineages, the phase of a point also names its lineage."""
         rewards = self.store.index.rewards()
         several = len({update.lineage for update in self.uses.updates}) > 1
         points = []
@@ -203,7 +203,7 @@ class RunView:
         return {"tapes": list(updates[k].tapes)}
 
     def report(self) -> dict[str, object]:
-        """Return the overview page. This reads the whole run from a store of its own, so another thread can run it."""
+        """Return the overview page. This reads the whole run through a separate store, so another thread can run it."""
         with Store.open(self.store.path) as store:
             return overview_of(store).model_dump()
 
@@ -335,7 +335,7 @@ class RunView:
         return {"from": low, "turns": shown}
 
     def find(self, tape: str, *, step: int | None = None, call: str | None = None) -> dict[str, object]:
-        """Return the item of a step or call. Links name these, because items move when a run is indexed."""
+        """Return the item of a step or call. Links name steps and calls, because indexing a run moves items."""
         tape_map = self.map(tape)
         if step is not None and 0 <= step < len(tape_map.step_items):
             return {"item": tape_map.step_items[step]}
@@ -344,7 +344,7 @@ class RunView:
         raise NoSuchTape(f"tape {tape} has no {f'step {step}' if call is None else f'call {call!r}'}")
 
     def call(self, tape: str, call: str, start: int | None = None) -> dict[str, object]:
-        """Return a call for the inspector, with its request from message `start` on (None: the newest messages)."""
+        """Return a call for the inspector. Its request starts at message `start`. None selects the newest messages."""
         tape_map = self.map(tape)
         one = self._call(tape_map, call)
         uses = [use for use in self.uses.of(tape) if use.call == call]
@@ -354,9 +354,9 @@ class RunView:
         )
 
     def explain(self, tape: str) -> dict[str, object]:
-        """Return what only the training code knows about the tape, or `missing` with the reason. `decodes` says
-        whether answers of `call` have the text of their tokens from now on. This may run in another thread, one call
-        at a time."""
+        """Return what only the training code knows about the tape, or `missing` with the reason. `decodes` says whether
+        answers from `call` have the text of their tokens from now on. This method may run in another thread, but only
+        one call at a time."""
         if self._make_insight is None:
             return {"missing": "this page has no access to the training code"}
         if tape not in self.store.index.ids(tape):
@@ -369,7 +369,7 @@ class RunView:
             return {"missing": str(error)}
 
     def text(self, tape: str, record: int, piece: int = 0) -> dict[str, object]:
-        """Return piece number `piece` of the whole text of one record."""
+        """Return piece number `piece` of a record's whole text."""
         tape_map = self.map(tape)
         if not 0 <= record < len(tape_map.places):
             raise NoSuchTape(f"tape {tape} has {len(tape_map.places)} records, so it has no record {record}")

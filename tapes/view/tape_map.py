@@ -1,4 +1,4 @@
-"""The map of one tape: where each record is on the disk, and which items, turns and steps the records make.
+"""The map of one tape: where each record is on the disk, and which items, turns and steps the records form.
 
 The map is made in one pass and keeps no content, only tens of bytes per record. A fork's map begins with the prefix
 that the fork inherited. The map of a running tape grows, and `extend` reads only new records.
@@ -39,7 +39,7 @@ class TapeMap:
         self.calls: dict[str, int] = {}
         """Maps the id of each call to its record."""
         self.step_items = array("I")
-        """For each step, its item."""
+        """The item of each step."""
         self.rewards: dict[int, list[tuple[str, float, float]]] = {}
         """Maps each step to its (component, value, weight) tuples, as recorded before the tape's end."""
         self.episode: list[tuple[str, float, float]] = []

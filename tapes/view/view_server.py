@@ -1,11 +1,11 @@
 """The viewer's server: one run, read-only, over HTTP on this machine.
 
 Every request needs the token, as a bearer token or as the cookie that the printed link sets. The link redirects to a
-page whose address contains no token, so that no token stays in the history. The set of static files is fixed, so no
-file path comes from a request. The policy lets the page load only this server's files.
+page whose address contains no token, so that no token stays in the browser's history. The set of static files is fixed,
+so no file path comes from a request. The page's content policy allows only this server's files.
 
 A browser sends a cookie to all ports of a host. So the page is below a path that only its own browser knows, and the
-cookie is for that path. A server of another user on another port of this machine doesn't receive it.
+cookie is sent only for this path. Another user's server on another port of this machine doesn't receive it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Server(HttpService):
 
     @contextmanager
     def opening_file(self) -> Iterator[Path]:
-        """Create a page for the browser that leads to the link. If the link were in the command line that opens the
-        browser, every user of the machine could read it. The file is removed after the block."""
+        """Create a file that redirects the browser to the link. If the link were in the command line that opens the
+        browser, every user of the machine could read the link. The file is removed after the block."""
         page = f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(self.url)}">'
         path = private_file(f"{token_path(self.address)}.html", page)
         try:
@@ -112,25 +112,25 @@ class Server(HttpService):
         yield web.get(self.home + path[1:], handler)
 
     def admit(self, request: web.Request) -> web.StreamResponse | None:
-        """Check the request as the base class does. The link that contains the token also sets the cookie, which all
-        later requests have, and leads to the page."""
+        """Check the request as the base class does. The answer to the link with the token sets the cookie, which all
+        later requests carry, and redirects to the page."""
         refused = super().admit(request)
         if refused is None and request.path == "/" and "token" in request.query:
             refused = web.Response(status=303, headers={"Location": self.home})
             refused.set_cookie(COOKIE, self._cookie, path=self.home, httponly=True, samesite="Strict")
         elif refused is not None and request.headers.get("Sec-Fetch-Site") != "same-origin" and self.is_page(request):
-            # After a link on another site, browsers hold back the cookie even at the redirect (SameSite=Strict). This
-            # answer is a page of this server, so the same request that it makes has the cookie.
+            # After a link on another site, browsers don't send the cookie even at the redirect (SameSite=Strict). This
+            # answer makes the page reload. The second request comes from this server's page, so it has the cookie.
             refused.headers["Refresh"] = "0"
         return refused
 
     def is_page(self, request: web.Request) -> bool:
-        """Return whether the request is for the link or the page. Others may lead there, but not frame or read it."""
+        """Return whether this opens the link or the page. Other sites may link to both, but not frame or read them."""
         how = request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest")
         return request.path in ("/", self.home) and how == ("navigate", "document")
 
     def has_token(self, request: web.Request) -> bool:
-        """Return whether the request has the token, which the printed link has in its query, or the page's cookie."""
+        """Return whether the request carries the token, which may be in the link's query, or the page's cookie."""
         linked = request.query.get("token") if request.path == "/" else None
         if linked is not None:
             return same_token(linked, self.token)
