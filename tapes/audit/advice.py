@@ -26,15 +26,15 @@ OFTEN = 0.1
 MOST = 0.5
 """Unreadable answers are reported if their share of all answers is above this value."""
 NEAR = 0.1
-"""Cut-off answers aren't reported if their reward misses the best by less than this share of the rewards' range."""
+"""Cut-off answers aren't reported if they earn less than the best reward by under this share of the rewards' range."""
 FEW = 4
 """Minimum number of rewards or answers that advice about them needs."""
 SHORT = 16
-"""Tokens. A limit on answers that is below this value is assumed to be intended."""
+"""In tokens. A limit on the length of answers that is below this value is assumed to be intended."""
 LOOP = 10
-"""Minimum number of updates for advice about their reward. Its interval compares five updates with five others."""
+"""Minimum number of updates for advice about their reward, which compares five updates with five others."""
 GONE = 0.05
-"""Nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
+"""In nats per token. If the entropy is below this value, the attempts in a group are copies of each other."""
 
 Lines = Sequence[Mapping[str, JsonValue]]
 
@@ -42,8 +42,8 @@ Lines = Sequence[Mapping[str, JsonValue]]
 def advice(
     store: Store, split: str | None = None, updates: Lines = (), held_out: Evaluations | None = None
 ) -> tuple[str, ...]:
-    """Return advice, one sentence each, about the closed tapes in `split` (None for all), the loop's `updates` (lines
-    of the metrics) and the evaluation at its end."""
+    """Return pieces of advice about the closed tapes in `split` (all tapes if it is None), the loop's `updates`, which
+    are lines of the metrics, and the evaluation at the loop's end."""
     try:
         return (
             *_tapes(store, split),
@@ -100,15 +100,15 @@ def _tapes(store: Store, split: str | None) -> Iterator[str]:
 
 
 def _earns(cut: Sequence[float | None], every: Sequence[float | None]) -> bool:
-    """Return whether the rewards of answers that were cut off come near the best reward of `every` answer. If all
-    answers were cut off, they must also come near 1."""
+    """Return whether the mean reward of cut-off answers (`cut`) comes near the best reward of all answers (`every`). If
+    all answers were cut off, the mean must also come near 1."""
     known, scored = ([reward for reward in rewards if reward is not None] for rewards in (cut, every))
     best, worst = max([*scored, *[1.0] * (len(known) == len(scored))]), min([*scored, 0.0])
     return bool(known) and best - mean(known) < NEAR * (best - worst)
 
 
 def _called(tape: Tape) -> bool:
-    """Return whether a tool of the episode was called by an action, or by a program whose requests have a result."""
+    """Return whether a tool was called, by an action or by an external program, whose requests then hold a result."""
     names = {"tool_calls"}
     for call in tape.calls:
         schemas = (call.tools.schemas if call.tools is not None else None) or ()
@@ -179,7 +179,7 @@ def _values(lines: Lines, key: str) -> list[float]:
 
 
 def _rise(before: Sequence[float], after: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of the difference between two means. It is infinite if one has fewer than two values."""
+    """Return the 95 % interval of the difference between the means. It is infinite if either has under two values."""
     if len(before) < 2 or len(after) < 2:
         return -math.inf, math.inf
     error = math.sqrt(variance(before) / len(before) + variance(after) / len(after))

@@ -39,9 +39,9 @@ from ..value import Value
 OFTEN = 0.1
 """Cut completions and cut episodes are reported if their share is above this value."""
 MISMATCH = 0.1
-"""Nats. Differences caused by rounding are far below this value, and in bfloat16 almost always below it."""
+"""The limit for a mismatch in nats. Rounding stays far below it or, in bfloat16, almost always below it."""
 ROUNDING = 1e-6
-"""Nats. A log-softmax in float32 may exceed 0 by this much."""
+"""The amount, in nats, by which rounding may lift a log-softmax in float32 above 0."""
 
 
 class Component(Value, frozen=False):
@@ -49,17 +49,17 @@ class Component(Value, frozen=False):
 
     name: str
     layer: str | None
-    """None for rewards that were recorded with the tapes."""
+    """The name of the layer, or None for rewards that were recorded with the tapes."""
     metric: bool
     """True if the weight is 0. A metric is reported, but it is never part of a reward."""
     scores: int = 0
     unknown: int = 0
-    """Scores that are NaN or infinite. They are in none of the sums."""
+    """Number of scores that are NaN or infinite. None of the sums includes them."""
     evidence: int = 0
-    """Scores with evidence."""
+    """Number of scores with evidence."""
     low: float | None = None
     mean: float | None = None
-    """Mean of the values without their weights."""
+    """Mean of the values, without their weights."""
     high: float | None = None
     total: float = 0.0
     """Sum of weight * value. Like `_sum`, it is scaled by `DOWN` until `sealed` is called."""
@@ -92,7 +92,7 @@ class Anomaly(Value):
     """One anomaly of a run."""
 
     kind: str
-    """The first column of the table above."""
+    """The kind, as in the first column of the table at the top of this file."""
     what: str
     """The component, action or error. It is empty if the anomaly has no such part."""
     count: int
@@ -122,8 +122,8 @@ class _Group:
     """Maps each attempt to whether one of its ended tapes may be trained on."""
     first: list[str] = field(default_factory=list)
     values: dict[str, tuple[float, int, bool]] = field(default_factory=dict)
-    """Maps each component to (first value, number of tapes, whether all have that value). Only tapes that may be
-    trained on are counted."""
+    """Maps each component to (value on the first tape, number of tapes, whether all tapes have this value). Only tapes
+    that may be trained on are counted."""
     equal: tuple[float, int, bool] | None = None
     """The same tuple for the sum of all components."""
 
@@ -145,11 +145,11 @@ _NOTED: dict[str, tuple[str | None, str]] = {
     "reward that is no number": (None, "NaN or an infinity; in none of the sums"),
     "reward without action": (None, "scores other than 0 on tapes that did nothing"),
 }
-"""Maps each kind to the count that it is a part of, and to its description."""
+"""Maps each kind to the count in `_seen` of which it is a part, if there is one, and to its description."""
 
 
 class Anomalies:
-    """Counts anomalies while `AuditFold` feeds it one run."""
+    """Counts anomalies while `AuditFold` passes it the records of one run."""
 
     def __init__(self, examples: int, repeats: int, diverged: Container[str] = ()) -> None:
         """`examples` is the number of tapes that each anomaly names. `repeats` and `diverged` are as in `AuditFold`."""
@@ -163,7 +163,7 @@ class Anomalies:
         self._uses: list[tuple[Use, float, list[str]]] = []
         """(update, largest difference in nats on any of its tokens, its tapes) for each update."""
         self._seen: Counter[str] = Counter()
-        """Counts of calls, sampled completions, their tokens, ended tapes and updates. Anomalies are parts of these."""
+        """Numbers of calls, sampled completions, their tokens, ended tapes and updates, as the base for anomalies."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())
@@ -208,7 +208,7 @@ class Anomalies:
         n = column_length(call.completion)
         self._seen["tokens"] += n
         values = decode("f", call.logprobs) if call.logprobs is not None else None
-        # NaN is an unknown log-prob. The slow count runs only if the sum is NaN, because then one of the values is.
+        # NaN stands for an unknown log-prob. These are counted only if the sum is NaN, because counting them is slow.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
             self._note("unknown log-probs", "", [tape], n=unknown)
@@ -227,13 +227,12 @@ class Anomalies:
             self._uses.append((use, moved, tapes))
 
     def _mismatches(self) -> None:
-        """Report updates with a mismatch. This runs last, because segments may hold a `use` before the calls it trained
-        on.
+        """Report updates with a mismatch. This runs last, because a `use` may precede the calls that it trained on.
 
-        The trainer compares with its present weights, so a mismatch on tokens that these weights sampled has no
-        explanation. On older tokens, the difference may be as large as the change that the updates since then made to
-        the policy, which has no bound. Older tokens count only if `replay model`, which uses the weights that sampled
-        them, found that their tape diverged. A record without `moved` doesn't tell the two apart.
+        The trainer computes log-probs with its current weights, so a mismatch on tokens that these weights sampled has
+        no explanation. On older tokens, the updates since then may explain a difference of any size. So a mismatch on
+        older tokens is reported only if `replay model`, which uses the weights that sampled them, found that their tape
+        diverged. A record without `moved` doesn't distinguish older tokens from the others.
         """
         for use, moved, tapes in self._uses:
             own = use.info.get("mismatch") if "moved" in use.info else None
@@ -346,8 +345,8 @@ class Anomalies:
 
 
 def _age(version: str, lineage: str, update: int) -> int:
-    """Return the staleness of a version: the number of updates between it and the weights that update `update` (counted
-    from 0) changes.
+    """Return the staleness of a version: the number of updates between it and the weights that update number `update`
+    (counted from 0) changes.
 
     Return 0 for a version from another lineage. Its staleness is unknown, so it can't explain a mismatch.
     """

@@ -1,13 +1,13 @@
 """The audit of a run's tapes: attrition, the cost of calls, the actions that earned the reward, and anomalies.
 
-The audit reads all records in order in one pass. It keeps only sums for each ended tape and a few numbers for each
-group. Memory therefore grows with the number of open tapes and groups, but not with the number of tapes or tokens. The
-rules are:
+The audit reads all records in order in one pass. Ended tapes are only added to sums, and a few numbers are kept for
+each group. Memory therefore grows with the number of open tapes and groups, but not with the number of tapes or tokens.
+The rules are:
 
 1. Sums over rewards include only ended tapes. The cost of calls also includes open tapes.
-2. A call and its prompt count at the version under which the call began. Its completion is divided among the versions
-   that sampled it, and its seconds and dollars are divided in proportion.
-3. Unknown values are counted separately and are in no sum: unscored tapes, calls without a cost or a time, rewards that
+2. A call and its prompt are counted for the version under which the call began. Its completion tokens are divided among
+   the versions that sampled them, and its seconds and dollars are divided in the same proportion.
+3. Unknown values are counted separately, not in sums: unscored tapes, calls without a cost or a time, rewards that
    are NaN or infinite. A tape on which a reward source failed is unscored, and its other components count as metrics.
 4. The rewards in a layer (a later scoring) are listed separately and have no share of the total.
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ..store.store import Store
 
 EXAMPLES = 5
-"""Tapes that each line of the audit names."""
+"""Maximum number of tapes that each line of the audit names."""
 INHERITED = "(before the fork)"
 """The kind that is listed for an action that a fork inherited from its parent."""
 
@@ -50,11 +50,11 @@ class Ended(Lost, frozen=False):
     that have token ids."""
 
     unscored: int = 0
-    """Episodes among these that have no reward."""
+    """Number of these episodes that have no reward."""
     seconds: float = 0.0
-    """Sum over the episodes, taken from their `end` records."""
+    """Sum of the seconds in the episodes' `end` records."""
     tokens: dict[str, int] = Field(default={})
-    """Episodes by completion tokens, in the same buckets as `turns`."""
+    """Maps buckets of completion tokens to numbers of episodes. The buckets are the same as in `turns`."""
     tapes: tuple[str, ...] = ()
     """Some of these episodes."""
 
@@ -65,18 +65,18 @@ class Spent(Value, frozen=False):
     by: str
     """The path of the agent."""
     engine: str
-    """Empty if the calls don't name an engine."""
+    """The engine's name, or an empty string if the calls don't name an engine."""
     version: str | None
-    """None for calls that name no version."""
+    """The policy version, or None for calls that name no version."""
     calls: int = 0
     prompt: int | None = None
     """Number of prompt tokens, or None if no call has a known number."""
     completion: int | None = None
     """Number of completion tokens, or None if no call has a known number."""
     uncounted: int = 0
-    """Calls with an unknown number of prompt or completion tokens."""
+    """Number of calls with an unknown number of prompt or completion tokens."""
     seconds: float | None = None
-    """Sum over all tries, or None if no call was timed."""
+    """Seconds of all tries together, or None if no call was timed."""
     untimed: int = 0
     cost: float | None = None
     """US dollars, or None if no call has a known cost."""
@@ -103,10 +103,10 @@ class Audit(Value):
     """The audit of a run's tapes."""
 
     tapes: int
-    """Tapes that began."""
+    """Number of tapes that began."""
     open: int
     unscored: int
-    """Tapes that ended without a reward."""
+    """Number of tapes that ended without a reward."""
     ends: tuple[Ended, ...]
     spent: tuple[Spent, ...]
     components: tuple[Component, ...]
@@ -186,9 +186,9 @@ class AuditFold:
     ) -> None:
         """`only` holds the ids of the tapes that count. None means all tapes.
 
-        A tape is reported if it has at least `repeats` equal actions in a row. `inherited` returns, for the id of a
-        fork, how many steps it has from its parent. A run with forks needs it. `diverged` holds the ids of tapes that
-        `replay model` found to differ from the weights that sampled them.
+        A tape is reported if it has at least `repeats` equal actions in a row. `inherited` returns the number of steps
+        that a fork, given by its id, has from its parent. A run with forks needs this function. `diverged` holds the
+        ids of tapes that `replay model` found to differ from the weights that sampled them.
         """
         self._only, self._inherited = only, inherited
         self._open: dict[str, _Tape] = {}

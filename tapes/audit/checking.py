@@ -1,4 +1,4 @@
-"""Checks of many tapes: which tapes are checked, in how many processes, and the verdicts in order.
+"""Checks many tapes: selects the tapes, divides them among processes, and returns the verdicts in order.
 
 A check is a function from a tape to a verdict. A plan is picklable and creates the check in each process.
 """
@@ -42,8 +42,8 @@ def check_run(
 ) -> Verdicts:
     """Check the named tapes of a run, or all closed tapes in a split.
 
-    `jobs` is the number of processes. None means one for each `PER_JOB` tapes. Raises UsageError or NoSuchTape if the
-    arguments name no tape.
+    `jobs` is the number of processes. None means one for each `PER_JOB` tapes, but at most one for each CPU. Raises
+    NoSuchTape for an unknown tape, and UsageError for an unknown split or fewer than one job.
     """
     from ..store.store import Store
 
@@ -85,7 +85,7 @@ def check_split(store: Store, split: str | None) -> None:
 
 
 def torn_tails(store: Store) -> list[str]:
-    """Return a sentence for each segment whose last bytes can't be read. No verdict covers their records."""
+    """Return a sentence for each segment whose last bytes can't be read. No verdict covers the records in them."""
     return [
         f"{torn.size:,} bytes at the tail of segment {torn.segment} are torn, so their records are left out here: "
         f"see tapereel verify {store.path}"

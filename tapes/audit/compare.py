@@ -1,7 +1,7 @@
-"""Diff: two tapes aligned at their first difference, and two runs compared task by task.
+"""Compares two tapes up to and after their first difference, and two runs task by task.
 
-A diff compares what happened: the steps, their tokens, the rewards and the end. Settings that were made beforehand,
-such as agent, seeds and sampling, are listed separately. Times and ids are never compared. No agent or environment
+Only what happened is compared: the steps, their tokens, the rewards and the end. Settings that were chosen beforehand,
+such as the agent, seeds and sampling, are listed separately. Times and ids are never compared. No agent or environment
 runs.
 """
 
@@ -35,7 +35,7 @@ class Setting(Value):
     field: str
     """The name of the setting, such as `sampling.temperature`, `agent.config.system` or `seed`."""
     first: JsonValue
-    """None if the tape doesn't have the setting."""
+    """The value on the first tape, or None if the tape doesn't have the setting."""
     second: JsonValue
 
 
@@ -43,17 +43,17 @@ class Parting(Value):
     """The first place where two tapes differ."""
 
     turn: int | None
-    """Counted from 0, or None at the end of the episode."""
+    """Number of the turn, counted from 0, or None at the end of the episode."""
     step: int | None
     """Index of the step in both tapes, or None at the end of the episode."""
     by: str | None
     """The path that produced the step on the first tape, or on the second tape if the first is shorter. It is None at
-    the end."""
+    the end of the episode."""
     field: str
     """What differs, such as `answer.text`, `kind`, `tokens[3]`, `reward.exact` or `end.status`. `step` means that one
     tape has no more steps."""
     first: JsonValue
-    """None if the tape doesn't have the value. Long strings are cut around the difference."""
+    """The value on the first tape, or None if the tape doesn't have it. Long strings are cut around the difference."""
     second: JsonValue
 
     @computed_field
@@ -70,11 +70,11 @@ class TapeDiff(Value):
     second: TapeSummary
     same_task: bool
     shared: int
-    """Equal steps at the front."""
+    """Number of equal steps at the beginning."""
     shared_turns: int
-    """Equal whole turns at the front."""
+    """Number of equal complete turns at the beginning."""
     parting: Parting | None
-    """None if the episodes are equal."""
+    """The first difference, or None if the episodes are equal."""
     settings: tuple[Setting, ...]
     steps: tuple[tuple[StepLine | None, StepLine | None], ...]
     """The steps after the shared ones, in pairs. A step is None if its tape has no more."""
@@ -95,10 +95,10 @@ class TaskDiff(Value):
     task: str
     """The task's hash."""
     name: str
-    """Empty if the task has no name."""
+    """The task's name, or an empty string if it has none."""
     change: Change
-    """The change from the first run to the second. `won`: its mean reward is higher in the second run. `changed`: the
-    mean reward is equal or unknown, and the tapes or their number differ."""
+    """The change from the first run to the second. `won` means that the mean reward is higher in the second run.
+    `changed` means that the mean reward is equal or unknown, but the tapes or their number differ."""
     first: float | None
     """Mean reward of the scored attempts, or None if there are none."""
     second: float | None
@@ -116,12 +116,12 @@ class RunDiff(Value):
     first: str
     second: str
     splits: tuple[str | None, str | None]
-    """None means all splits."""
+    """The split that was compared in each run. None means all splits."""
     counts: dict[Change, int]
     scored: int
-    """Tasks with a scored attempt in both runs."""
+    """Number of tasks with a scored attempt in both runs."""
     mean_first: float | None
-    """Mean over those tasks of the mean reward of their scored attempts, or None if there are no such tasks."""
+    """The first run's mean over these tasks' mean rewards (of scored attempts), or None if there are no such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
     """All tasks that differ, in the order lost, changed, won, then tasks that only one run has. Each part is sorted by
@@ -186,7 +186,7 @@ def _first(then: Any, now: Any) -> dict[str, Any] | None:
 
 
 Earned = dict[int | None, dict[str, float]]
-"""Maps a step, or None for the episode, to the values of its components by name."""
+"""Maps each step's index, or None for the episode as a whole, to a mapping from its components to their values."""
 
 
 def _earned(tape: Tape) -> Earned:

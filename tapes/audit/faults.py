@@ -1,4 +1,4 @@
-"""Faults: the errors that ended episodes. Each is listed once, with who caused it, its line and a tape to inspect."""
+"""Faults are the errors that ended episodes. Each is listed once, with its cause, its line and a tape to inspect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Fault(Value):
 
 
 class Faults:
-    """Counts faults. Errors with the same class and place of origin are one fault, with the first one's message."""
+    """Counts faults. Errors of one class from one place are the same fault, which has the first error's message."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, str | None, str | None], Fault] = {}

@@ -25,7 +25,7 @@ CLIP = 4000
 
 
 class Likely(StrEnum):
-    """The likely cause of a divergence. It is a guess based on the field that differs, as a start for debugging."""
+    """The likely cause of a divergence. It is a guess from the field that differs, as a starting point."""
 
     CODE = "code"
     """The agent's code took another step, used another setting or raised a new error."""
@@ -56,7 +56,7 @@ class Divergence(Value):
 
     tape: str
     turn: int | None = None
-    """Counted from 0, or None if the place has no turn."""
+    """Number of the turn, counted from 0, or None if the place has no turn."""
     record: int | None = None
     """Index of the record in the tape, whose `begin` has index 0, or None if nothing was recorded."""
     step: int | None = None
@@ -64,14 +64,14 @@ class Divergence(Value):
     call: str | None = None
     """Id of the call, or None if the place is not a call."""
     by: str | None = None
-    """The path of the agent that produced it (`planner/searcher`), or `env`."""
+    """The path of the agent that produced the differing value (`planner/searcher`), or `env`."""
     field: str
     """What differs, such as `messages[1].content`, `prompt[17]`, `observation.text`, `reward.exact` or
     `logprobs[3]`."""
     recorded: JsonValue = None
-    """None if nothing was recorded. Long strings are cut around the difference."""
+    """The recorded value, or None if nothing was recorded. Long strings are cut around the difference."""
     observed: JsonValue = None
-    """None if nothing was observed."""
+    """The observed value, or None if nothing was observed."""
     cause: Likely
     sentence: str
     """A human-readable description of what happened."""
@@ -158,7 +158,7 @@ class Verdicts(Value):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """1 if a tape diverged, otherwise 2 if one can't be verified or none was checked, otherwise 0."""
+        """1 if a tape diverged, otherwise 2 if a tape can't be verified or no tape was checked, otherwise 0."""
         counts = self.counts
         if counts["diverged"]:
             return 1
@@ -168,7 +168,7 @@ class Verdicts(Value):
     @property
     def verdict(self) -> Standing:
         """The exit code in words: `holds`, `broken` if a tape diverged, or `undecided` if a tape can't be verified or
-        none was checked."""
+        no tape was checked."""
         return STANDINGS[self.exit_code]
 
 
@@ -211,10 +211,8 @@ class Difference(NamedTuple):
 
 
 def differences(recorded: object, observed: object, field: str = "") -> Iterator[Difference]:
-    """Yield the fields in which two plain values differ, in order. For two lists, the common length is compared first.
-
-    The items that only one of the lists has follow.
-    """
+    """Yield the fields in which two plain values differ, in order. After the common length of two lists, each further
+    item of the longer list is a difference."""
     if isinstance(recorded, dict) and isinstance(observed, dict):
         for key in dict.fromkeys([*recorded, *observed]):
             yield from differences(recorded.get(key), observed.get(key), f"{field}.{key}" if field else str(key))
@@ -230,7 +228,7 @@ def differences(recorded: object, observed: object, field: str = "") -> Iterator
 
 
 def plain(value: object) -> JsonValue:
-    """Return a value in the form that JSON represents it."""
+    """Return a value in the form in which JSON represents it."""
     return to_jsonable_python(value, inf_nan_mode="strings", fallback=repr)
 
 

@@ -1,9 +1,9 @@
-"""Kept verdicts: what `replay`, `reexec`, `rescore` and `requery` found about a run's tapes, for later readers.
+"""Keeps the verdicts of `replay`, `reexec`, `rescore` and `requery` on a run's tapes for later readers.
 
-Each check writes a new file to the run's `verdicts/` folder. The file is named after the verb, the time and the hash of
-its bytes, and no file is ever changed. The store is not opened for writing, because a verdict is a statement about a
-tape and not a part of it. Each verdict names the digest of its tape. Verdicts on open tapes, which have no digest yet,
-are not kept. A file whose bytes don't match the hash in its name is not read.
+Each check writes a new file to the run's `verdicts/` folder. Its name consists of the verb, the time and a hash of its
+bytes, and it is never changed. The store is not opened for writing, because a verdict is a statement about a tape and
+not a part of it. Each verdict names the digest of its tape. Verdicts on open tapes, which have no digest yet, are not
+kept. A file whose bytes don't match the hash in its name is not read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .verdict import Verdict, Verdicts
 FOLDER = "verdicts"
 """Folder below the run directory."""
 LARGEST = 2**29
-"""Largest file that is read, in bytes."""
+"""Maximum size of a file that is read, in bytes."""
 _NAME = re.compile(r"(replay|reexec|rescore|requery)-\d{8}T\d{6}Z-([0-9a-f]{16})\.jsonl")
 
 
@@ -43,7 +43,7 @@ class Check(Value):
 
 
 class _Line(NamedTuple):
-    """One verdict in the form in which its file holds it."""
+    """One verdict, as the JSON in its file (`data`)."""
 
     check: Check
     outcome: str
@@ -76,7 +76,7 @@ def keep_verdicts(run: Path, verdicts: Verdicts, given: Mapping[str, str]) -> Pa
 
 
 class Checks:
-    """The verdicts that a run keeps. `refresh()` reads new files. A verdict stays JSON until it is requested."""
+    """The verdicts that a run keeps. `refresh()` reads new files. Verdicts stay JSON until they are requested."""
 
     def __init__(self, run: Path) -> None:
         self.problems: list[str] = []
@@ -117,7 +117,7 @@ class Checks:
         return [(line.check, Verdict.model_validate_json(line.data)) for line in lines]
 
     def _read(self, name: str) -> set[str]:
-        """Read one file completely, or add a problem. Return the tapes that the file has verdicts on."""
+        """Read one file, or add a sentence to `problems` if that fails. Return the tapes that have verdicts in it."""
         path = self._folder / name
         try:
             size = path.stat().st_size
