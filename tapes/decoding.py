@@ -153,7 +153,7 @@ def opened(data: bytes) -> tuple[ImageFile, int]:
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]", re.DOTALL)
-"""The beginning of a JPEG segment. It is also found after the pixels of a scan."""
+"""Matches the beginning of a JPEG segment, even after the pixels of a scan."""
 
 
 def _stripped(data: bytes) -> tuple[bytes, bytes]:

@@ -26,7 +26,7 @@ USE_ITS_VERSION = "use the version that wrote it (9dc43d5 is the last commit tha
 """The remedy for a run that another version wrote."""
 _LONGEST = 16_000
 """Maximum length of an error message in characters. A library may put a whole answer into a message, and redaction
-reads all of it."""
+reads the whole message."""
 _short = Repr()
 _short.maxstring, _short.maxother, _short.maxdict = 60, 60, 0  # a dict may hold a secret under any key
 StopReason = Literal["away", "key", "model", "budget"]
@@ -83,7 +83,7 @@ class StrayCancellation(TapereelError, RuntimeError):
 
 
 class NoSuchTape(TapereelError, LookupError):
-    """No tape has that id, or several ids start with it."""
+    """No tape has the given id, or several ids start with it."""
 
 
 class MissingExtra(TapereelError, ImportError):
@@ -121,7 +121,7 @@ def error_message(error: BaseException) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Return the beginning of `repr(value)` for an error message. This works even if its `__repr__` raises."""
+    """Return the beginning of `repr(value)` for an error message. This works even if the value's `__repr__` raises."""
     try:
         return " ".join(_short.repr(value).split())
     except ValueError:  # an int with thousands of digits

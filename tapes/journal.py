@@ -26,7 +26,7 @@ class MediaFiles(Protocol):
     """The media files of a run."""
 
     def put(self, data: bytes, suffix: str = ..., /) -> MediaReference:
-        """Store the bytes, which are durable when this call returns. It blocks."""
+        """Store the bytes, which are durable when this call returns. The call blocks."""
         ...
 
     def get(self, reference: str, /) -> bytes:

@@ -1,8 +1,8 @@
 """Converts the steps of a tape, incrementally, to the chat messages that a model reads.
 
-The same rule applies to agents, sub-agents and the environment: an agent's own answers have the role `assistant`,
-results of tool calls `tool`, and everything else `user`. A model's answer is shown as it was sampled, not as it was
-parsed. The next prompt then begins with the sampled tokens, and its call extends the base and starts no new row.
+The same rule applies to agents, sub-agents and the environment: an agent's own answers have the role `assistant`, tool
+results `tool`, and everything else `user`. A model's answer is shown as it was sampled, not as it was parsed. The next
+prompt then begins with the sampled tokens, so its call extends the base instead of starting a new row.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def shared_prefix(a: Sequence[Message], b: Sequence[Message]) -> int:
 
 
 class Conversation:
-    """The messages that one path reads, extended step by step. The first n steps give `counts[n]` messages."""
+    """The messages that one path reads, extended step by step. The first n steps give the first `counts[n]`."""
 
     __slots__ = ("_said", "counts", "items", "path")
 

@@ -278,7 +278,7 @@ class Usage(Value):
     completion_tokens: int | None = None
     cached_tokens: int | None = None
     cost: float | None = None
-    """US dollars."""
+    """Cost in US dollars."""
 
 
 class Tools(Value):

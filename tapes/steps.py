@@ -204,7 +204,8 @@ class ToolOffer(Observation):
     tools: tuple[dict[str, JsonValue], ...]
     """Function schemas in the chat format: `{"type": "function", "function": {...}}`."""
     sources: tuple[dict[str, JsonValue], ...] = Field(default=(), exclude_if=operator.not_)
-    """How the tools run, if their source states it. A sandbox states backend, isolation, memory. No model reads it."""
+    """How the tools run, if their source states this. A sandbox states its backend, isolation and memory. No model
+    reads this field."""
 
     def __str__(self) -> str:
         return self.text

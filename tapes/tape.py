@@ -85,7 +85,7 @@ class TapeLog:
         self.shown: dict[str, Picture] = {}
         """Maps names to the pictures that the recorder has stored. It is empty on a tape that was read from a store."""
         self.file: Callable[[str], bytes] | None = parent._log.file if parent is not None else None
-        """Blocking function that returns the bytes of the media file with this name. None if the tape is in no run."""
+        """Returns the bytes of the media file with a given name, and blocks. It is None if the tape is in no run."""
         self.end: End | None = None
         self.call_order: list[tuple[int, Call]] = []
         self._calls: dict[str, Call] = {}

@@ -45,7 +45,7 @@ class TapeSummary(Value):
     """The policy versions that sampled tokens, in order of first use."""
     seconds: float | None
     began: float
-    """Seconds since 1970."""
+    """Start of the episode in seconds since 1970."""
 
 
 class StepLine(Value):

@@ -26,7 +26,8 @@ OFTEN = 0.1
 MOST = 0.5
 """Unreadable answers are reported if their share of all answers is above this value."""
 NEAR = 0.1
-"""Cut-off answers aren't reported if they earn less than the best reward by under this share of the rewards' range."""
+"""Cut-off answers aren't reported if their mean reward is close to the best reward, which means that the difference is
+below this share of the rewards' range."""
 FEW = 4
 """Minimum number of rewards or answers that advice about them needs."""
 SHORT = 16

@@ -18,7 +18,7 @@
 | group closed short | an attempt ended, and none of its episodes may be trained on |
 | retries | a call was tried again |
 | failed calls | the last try of a call failed |
-| failed tries | a try of a call failed; listed by error |
+| failed tries | a try of a call failed (listed by error) |
 
 `AuditFold` passes the records to this module.
 """
@@ -163,7 +163,8 @@ class Anomalies:
         self._uses: list[tuple[Use, float, list[str]]] = []
         """(update, largest difference in nats on any of its tokens, its tapes) for each update."""
         self._seen: Counter[str] = Counter()
-        """Numbers of calls, sampled completions, their tokens, ended tapes and updates, as the base for anomalies."""
+        """Numbers of calls, sampled completions, tokens in these completions, ended tapes and updates. Anomalies are
+        counted as parts of these numbers."""
 
     def _note(self, kind: str, what: str, tapes: Sequence[str], n: int = 1, most: float = 0.0) -> None:
         odd = self._odd.setdefault((kind, what), _Odd())

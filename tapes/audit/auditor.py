@@ -79,7 +79,7 @@ class Spent(Value, frozen=False):
     """Seconds of all tries together, or None if no call was timed."""
     untimed: int = 0
     cost: float | None = None
-    """US dollars, or None if no call has a known cost."""
+    """Cost in US dollars, or None if no call has a known cost."""
     unpriced: int = 0
 
 
@@ -160,7 +160,7 @@ class _Earnings:
 
     scores: int = 0
     total: float = 0.0
-    """Scaled by `DOWN`."""
+    """Sum of weight * value, scaled by `DOWN`."""
     most: list[tuple[float, str]] = field(default_factory=list)
     """(reward, tape) pairs for the tapes that earned most, in descending order."""
 

@@ -1,4 +1,4 @@
-"""Compares two tapes up to and after their first difference, and two runs task by task.
+"""Compares two tapes, aligned up to their first difference, and two runs, task by task.
 
 Only what happened is compared: the steps, their tokens, the rewards and the end. Settings that were chosen beforehand,
 such as the agent, seeds and sampling, are listed separately. Times and ids are never compared. No agent or environment
@@ -82,7 +82,7 @@ class TapeDiff(Value):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 if task and episode are equal, otherwise 1."""
+        """The exit code: 0 if the tasks and the episodes are equal, otherwise 1."""
         return 0 if self.parting is None and self.same_task else 1
 
 
@@ -121,7 +121,7 @@ class RunDiff(Value):
     scored: int
     """Number of tasks with a scored attempt in both runs."""
     mean_first: float | None
-    """The first run's mean over these tasks' mean rewards (of scored attempts), or None if there are no such tasks."""
+    """Mean of `TaskDiff.first` over these tasks, or None if there are no such tasks."""
     mean_second: float | None
     tasks: tuple[TaskDiff, ...]
     """All tasks that differ, in the order lost, changed, won, then tasks that only one run has. Each part is sorted by
@@ -130,7 +130,7 @@ class RunDiff(Value):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """0 if both runs have the same tasks with equal outcomes, otherwise 1."""
+        """The exit code: 0 if both runs have the same tasks with equal outcomes, otherwise 1."""
         return 1 if self.tasks else 0
 
 

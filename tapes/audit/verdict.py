@@ -25,7 +25,7 @@ CLIP = 4000
 
 
 class Likely(StrEnum):
-    """The likely cause of a divergence. It is a guess from the field that differs, as a starting point."""
+    """The likely cause of a divergence. It is guessed from the field that differs, as a starting point."""
 
     CODE = "code"
     """The agent's code took another step, used another setting or raised a new error."""
@@ -158,7 +158,8 @@ class Verdicts(Value):
     @computed_field
     @property
     def exit_code(self) -> int:
-        """1 if a tape diverged, otherwise 2 if a tape can't be verified or no tape was checked, otherwise 0."""
+        """The exit code: 1 if a tape diverged, otherwise 2 if a tape is unverifiable or none was checked, otherwise
+        0."""
         counts = self.counts
         if counts["diverged"]:
             return 1
@@ -205,9 +206,9 @@ class Difference(NamedTuple):
 
     field: str
     recorded: Any
-    """None if the value is missing."""
+    """The recorded value, or None if it is missing."""
     observed: Any
-    """None if the value is missing."""
+    """The observed value, or None if it is missing."""
 
 
 def differences(recorded: object, observed: object, field: str = "") -> Iterator[Difference]:

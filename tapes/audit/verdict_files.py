@@ -35,7 +35,7 @@ class Check(Value):
 
     verb: Literal["replay", "reexec", "rescore", "requery"]
     at: float
-    """Seconds since 1970."""
+    """Time of the check in seconds since 1970."""
     turn: int | None = None
     """The only turn that was checked on each tape, or None if all turns were."""
     given: dict[str, str] = Field(default={})
@@ -43,7 +43,7 @@ class Check(Value):
 
 
 class _Line(NamedTuple):
-    """One verdict, as the JSON in its file (`data`)."""
+    """One verdict and its check. `data` is the JSON of the verdict as in the file."""
 
     check: Check
     outcome: str

@@ -127,7 +127,8 @@ class _Layers(dict[Keys, tuple[Any, str]]):
         """Path of the configuration file if it is the `config.yaml` of a run, otherwise None."""
 
     def put(self, keys: Keys, value: Any, origin: str) -> None:
-        """Set one value. A mapping is merged into the existing mapping; any other value replaces the existing value."""
+        """Set a single value. If the new value is a mapping, it is merged into the existing mapping. Otherwise it
+        replaces the existing value."""
         if isinstance(value, Mapping) and (value or not keys):
             for key, item in value.items():
                 self.put((*keys, str(key)), item, origin)

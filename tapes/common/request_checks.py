@@ -50,7 +50,7 @@ def refused_origin(host: Sequence[str], origin: Sequence[str], site: Sequence[st
 def refused_change(method: str, content_type: str) -> str | None:
     """Return why a request's content type is rejected, or None if it is accepted or the request changes nothing.
 
-    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here gives it.
+    A page from another origin must ask for permission (CORS) before it can send JSON, and no server here grants it.
     """
     if method in SAFE or content_type.partition(";")[0].strip().lower() == "application/json":
         return None
@@ -74,7 +74,7 @@ def is_loopback(host: str) -> bool:
 
 
 def names_server(header: str, host: str) -> bool:
-    """Return whether the `Host` header names a server that listens on this host. Its port may be a forwarded one.
+    """Return whether the `Host` header names a server that listens on this host. The header's port may be forwarded.
 
     This accepts only names that a foreign name server can't resolve to this machine: for a loopback server the loopback
     names, and for other servers bare addresses, this machine's names, names without a dot and names in private domains.

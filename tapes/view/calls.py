@@ -1,4 +1,4 @@
-"""One model call for the inspector: its exact request, the difference from the previous request, its tokens' uses.
+"""One model call for the inspector: its exact request, its difference from the previous one, its tokens and their uses.
 
 A call stores only its additions to its base call. `request` reads base calls only as far back as the window needs, so a
 long conversation costs no more than the part shown. The uses of tokens come from the ledger and cover only living
@@ -197,7 +197,7 @@ def _pretty(value: Any) -> str | None:
 
 
 def _tools(call: Call, find: Find) -> dict[str, object] | None:
-    """Return the offered functions. Only the first call that offers them holds schemas, later calls hold a hash."""
+    """Return the offered functions. Only the first call that offers them holds schemas, and later calls a hash."""
     if call.tools is None:
         return None
     one = call

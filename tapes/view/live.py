@@ -52,7 +52,7 @@ class Live:
         return f"{self._era}.{self._rev}"
 
     def since(self, rev: str) -> tuple[set[str] | None, str]:
-        """Return (tapes that changed since `rev`, current revision). Tapes are None if `rev` is unknown or too old."""
+        """Return (tapes that changed since `rev`, revision). The tapes are None if `rev` is unknown or too old."""
         now = self.now()
         era, _, number = rev.partition(".")
         if era != self._era or not number.isdigit() or not self._oldest() <= int(number) <= self._rev:

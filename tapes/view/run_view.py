@@ -169,7 +169,7 @@ class RunView:
 
     @property
     def uses(self) -> Uses:
-        """The updates in the ledger. They are read again after training has added some."""
+        """The updates in the ledger. They are read again after training has added updates."""
         if self._uses is None:
             self._uses = Uses(self.store)
         return self._uses

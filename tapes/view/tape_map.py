@@ -45,7 +45,7 @@ class TapeMap:
         self.episode: list[tuple[str, float, float]] = []
         """Components that the episode earned as a whole."""
         self.inherited = 0
-        """Number of records at the front that belong to ancestors."""
+        """Number of records at the beginning of `places` that belong to ancestors."""
         self.holes: list[str] = []
         """Descriptions of the missing parts of the tape, one sentence each."""
         self.begin_record = -1

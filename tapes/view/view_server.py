@@ -130,7 +130,7 @@ class Server(HttpService):
         return request.path in ("/", self.home) and how == ("navigate", "document")
 
     def has_token(self, request: web.Request) -> bool:
-        """Return whether the request carries the token, which may be in the link's query, or the page's cookie."""
+        """Return whether the request carries the page's cookie or the token, which the link has in its query."""
         linked = request.query.get("token") if request.path == "/" else None
         if linked is not None:
             return same_token(linked, self.token)
