@@ -196,7 +196,7 @@ class Begin(Record):
     parent: Parent | None = None
     versions: dict[str, str] = {}
     """The versions of `package` and `python`. With a renderer, they include the hashes of `tokenizer` and
-    `chat_template`, and with pictures also the hash of `processor`."""
+    `chat_template`. If the engine reads pictures, they also include the hash of `processor`."""
     sampling: Sampling | None = Field(default=None, exclude_if=_is_none)
     """Sampling settings of the run, or None if unknown. Each call also records the settings that it used."""
     limits: dict[str, JsonValue] | None = Field(default=None, exclude_if=_is_none)

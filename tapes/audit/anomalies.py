@@ -209,7 +209,7 @@ class Anomalies:
         n = column_length(call.completion)
         self._seen["tokens"] += n
         values = decode("f", call.logprobs) if call.logprobs is not None else None
-        # NaN stands for an unknown log-prob. These are counted only if the sum is NaN, because counting them is slow.
+        # NaN stands for an unknown log-prob. Such values are counted only if the sum is NaN, because counting is slow.
         unknown = n if values is None else sum(x != x for x in values) if math.isnan(sum(values)) else 0
         if unknown:
             self._note("unknown log-probs", "", [tape], n=unknown)

@@ -79,7 +79,7 @@ def token_for(url: str) -> str | None:
     try:
         path = state_folder() / token_path(url)
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError):  # the last: no home
+    except (ValueError, FileNotFoundError, NotADirectoryError, PermissionError, RuntimeError):  # RuntimeError: no home
         return None
     with open(handle, encoding="utf-8") as file:
         info = os.fstat(handle)

@@ -81,7 +81,7 @@ def environment_secrets() -> list[str]:
 
 
 def without_secrets(text: str, known: Iterable[str] = ()) -> str:
-    """Return `text` with all recognised secrets, and those in `known`, hidden. A second call changes nothing."""
+    """Return `text` with all recognised secrets, and those in `known`, hidden. Repeating the call changes nothing."""
     return _hidden(text, [*known, *environment_secrets()])
 
 
@@ -105,7 +105,7 @@ def guard_log(name: str) -> None:
 
 
 def hide(value: ValueT) -> ValueT:
-    """Return a JSON value with the secrets in its strings hidden. A string whose key names a secret is hidden.
+    """Return a JSON value with the secrets in its strings hidden. Any string whose key names a secret is hidden.
 
     This runs for every episode, so it reads the environment only if a string looks like a key.
     """

@@ -69,7 +69,7 @@ class Live:
 
     def _note(self, before: dict[str, tuple[int, str]], lines: dict[str, tuple[int, str]]) -> None:
         if any(lines.get(name, (0, ""))[0] < n or lines[name][1] != first for name, (n, first) in before.items()):
-            # Lines never vanish or change, so with fewer lines or another first hash, this is another run.
+            # Lines never vanish or change, so fewer lines or another first hash mean that this is another run.
             self._era, self._rev = os.urandom(4).hex(), 0
             self._log.clear()
             self.replaced = True
