@@ -154,12 +154,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         guard_terminal()
         _keep_stdout()
         _outlive_alarms()
-        # With thousands of live tapes, full collections would take most of the time. Modules never become garbage.
+        # With thousands of tapes in memory, full collections would take most of the time. Modules never become garbage.
         gc.freeze()
         gc.set_threshold(50_000, 20, 20)
     try:
         code = _dispatch(words)
-    except SystemExit as stop:  # argparse has already printed its reason, while user code may give one here
+    except SystemExit as stop:  # argparse has already printed its message, but user code may pass its message here
         if isinstance(stop.code, str):
             say(stop.code)
         code = Exit.BROKEN if isinstance(stop.code, str) else int(stop.code or 0)
@@ -180,7 +180,7 @@ def _keep_stdout() -> None:
 
 
 def _outlive_alarms() -> None:
-    """Report alarms that user code sets (`signal.alarm`) without a handler. By default, they would end the process."""
+    """Report alarms (`signal.alarm`) for which user code sets no handler. By default, these end the process."""
     if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
         signal.signal(
             signal.SIGALRM, lambda *_: say("ignored SIGALRM: the code that set the alarm has no handler for it")
@@ -198,7 +198,7 @@ def _leave_threads(code: int) -> None:
         sys.stdout.flush()
         os._exit(code)
 
-    if left:  # idle executor threads end when the interpreter exits, before this one acts
+    if left:  # idle executor threads end when the interpreter exits, before the new thread acts
         threading.Thread(target=end, daemon=True).start()
 
 
@@ -264,8 +264,8 @@ def _warnings_on_stderr() -> Iterator[None]:
 
 
 def _with_options(text: str, parser: argparse.ArgumentParser) -> str:
-    """Return a message from the library in which arguments (`` `resume=True` ``) and settings (`` `loop.groups=8` ``)
-    are spelled as the command's options."""
+    """Return a message from the library with arguments (`` `resume=True` ``) and settings (`` `loop.groups=8` ``)
+    spelled as the command's options."""
     flags = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
 
     def option(found: re.Match[str]) -> str:

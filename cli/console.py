@@ -51,7 +51,7 @@ class Exit(IntEnum):
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """Return an argparse type for integers that are at least `least`."""
+    """Return an argparse type that accepts integers of at least `least`."""
 
     def integer(text: str) -> int:
         value = int(text)
@@ -80,7 +80,7 @@ def given(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
 
 
 _FLAGS = {"tape": "a tape", "imports": "--import", "updates": "--update", "agents": "--agent"}
-"""Attribute of `args` -> its spelling on the command line, if the two differ."""
+"""Attribute of `args` -> spelling on the command line, where it isn't derived from the attribute."""
 
 
 def check_target(flag: str, path: str | Path | None) -> None:
@@ -116,7 +116,8 @@ def say(text: str) -> None:
 
 
 def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *shown: Section | RenderableType) -> None:
-    """Print the command's answer. With `--json`, it is `data` as one JSON object, and otherwise `shown`, for people.
+    """Print the command's answer. With `--json`, this is `data` as one JSON object. Otherwise, it is `shown`, for
+    people.
 
     Strings and sections are escaped here, so text from a tape can't control the terminal. Rich renderables are printed
     unchanged."""
@@ -127,23 +128,23 @@ def answer(args: argparse.Namespace, data: BaseModel | Mapping[str, object], *sh
         console = console_for(out)
         own = console.width
         for item in chain.from_iterable(map(_rendered, shown)):
-            # A sentence stays on one line, so that grep finds it. A table fits the width.
+            # A sentence is not wrapped, so that grep finds it. A table is fitted to the width.
             console.width = max(own, _least_width(item, console))
             console.print(item, soft_wrap=isinstance(item, str))
     out.flush()
 
 
 def console_for(out: TextIO) -> Console:
-    """Return a rich console on `out` that ignores markup, since text that a model wrote must not style the terminal."""
+    """Return a rich console on `out` that ignores markup, because text from a model must not style the terminal."""
     from rich.console import Console
 
-    # A file or a pipe has no width to fit, and 140 characters keep tables readable.
+    # A file or a pipe has no width of its own. With 140 characters, tables are readable.
     return Console(file=out, markup=False, highlight=False, emoji=False, width=None if out.isatty() else 140)
 
 
 _MARKDOWN = re.compile(r"([\\`*_\[\]<>|&~#!$])")
 NARROWEST = 12
-"""Minimum width, in characters, for a column that wraps, if one of its cells is that long."""
+"""Minimum width, in characters, of a column that wraps. If its cells are all shorter, the column may be narrower."""
 WIDEST = 10_000
 
 
@@ -156,10 +157,10 @@ class Section:
     rows: Sequence[Sequence[str | Text]]
     title: str = ""
     empty: str = ""
-    """Printed instead of a table without rows. If it is empty, the headings are printed."""
+    """Text to print if the table has no rows. If this text is empty, the headings are printed."""
     notes: tuple[str, ...] = ()
     fold: Collection[str] = ()
-    """The columns that wrap."""
+    """Names of the columns that wrap long text."""
 
 
 def styled(text: str, style: str = "") -> Text:
@@ -232,7 +233,7 @@ def _least_width(item: RenderableType, console: Console) -> int:
 
 def _escape_unprintable(text: str) -> str:
     """Return the JSON with every unprintable character escaped. These characters occur only inside strings, so the
-    value is the same."""
+    JSON's value stays the same."""
     return text if text.isprintable() else "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Live progress on stderr, as bars on a terminal, and elsewhere as a line of text every few seconds."""
+"""Live progress on stderr. On a terminal, it is shown as bars, and elsewhere as a line of text every few seconds."""
 
 from __future__ import annotations
 

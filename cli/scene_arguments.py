@@ -16,7 +16,7 @@ SCRIPTED = ("engine.answers", "engine.policy")
 
 
 def add_scene_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare short options for the settings that every run has. They override the configuration file."""
+    """Declare short options for the settings that every run has. The options override the configuration file."""
     parser.add_argument("--agent", metavar="NAME", help="the agent, as module:name or file.py:name")
     parser.add_argument("--env", metavar="NAME", help="an environment class or factory, as module:name or file.py:name")
     parser.add_argument(
@@ -66,15 +66,15 @@ def scene_settings(args: argparse.Namespace, *more: str) -> list[Setting]:
 
 
 def option_settings(args: argparse.Namespace, *names: str, **keys: str) -> list[Setting]:
-    """Return the given options as settings. `names` are options with the name of their setting, and `keys` maps the
-    other options to their settings."""
+    """Return the given options in the form of settings. An option in `names` has the same name as its setting, and
+    `keys` maps other options to their settings."""
     options = {**dict.fromkeys(names), **keys}
     found = [(name, key or name, getattr(args, name)) for name, key in options.items()]
     return [(key, value, f"--{name.replace('_', '-')} {value}") for name, key, value in found if value is not None]
 
 
 def engine_settings(args: argparse.Namespace) -> list[Setting]:
-    """Return settings for the kind of engine that `--model` or a scripted answer in `--set` selects."""
+    """Return the settings that select the engine, if `--model` or a scripted answer in `--set` chooses one."""
     if args.model is not None:
         return [("engine.kind", "embedded", "--model"), *option_settings(args, model="engine.model")]
     scripted = any(setting_key(one) in SCRIPTED for one in args.sets)

@@ -19,7 +19,7 @@ def read_k(text: str) -> tuple[int, ...]:
 
 
 def lost_line(scores: Scores) -> str:
-    """Describe the share of tasks without a result. It is printed before any mean, since means omit these tasks."""
+    """Describe the share of tasks without a result. This line precedes the means, because they omit these tasks."""
     if scores.tasks and not scores.without:
         return f"all {scores.tasks:,} tasks have a result"
     share = scores.without / scores.tasks if scores.tasks else 0.0
@@ -27,7 +27,7 @@ def lost_line(scores: Scores) -> str:
 
 
 def score_lines(scores: Scores, indent: str = "") -> list[str]:
-    """Return mean reward, pass@k and labels with their intervals, one line each."""
+    """Return one line each for the mean reward, pass@k and the labels, with their intervals."""
     lines = [f"{indent}{lost_line(scores)}"]
     if scores.reward is not None:
         lines.append(f"{indent}reward {scores.reward} over {scores.reward.tasks:,} tasks")

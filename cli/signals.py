@@ -10,8 +10,8 @@ import signal
 def stop_event() -> asyncio.Event:
     """Return an event that is set when this process receives SIGINT, SIGTERM or SIGHUP.
 
-    The verb can then close its episodes and seal the store, instead of losing them to the default action. On a system
-    without these signals, Ctrl-C raises KeyboardInterrupt as usual.
+    The verb can then close its episodes and seal the store. By default, a signal would end the process before that. On
+    a system without these signals, Ctrl-C raises KeyboardInterrupt as usual.
     """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,7 +1,7 @@
 """`tapereel audit`: account for every sampled token, and report attrition, cost, rewards and anomalies of a run.
 
-The exit code is 1 if a token is not accounted for, and with `--strict` also if an anomaly is found. The accounting of
-tokens always covers the whole run.
+The exit code is 1 if a token is not accounted for, and with `--strict` also if an anomaly is found. The token account
+always covers the whole run, even with `--split`.
 """
 
 from __future__ import annotations

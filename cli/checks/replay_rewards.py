@@ -1,4 +1,4 @@
-"""`tapereel replay rewards`: score the recorded episodes again, add the scores, or compare two rewards."""
+"""`tapereel replay rewards`: score the recorded episodes again to check or add the scores, or compare two rewards."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(args: argparse.Namespace, verdicts: Verdicts, scored: int, *more: str, added: int | None = None) -> int:
-    """Print the verdicts and the failures. The command also succeeds if it added a layer and had nothing to compare."""
+    """Print the verdicts and the failures. If a layer was added, the command succeeds even without a comparison."""
     kinds = failure_kinds((v.tape, v.failures) for v in verdicts.verdicts)
     failed = sum(bool(v.failures) for v in verdicts.verdicts)
     lines = _failure_lines(kinds, failed, scored)

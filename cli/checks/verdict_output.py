@@ -1,4 +1,4 @@
-"""For `tapereel replay`, declares the arguments that choose tapes, and prints and keeps the verdicts."""
+"""The commands of `tapereel replay` share these functions, which declare arguments and print and keep verdicts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ SHOWN = 20
 """Maximum number of verdicts that are printed one by one. `--json` has all of them."""
 
 KEPT = ("agent", "env", "reward", "model", "layer", "mask", "tolerance")
-"""Arguments that are named in the file of verdicts if they were given."""
+"""Arguments that are recorded in the file with the verdicts if they are given."""
 
 SPELLED = {"replay": "replay agent", "reexec": "replay env", "rescore": "replay rewards", "requery": "replay model"}
-"""Name of a check in verdicts -> its command."""
+"""Name of a check in verdicts -> the command that makes this check."""
 
 
 def add_tape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the run, its tapes, and whether their verdicts are kept."""
+    """Declare arguments for the run, its tapes, and whether their verdicts are kept."""
     parser.add_argument("run", help="a run directory")
     parser.add_argument(
         "tape", nargs="*", default=[], help="ids of tapes, or their first characters (default: all closed tapes)"

@@ -1,6 +1,6 @@
-"""`tapereel export`: write the rows of a run's tapes as a dataset, or with `--format` their conversations.
+"""`tapereel export`: write the tapes of a run as rows of a dataset, or as conversations if `--format` is given.
 
-It only reads the run, and leaves running tapes out.
+It doesn't change the run, and leaves out tapes that are still running.
 """
 
 from __future__ import annotations

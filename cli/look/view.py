@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"{flag} {folder}: the folder doesn't exist")
 
     def insight(store: Store) -> Insight:
-        # This is imported here because the viewer also works without the training packages, but shows less.
+        # This is imported here, because without the training packages the viewer still works but shows less.
         from ...finetune.inspect.view_insight import TrainingInsight
 
         return TrainingInsight(store, args.weights, args.tokenizer)

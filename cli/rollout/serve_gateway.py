@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _serve(args: argparse.Namespace, config: GatewayConfig, own: str | None) -> None:
-    """Serve until a stop signal. `own` is the token from the caller's environment, which is not printed. If it is None,
-    a new token is created and printed."""
+    """Serve until a stop signal. `own` is the token from the caller's environment, and is not printed. If `own` is
+    None, a new token is created and printed."""
     stop = stop_event()
     serving = serve_gateway(config, run_directory(args), token=own, host=args.host, port=args.port, resume=args.resume)
     async with serving as gateway:

@@ -130,7 +130,7 @@ async def _vllm(args: argparse.Namespace, server: LocalServer) -> int:
     starting = asyncio.ensure_future(server.start())
     await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        # Cancelling `start` kills the half-started server. Without the wait, its processes would outlive this one.
+        # Cancelling `start` kills the half-started server. Without the wait, the server would outlive this process.
         starting.cancel()
         await asyncio.wait([starting])
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`tapereel eval`: report reward and pass@k for recorded episodes with intervals, and the difference from another run.
+"""`tapereel eval`: report reward and pass@k of recorded episodes with intervals, and the difference from another run.
 
 It only reads tapes, and runs no episodes.
 """
