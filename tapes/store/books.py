@@ -1,4 +1,5 @@
-"""The books account for tokens. Every sampled token is in exactly one place, and every episode is ended or open.
+"""The books account for every token and episode. Each sampled token is in exactly one of the ten `PLACES`, such as
+`trained` or `stale`. Each episode is ended or open.
 
 Each place is counted independently, and none is computed as the remainder of the others. The sum of the places is then
 compared with the number of sampled tokens, which reveals a token that was counted twice (for example as trained *and*
@@ -53,7 +54,7 @@ PLACES = (
 
 
 class Lost(Value, frozen=False):
-    """Episodes that ended the same way, by length. Losing them biases the set of episodes that is left to train on."""
+    """The episodes that ended in the same way, counted by length. Losing them biases the remaining training data."""
 
     status: str
     cause: str | None
@@ -75,14 +76,14 @@ class Books(Value):
     authored: int
     """Completion tokens that no model sampled, such as scripted answers and demonstrations."""
     authored_trained: int
-    """The authored tokens that an update trained on."""
+    """Number of authored tokens that an update trained on."""
     textual: int
-    """Calls to engines that return text without token ids."""
+    """Number of calls to engines that return text without token ids."""
     reported: dict[str, int] = Field(default={})
     """`prompt` and `completion` are the engine's own token counts for answers without versions and log-probs. `unknown`
     is the number of text answers without a count."""
     applied: int
-    """Token-updates. Each trained token counts once for each update that trained on it."""
+    """Number of trained tokens, where a token counts once for each update that trained on it."""
     begun: int
     ended: int
     open: int
@@ -121,7 +122,7 @@ class _Tape(TapeFold):
     def __init__(self, begun: Summary) -> None:
         super().__init__(begun)
         self.layered = False
-        """Whether a layer scores the tape."""
+        """Whether a reward that was added after the tape's end scores the tape."""
         self.group_failed = False
         """Whether a comparison with its group failed, which leaves the whole tape unscored."""
         self.completions: dict[str, int] = {}
@@ -253,9 +254,9 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """Return (marks, applied). `marks` has one byte per token for each call that an update named.
+        """Return (marks, `Books.applied`). `marks` maps (tape, call) to one byte per token, for each call in an update.
 
-        Bit k in a byte stands for `FATES[k]`. A finding is added to `odd` for each range of tokens that doesn't exist.
+        Bit k of a byte stands for `FATES[k]`. For each range of tokens that doesn't exist, a finding is added to `odd`.
         """
         marks: dict[tuple[str, str], bytearray] = {}
         applied = 0
@@ -269,7 +270,7 @@ class BooksFold:
     def _effective(self, odd: list[str]) -> list[Use]:
         """Return the updates in the histories of all living lineages, each update once.
 
-        Lineages share the updates before the `void` that split them, so a plain sum would count those twice.
+        Lineages share the updates before the `void` that split them, so a plain sum would count these updates twice.
         """
         found: dict[tuple[str, int, int], Use] = {}
         for lineage in self._lineages.living:
@@ -365,7 +366,7 @@ class BooksFold:
 
 
 def _lost(tape: _Tape) -> bool:
-    """Return whether the tape ended in a way that is never trained on, although its split is."""
+    """Return whether the tape's split is trained on, but the tape ended in a way that is never trained on."""
     return tape.status is not None and not tape.held_out and not tape.trainable
 
 

@@ -28,7 +28,7 @@ from ..errors import TapereelError
 
 
 class NotAFile(TapereelError, OSError):
-    """Raised if a folder, link, pipe, socket or device has the name of a run's file. Nothing was read from it."""
+    """Raised if a run's file is a folder, link, pipe, socket or device, or is too large. Nothing was read from it."""
 
 
 class Disk:
@@ -58,15 +58,15 @@ class Disk:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def edit(self, path: Path, *, new: bool = True) -> int:
-        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created. If `new`
-        is false, it raises FileNotFoundError instead."""
+        """Return a handle for locking, syncing, truncating or overwriting a file. A missing file is created, or if
+        `new` is false, FileNotFoundError is raised."""
         return open_regular(path, os.O_RDWR | (os.O_CREAT if new else 0))
 
     def lock(self, handle: int, *, wait: bool = False) -> bool:
         """Take the file's exclusive lock, which is held until `close`. Return False if another handle holds it.
 
         The system releases the lock when the process dies, so a segment without a lock has no living writer. On a file
-        system without locks, or on which they have no effect, this returns True.
+        system on which locks don't exist or have no effect, this returns True.
         """
         import fcntl  # imported here, so that runs can be read on systems without flock
 
@@ -143,7 +143,7 @@ _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _locked: set[int] = set()
-"""Locked handles in this process. A fork copies them, and a copy would keep the lock after the parent's death."""
+"""Locked handles in this process. A forked child closes its copies, since they would keep the locks."""
 
 
 def _let_go() -> None:
@@ -196,8 +196,7 @@ def read_file(path: Path, disk: Disk = REAL) -> bytes:
 
 
 def _check_size(path: Path, disk: Disk) -> None:
-    """Raise NotAFile if the file is too large. A sparse file of 300 GB may take no space, and an archive of a run can
-    contain one."""
+    """Raise NotAFile if the file is too large. An archive of a run can contain a sparse file of 300 GB."""
     size, most = disk.size(path), MOST_BYTES.get(path.name, sys.maxsize)
     if size > most:
         raise NotAFile(f"{path} has {size:,} bytes, and a run's has at most {most:,}: restore it from a copy")
@@ -219,7 +218,7 @@ def file_digest(path: Path, disk: Disk = REAL) -> str:
 def counted_lines(data: bytes) -> list[bytes]:
     """Return the lines in a metrics file, without those that a lead wrote after a line from a later lead.
 
-    Readers and `file_digest` use the same lines, so an edit that changes no digest is never read.
+    Readers and `file_digest` use the same lines, so a line that the digest doesn't cover is never read.
     """
     kept, newest = list[bytes](), 0
     for line in data.splitlines(keepends=True):
@@ -254,9 +253,9 @@ def put_file(disk: Disk, path: Path, data: bytes, *, check: Callable[[], object]
 
     The bytes are synced before the rename, because the rename may otherwise reach the disk before the bytes do, and a
     power cut then leaves the name on an empty file. The folder is synced last, so that the new name is durable when
-    this returns. A crash before the rename leaves a `.part` file, which recovery removes. If two processes write one
-    path at once, it gets the whole content of one of them. `check` may raise to keep the old file. It is called when
-    the `.part` file is complete, so a process that removes that file after the check has passed prevents the rename.
+    this returns. A crash before the rename leaves a `.part` file, which recovery removes. If two processes write to one
+    path at once, the file gets the whole content from one of them. `check` is called when the `.part` file is complete,
+    and may raise an error to keep the old file. After the check, removing this file still prevents the rename.
     """
     part = path.with_name(f"{path.name}.{os.getpid()}-{next(_parts)}.part")
     try:

@@ -1,11 +1,11 @@
 """The index has the place of every record and a summary of each tape. It is an SQLite database in memory.
 
-It contains nothing that the segments don't. A refresh reads only the lines that were added, and checks their hashes. A
-record that can't be read is listed in `unread`, and the tape's other records are still indexed.
+Everything in it comes from the segments. A refresh reads only the lines that were added, and checks their hashes. A
+record that can't be read is listed in `unread`, and the other records of its tape are still indexed.
 
 Between processes, the index is kept in a file that may be deleted at any time. The file has the database, followed by a
-code (HMAC-SHA256) that only this user can compute. Because users publish numbers from the index, a file without the
-right code is not read, and the index is rebuilt from the records. A bad file costs only the time to do so.
+code (HMAC-SHA256) that only this user can compute. Users publish numbers from the index, so a file without the right
+code is ignored. The index is then rebuilt from the records, which only costs time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .summary import BEGUN, CallFacts, Summary, TapeFold, is_action, read_begin,
 log = logger("index")
 
 _FORMAT = b"tapereel index 7\n"
-"""Precedes the database in the bytes that the file's code covers, so that a different format has a different code."""
+"""The code of a file covers these bytes and the database, so that a file in another format has another code."""
 _SCHEMA = """
 create table if not exists segments (
     name text primary key, offset integer, last integer, n integer, first text, head text, frontier integer,
@@ -60,28 +60,28 @@ _BATCH = 20_000
 
 
 class Segment(NamedTuple):
-    """The intact part of one segment, as indexed."""
+    """The part of one segment that is intact and indexed."""
 
     name: str
     offset: int
-    """Size in bytes."""
+    """Size of this part in bytes."""
     last: int
-    """Byte offset of its last line."""
+    """Byte offset of the last line in this part."""
     n: int
     """Number of lines."""
     first: str
-    """Hash of the first line."""
+    """Hash of the segment's first line."""
     head: str
     frontier: int
     sealed: str | None
-    """The reason in the seal, or None if there is no seal."""
+    """The reason in the segment's seal, or None if the segment has no seal."""
     next: str | None
     pins: str
     """`open.pins` as JSON."""
 
 
 class Place(NamedTuple):
-    """The place of the line with one record."""
+    """The place of a record's line in its segment."""
 
     segment: str
     n: int
@@ -91,7 +91,7 @@ class Place(NamedTuple):
 
 
 class Unread(NamedTuple):
-    """A record whose hash is right but whose content can't be read, so the tape's summary lacks it."""
+    """A record whose hash is right but whose content can't be read. The summary of its tape lacks this record."""
 
     segment: str
     n: int
@@ -107,21 +107,21 @@ class Index:
     """The index of one folder. It is thread-safe."""
 
     def __init__(self, folder: Path, *, disk: Disk = REAL, path: Path | None = None) -> None:
-        """`path` is the file that keeps the index for later processes. If it is None, the index is not kept."""
+        """`path` is the file in which the index is kept for later processes, or None if it isn't kept."""
         self.folder, self.disk = folder, disk
         self._path = path
         self._db = self._load()
-        # Since Python 3.13, an open connection warns when it is garbage-collected. Many callers never close a store.
+        # Many callers never close a store, and since Python 3.13, garbage-collecting an open connection warns.
         weakref.finalize(self, self._db.close)
         self._read_lines = 0
-        """Number of lines that this process read and that are therefore missing in the file."""
+        """Number of lines that this process has read from the segments. The file at `path` lacks these lines."""
         self._tapes: dict[str, TapeFold] = {}
-        """Tapes with new records, which `_flush` writes."""
+        """The sums of tapes with new records. `_flush` writes these sums to the database."""
         self._versions: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
     def close(self, *, keep: bool = True) -> None:
-        """Keep the index for later processes if much of it is new. Never raises, because the file is only a cache."""
+        """Write the index to its file if `keep` is true and much of it is new. Never raises, as a cache can be lost."""
         with self._lock:
             path, self._path = self._path, None
             if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
@@ -133,13 +133,13 @@ class Index:
             self._db.close()
 
     def _load(self) -> sqlite3.Connection:
-        """Load the database in the file, or an empty one if the file is missing or lacks this user's code."""
+        """Return the database in the file, or an empty database if the file is missing or lacks this user's code."""
         db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             whole = b"" if self._path is None else read_file(self._path, self.disk)
             data, code = whole[:-_CODE], whole[-_CODE:]
             if data and hmac.compare_digest(code, _code(data)):
-                # The database is copied, because one that was read from bytes can't grow beyond 1 GiB.
+                # The database is copied, because a database that was read from bytes can't grow beyond 1 GiB.
                 with contextlib.closing(sqlite3.connect(":memory:")) as kept:
                     kept.deserialize(data)
                     kept.backup(db)
@@ -147,12 +147,12 @@ class Index:
             pass
         except (OSError, RuntimeError, sqlite3.Error) as error:
             log.warning("%s can't be read (%s): the index is built again from the records", self._path, error)
-        # Sorting also uses memory, so that no query fails because it can't create a temporary file.
+        # Queries also sort in memory, because a query that needs a temporary file fails if it can't create one.
         db.executescript(f"pragma temp_store = memory; {_SCHEMA}")
         return db
 
     def refresh(self) -> dict[str, Break]:
-        """Read the new lines. Return the segments, live ones included, whose lines break before the file ends."""
+        """Read the new lines. Return the break of each segment, even a live one, whose lines end before its file."""
         with self._lock:
             # This is one transaction, because an error must not leave a segment's offset without its records.
             self._db.execute("begin")
@@ -282,7 +282,7 @@ class Index:
     def tapes(
         self, where: str = "1", values: Iterable[object] = (), *, limit: int = -1, offset: int = 0
     ) -> list[Summary]:
-        """Return summaries in the order in which the tapes began, at most `limit` after skipping `offset` of them."""
+        """Return at most `limit` summaries after skipping `offset`, in the order in which the tapes began."""
         return [
             Summary(*row[:-1])
             for row in self._ask(
@@ -305,7 +305,7 @@ class Index:
         return found
 
     def unread(self) -> list[Unread]:
-        """Return the records that summaries need and that can't be read."""
+        """Return the records that a summary needs but that can't be read."""
         return [Unread(*row) for row in self._ask("select * from unread order by segment, n")]
 
     def rewards(self) -> dict[str, float | None]:
@@ -322,7 +322,7 @@ class Index:
         }
 
     def ids(self, prefix: str) -> list[str]:
-        """Return at most 3 ids that start with `prefix`, which is enough to distinguish none, one and several."""
+        """Return at most 3 ids that start with `prefix`. This shows whether there is no such id, one id, or several."""
         rows = self._ask(
             "select id from tapes where id >= ? and id < ? and substr(id, 1, ?) = ? order by id limit 3",
             prefix,
@@ -333,8 +333,8 @@ class Index:
         return [row[0] for row in rows]
 
     def places(self, tape: str, *, t: str | None = None, limit: int = -1, offset: int = 0) -> list[Place]:
-        """Return the places of this tape's records in order, or only of those with type `t`. The empty id stands for
-        records without a tape."""
+        """Return the places of this tape's records in order. If `t` is given, return only records of this type. An
+        empty `tape` stands for the records without a tape."""
         return [
             Place(*row)
             for row in self._ask(
@@ -357,8 +357,7 @@ class Index:
                     yield parse_line(file.read(place.length)[:-1]).body
 
     def met(self) -> set[tuple[str, str]]:
-        """Return the pins (segment, hash) that were already found on lines inside segments, so that those needn't be
-        read again."""
+        """Return the pins (segment, hash) that an earlier search found in their segments. Later searches skip them."""
         return {(name, head) for name, head in self._ask("select name, head from met")}
 
     def note_met(self, pins: Iterable[tuple[str, str]]) -> None:
@@ -371,8 +370,8 @@ class Index:
 
 
 def _storable(summary: Summary) -> Summary:
-    """Return the summary unchanged. Raises a TypeError that names the first value that SQLite can't hold, which is any
-    that isn't text, a float or a 64-bit integer."""
+    """Return the summary unchanged. SQLite can hold only text, floats and 64-bit integers. If a value is of another
+    kind, raises a TypeError that names the first such value."""
     for name, value in zip(Summary._fields, summary[:BEGUN], strict=False):
         if not (value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 63)):
             raise TypeError(f"its {name} is {value!r:.80}")
@@ -385,7 +384,7 @@ def _row(fold: TapeFold) -> tuple[object, ...]:
 
 
 def read_pins(opened: Mapping[str, object]) -> str:
-    """Return `open.pins` as JSON."""
+    """Return the pins in the body of an `open` record as JSON."""
     return to_json(opened.get("pins") or {}).decode()
 
 
@@ -412,7 +411,7 @@ def _secret() -> bytes:
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(secrets.token_bytes(_CODE))
     try:
-        with contextlib.suppress(FileExistsError):  # another process was faster
+        with contextlib.suppress(FileExistsError):  # another process has just created it
             os.link(part, path)
     finally:
         part.unlink()

@@ -1,21 +1,22 @@
-"""Leases ensure that a run has one lead. A process takes a lease before it reads the run's records. The number of the
-lease is its epoch.
+"""Leases ensure that one process at a time leads a run. A process takes a lease before it reads any records. The number
+of a lease is its epoch.
 
 The invariant is: **a lead's write counts only if no process held a higher epoch when the write was made.**
 
 * *Claim.* The new epoch is above every epoch in `leads/` and in the `lead` records. If several processes claim it at
   once, creating `leads/EPOCH.json` decides between them, since a file system creates the name for only one of them. The
-  winner renames its file to `leads/EPOCH-NONCE.json`. A process that finds a renamed file with its own epoch has lost.
+  winner renames its file to `leads/EPOCH-NONCE.json`. A process that finds a renamed file with its epoch has lost.
 * *Record.* `Store.take_lead` refuses an epoch that isn't above every recorded one, and makes the `lead` record durable.
   So an epoch has one lead even if `leads/` was removed between two claims.
 * *Check.* Before a batch of lines, a listing of `leads/` must show this lease's file and no higher epoch. Before an
   update, weights, metrics, results or digests, no other `lead` record may have this epoch or a higher one either.
-* *Fence.* A lead may be paused between its check and its write. Its records carry its epoch, so readers leave them out.
-  Its files don't take effect either. Before it checks, it creates the `.part` file, or opens the file that it appends
-  to. After its claim, its successor removes `.part` files and replaces the files that are appended to (`open_run`).
+* *Fence.* A lead may be paused between its check and its write while a successor takes over. Readers leave out the
+  records that it then writes, because these carry its epoch. The files that it then writes don't take effect either. A
+  lead creates a `.part` file, or opens a file for appending, before its check. After the claim, the successor removes
+  all `.part` files and replaces the files that are appended to (`open_run`).
 
 A lead counts as dead if neither its file nor its segment is locked. If `flock` has no effect, or the lead is on another
-machine, a new lead waits for a sign of life in the file. The invariant holds even if the conclusion is wrong.
+machine, a new process waits for a sign of life in the lead's file. The invariant holds even if that lead is alive.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ FOLDER = "leads"
 BEAT = 5.0
 """Seconds between two signs of life."""
 GRACE = 3
-"""Number of beats without a sign of life after which a lead counts as dead, if `flock` can't decide."""
+"""If `flock` can't decide, a lead counts as dead after this number of beats without a sign of life."""
 _NAME = re.compile(r"(\d{6,})(-[0-9a-f]{6})?\.json")
 
 
 class LeaseLost(StoreFailed):
-    """Raised if a later lead took the run over, or if the lease's file is gone. This process must write nothing
+    """Raised if a later lead took the run over, or if the lease's file is gone. The process must then write nothing
     more."""
 
 
@@ -66,9 +67,9 @@ class Holder(Value):
     pid: int = Field(ge=0, lt=1 << 31)
     """The process id, or 0 if it is unknown because the lead's file can't be read."""
     began: float = Field(ge=0, le=253_402_300_799)
-    """Start in seconds since 1970."""
+    """Time of the start, in seconds since 1970."""
     seen: float = Field(ge=0, le=253_402_300_799)
-    """Last sign of life in seconds since 1970."""
+    """Time of the last sign of life, in seconds since 1970."""
     ended: bool = False
     """True if the lead itself gave the run up."""
 
@@ -80,8 +81,8 @@ class Holder(Value):
 
 
 def read_leads(run: Path) -> dict[int, Holder]:
-    """Return every lead of the run so far that has a file, by epoch. If a crash cut the file short, the lead is
-    returned without a sign of life."""
+    """Return epoch -> lead for every lead that has a file. If the file can't be read, for example because a crash cut
+    it short, its lead is an unknown process without a sign of life."""
     try:
         return {epoch: _read(path, epoch) for epoch, path in _files(run).items()}
     except FileNotFoundError:
@@ -96,7 +97,7 @@ def _names(run: Path) -> list[str]:
 
 
 def _files(run: Path, names: Sequence[str] = ()) -> dict[int, Path]:
-    # If an epoch has two files, the one with a nonce counts. The other is a claim that came second.
+    # If an epoch has two files, the one with a nonce counts. The other file is a claim that came second.
     names = sorted(names or _names(run), reverse=True)
     return dict(sorted({int(m[1]): run / FOLDER / m[0] for name in names if (m := _NAME.fullmatch(name))}.items()))
 
@@ -106,7 +107,7 @@ def _read(path: Path, epoch: int) -> Holder:
         try:
             return Holder.model_validate_json(read_file(path)).model_copy(update={"epoch": epoch})
         except ValueError:
-            time.sleep(0.01)  # the lead may be writing it at this moment
+            time.sleep(0.01)  # the lead may be writing the file at this moment
     return _unknown(epoch)
 
 
@@ -128,7 +129,8 @@ def recorded_leads(index: Index) -> list[tuple[Holder, str]]:
 
 
 def _last(run: Path, disk: Disk) -> tuple[int, Holder, Path | None, Path | None]:
-    """Return (the highest epoch, its holder, the lead's file, its segment). The epoch is 0 if the run had no lead."""
+    """Return (highest epoch, its holder, the holder's file, the holder's segment). The epoch is 0 if there was no
+    lead."""
     recorded = dict[int, tuple[Holder, str]]()
     if (run / "tapes").is_dir():
         with closing(Index(run / "tapes", disk=disk, path=run / "tapes" / "index.sqlite")) as index:
@@ -147,14 +149,14 @@ class Lease:
     """The right to write a run's next records. Use it as a context manager. A separate thread writes signs of life."""
 
     def __init__(self, run: str | Path, *, take_over: bool = False, beat: float = BEAT, disk: Disk = REAL) -> None:
-        """Claim the next epoch of the run. Raises UsageError if another lead is alive, unless `take_over` is true,
-        which ends that lead's epoch."""
+        """Claim the next epoch of the run. If another lead is alive, raises UsageError, or ends its epoch if
+        `take_over` is true."""
         run = Path(run)
         self._folder, self._beat, self._disk = run / FOLDER, beat, disk
         disk.make_folder(self._folder)
         self.locks = _flock_works(self._folder, disk)
         """Whether `flock` has an effect on this file system. If not, only signs of life show which lead is alive."""
-        # The new epoch follows the one that was found to be over, and never one that was claimed since.
+        # The new epoch follows the one that was found to be over. If another process claimed it since, this one fails.
         newest = _last(run, disk)[0] if take_over else check_free(run, beat=beat, disk=disk)
         now = time.time()
         self.holder = Holder(epoch=newest + 1, host=socket.gethostname(), pid=os.getpid(), began=now, seen=now)
@@ -166,11 +168,11 @@ class Lease:
         try:
             found = _files(run)
             if found.get(self.epoch) != claim or max(found) > self.epoch:
-                disk.remove(claim)  # a process that came first has already renamed its claim
+                disk.remove(claim)  # another process came first and has already renamed its claim
                 raise _taken(run)
-            # The file is locked before it has content. A process that finds it empty waits for a sign of life, and one
-            # that finds content but no lock assumes that the lead is dead. Another process may hold the lock for a
-            # moment to test it.
+            # The file is locked before it has content. A process that finds an empty file waits for a sign of life, and
+            # a process that finds content but no lock assumes that the lead is dead. `wait` is true because another
+            # process may hold the lock for a moment to test it.
             disk.lock(self._handle, wait=True)
             self._write()
             self._path = self._folder / f"{self.epoch:06d}-{disk.nonce()}.json"
@@ -197,7 +199,7 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost if a later epoch was claimed or this lease's file is gone. Called before lines are written.
 
-        Raises StoreFailed if the sign of life can't be written, because another process would assume that this one is
+        Raises StoreFailed if the sign of life can't be written, since other processes then assume that this one is
         dead.
         """
         if self._failure is not None:
@@ -209,7 +211,7 @@ class Lease:
         if found.get(self.epoch) != self._path or max(found) > self.epoch:
             later = [holder for holder in read_leads(self._folder.parent).values() if holder.epoch > self.epoch]
             raise self.lost(*later[-1:])
-        self._checked = names  # saves work, since there is a check before each batch and the names rarely change
+        self._checked = names  # saves work: there is a check before each batch, but the names rarely change
 
     def lost(self, later: Holder | None = None) -> LeaseLost:
         """Return the error for a lease that `later` took over, or whose file is gone."""
@@ -220,7 +222,7 @@ class Lease:
         )
 
     def close(self) -> None:
-        """Give the lease up, and say so in its file. Does nothing in a forked child."""
+        """Give the lease up, and record that in its file. Does nothing in a forked child."""
         if not self._stop.is_set() and self.holder.pid == os.getpid():
             self._stop.set()
             self._thread.join()
@@ -228,8 +230,8 @@ class Lease:
             try:
                 self._write()
             except OSError as error:
-                # As after a crash, the next lead sees that the lock is free. This is not a warning, because the store
-                # already reports the failing disk.
+                # The next lead sees that the lock is free, as after a crash. This isn't logged as a warning, because
+                # the store already reports the failing disk.
                 log.info("%s doesn't say that the lead ended: %s", self._path, error)
             finally:
                 self._disk.close(self._handle)
@@ -259,9 +261,9 @@ class Lease:
 
 
 def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
-    """Return the last epoch, which is over, or 0 if the run had no lead. This takes no lease.
+    """Return the epoch of the last lead, which is dead, or 0 if the run had no lead. This takes no lease.
 
-    Raises UsageError if a living process leads the run. It may take a few beats to find out.
+    Raises UsageError if a living process leads the run. Finding this out may take a few beats (`GRACE`).
     """
     run = Path(run)
     epoch, holder, file, segment = _last(run, disk)
@@ -304,8 +306,8 @@ def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
             return True
         if holder.host == socket.gethostname() and _flock_works(path.parent, disk):
             return False
-        # No clocks of different machines are compared. Instead, the file must change while this process watches it. If
-        # the lead had only just created its file, and was not named in it yet, its lock shows that it is alive.
+        # The clocks of two machines are never compared. Instead, the lead's file must change while this process watches
+        # it. If the lead has only just created the file and it is still empty, the lock shows that the lead is alive.
         before, stop = read_file(path), time.monotonic() + GRACE * beat
         while time.monotonic() < stop:
             time.sleep(beat / 10)
@@ -317,8 +319,7 @@ def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
 
 
 def _lockable(path: Path, disk: Disk) -> bool:
-    """Return whether a new handle can lock the file. If so, no other process holds the lock, or `flock` has no effect
-    here."""
+    """Return whether a new handle can lock the file. If so, it isn't held, or `flock` has no effect."""
     handle = disk.edit(path, new=False)
     try:
         return disk.lock(handle)

@@ -1,8 +1,9 @@
-"""The ledger is the training history of a lineage, folded from `use` and `void` records. It is both queue and redo log.
+"""The ledger is the training history of a lineage, folded from `use` and `void` records. It is a queue and a redo log.
 
-A lineage's history is its parent's history up to the update at which a `void` cut it, followed by its own `use` records
-in the order of (update, epoch). Applying that history to the base weights gives the lineage's weights. No update is in
-it twice, because applying an update twice would give weights that differ from those that sampled the later tapes.
+A lineage's history begins with its parent's history up to the update at which a `void` record cut the parent. Its own
+`use` records follow, in the order of (update, epoch). Applying that history to the base weights gives the lineage's
+weights. No update is in a history twice, because applying it twice would give other weights than those that sampled
+later tapes.
 
 A run has one lead at a time (`lease`). A lead that was just replaced may still write one record, which the later lead
 did not read. Such a record doesn't count. It is recognised because a record of the same or an earlier update has a
@@ -22,14 +23,14 @@ from ..records import Use, Void
 
 Fate = Literal["trained", "stale", "filtered", "context"]
 FATES: tuple[Fate, ...] = ("trained", "stale", "filtered", "context")
-"""The possible fates of a token in an update. If several updates name a token, it has the first of these that
-applies."""
+"""The possible fates of a token in an update. If several updates name a token, the first of its fates in this order
+counts."""
 Range = tuple[str, str, int, int]
 """(tape, call, start, end), a half-open range of completion tokens in a call."""
 
 
 def ranges(use: Use, fate: Fate) -> Iterator[Range]:
-    """Yield the tokens with this fate in one update. The trained ones are its items. Its `info` lists the others."""
+    """Yield the tokens with this fate in one update. `use.items` has the trained tokens, and `use.info` the others."""
     if fate == "trained":
         for tape, call, start, end, _ in use.items:
             yield tape, call, start, end
@@ -54,9 +55,9 @@ class Ledger:
     uses: tuple[Use, ...] = ()
     """The redo log. It has every update that counts, including inherited ones, in the order of (update, epoch)."""
     ended: Void | None = None
-    """The `void` that ended this lineage, which another lineage continues. None if the lineage hasn't ended."""
+    """The `void` that ended this lineage and names the lineage that continues it. None if this lineage hasn't ended."""
     taken: dict[str, set[str]] = field(default_factory=dict, repr=False, compare=False)
-    """tape -> the calls on it that an update trained on or set aside. The loop must not use these calls again."""
+    """Tape -> its calls that an update trained on or set aside. The loop must not use these calls again."""
 
     @property
     def next_update(self) -> int:
@@ -130,8 +131,7 @@ class Lineages:
         return found
 
     def _voids(self) -> list[Void]:
-        """Return the voids that count, which are from the last lead that wrote a record of the lineage, or from no
-        lead."""
+        """Return the voids that count. They have no lead, or the last lead that wrote a record of their lineage."""
         leads: dict[str, int] = {}
         for record in (*self.voids, *(use for uses in self.uses.values() for use in uses)):
             leads[record.lineage] = max(leads.get(record.lineage, 0), record.lead or 0)

@@ -1,4 +1,4 @@
-"""Media are images, sound and other content too large for a line, in files that are named by the hash of their bytes.
+"""Media are images, sound and other content that is too large for a line. A media file's name is the hash of its bytes.
 
 A file is durable before `put` returns its reference, so no crash leaves a record that names a missing file. Files are
 never removed. The bytes may have any format.
@@ -27,7 +27,7 @@ class Media:
         self._durable: set[str] = set()
 
     def put(self, data: bytes, suffix: str = "") -> MediaReference:
-        """Store `data` with a suffix such as `.png`. Return the reference for a step's field of type `MediaReference`.
+        """Store `data` with a suffix such as `.png`. Return the value for a step's `MediaReference` field.
 
         Blocks until the file would survive a power cut. In an event loop, use `asyncio.to_thread(media.put, …)`.
         """
@@ -37,7 +37,7 @@ class Media:
         if name not in self._durable:
             self.disk.make_folder(self.folder)
             if self._holds(name):
-                # The process that renamed the file may have died before it synced the folder.
+                # The process that wrote this file may have died before it synced the folder.
                 self.disk.sync_dir(self.folder)
             else:
                 put_file(self.disk, self.folder / name, data)
@@ -73,7 +73,7 @@ class Media:
 
 
 def references(body: bytes) -> set[str]:
-    """Return the names of the media files that a record body refers to in its column. Its text is not searched."""
+    """Return the names of the media files that a record lists in its `media` field. Its text is not searched."""
     if b'"media":' not in body:
         return set()
     try:

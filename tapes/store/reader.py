@@ -1,9 +1,9 @@
 """Reads the lines of one segment in order, up to its end or to the first break.
 
-A reader never skips a line. At a break, the question is whether the bytes at that place had been durable. They had been
-if a later line that provably belongs to this segment says so (its `c` is above the place of the break), or if a pin
-does. Then the bytes were changed, and the segment is *corrupt*. Otherwise the tail is *torn*. An ordinary crash leaves
-such a tail, but the bytes alone can't show the cause.
+A reader never skips a line. At a break, it must be decided whether the bytes there had been durable. They had been
+durable if a later line that provably belongs to this segment states that (its `c` counts the line at the break), or if
+a pin covers them. In this case they were changed later, and the segment is *corrupt*. Otherwise, the tail is *torn*. An
+ordinary crash leaves a torn tail, but the bytes alone can't show the cause.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .disk import REAL, Disk, read_file
 from .segment import MAX_LINE, ZERO, BadLine, Chain, Line, parse_line, peek, read_body, segment_names
 
 PINS = "pins.json"
-"""Name of the file in a run directory that has the heads of all segments that were sealed by the last `close`."""
+"""Name of the file in a run directory with the heads of all segments that were sealed when a store was last closed."""
 
 
 def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
-    """Return the heads in a file like `pins.json`, by segment. Raises UsageError if the file holds no pins."""
+    """Return segment -> head from a file like `pins.json`. Raises UsageError if the file holds no pins."""
     try:
         heads = from_json(read_file(path, disk))
     except ValueError as error:
@@ -37,7 +37,7 @@ def read_pin_file(disk: Disk, path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Break:
-    """The place at which a segment's lines end before its file does, and the reason."""
+    """The place in a segment's file at which the intact lines end although more bytes follow, and the reason."""
 
     segment: str
     offset: int
@@ -66,23 +66,23 @@ class Break:
 def segment_sizes(folder: Path, disk: Disk) -> dict[str, int]:
     """Return the size in bytes of each segment at one moment, in the order of creation.
 
-    A live writer may seal a segment and continue in a new one while others read. If a reader reads each segment only up
-    to these sizes, it finds no record without the records before it. The sizes are read from the newest segment to the
+    A live writer may seal a segment and continue in a new one while others read. A reader that reads each segment only
+    up to these sizes finds no record without the records before it. The sizes are read from the newest segment to the
     oldest, because a writer seals its old segment before it writes to the new one.
     """
     names = segment_names(disk.names(folder))
     sizes = dict.fromkeys(names, 0)
     for name in reversed(names):
-        with contextlib.suppress(OSError):  # opening the file later raises this error
+        with contextlib.suppress(OSError):  # the same error is raised later, when the file is opened
             sizes[name] = disk.size(folder / f"{name}.jsonl")
     return sizes
 
 
 class SegmentReader:
-    """Yields (offset, line, length) for each line of a segment, from its start or from a place verified before.
+    """Yields (offset, line, length) for each line of a segment, from its start or from a verified place.
 
-    After the iteration, `chain` has the state after the last line. If bytes follow that line, `broken()` returns the
-    break.
+    After the iteration, `chain` has the state after the last line. If other bytes follow that line, `broken()` returns
+    the break.
     """
 
     def __init__(self, folder: Path, segment: str, *, end: int | None = None, disk: Disk = REAL) -> None:
@@ -94,7 +94,7 @@ class SegmentReader:
         self.offset = 0
         """Byte offset at which the next line starts."""
         self.why: str | None = None
-        """The reason why the iteration stopped before the end of the file, or None if it didn't."""
+        """The reason why the iteration stopped before the end of the file, or None if it reached the end."""
         self._unfinished = False
 
     def __iter__(self) -> Iterator[tuple[int, Line, int]]:
@@ -144,7 +144,7 @@ class SegmentReader:
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive lines after a break that agree with their own hashes and with each other."""
+    """Consecutive lines after a break. Each line matches its own hash and names the hash of the line before it."""
 
     first: Line
     head: bytes
@@ -154,7 +154,7 @@ class _Run:
     """True if a line in the run proves that the run belongs to this segment, without a hash link to the intact part."""
 
     def proves(self, chain: Chain) -> str | None:
-        """Return why the place after `chain` must have been durable if this run belongs to the segment, or None."""
+        """Return why a run that belongs to the segment proves that the line after `chain` was durable, or None."""
         first = self.first
         if self.sealed:
             return "the segment was sealed after it"
@@ -166,10 +166,10 @@ class _Run:
 
 
 def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
-    """Return why the place of the break must have been durable, or None if no line after it proves that.
+    """Return why the line at the break must have been durable, or None if no later line proves it.
 
     After a power cut, a file system may expose old blocks from any other file here, including other segments. So a line
-    counts only if it is tied to this segment. It is tied if it
+    counts only if it is tied to this segment. A line is tied if it
 
     * starts exactly at the break, or names a tape in the intact part,
     * is a `commit` or `seal` that states the hash of this segment's first line, or
@@ -179,8 +179,8 @@ def _evidence(file: BinaryIO, chain: Chain, offset: int) -> str | None:
     Without this requirement, old blocks after a crash would be reported as corruption, and recovery would refuse the
     run.
     """
-    # The cheap test comes first, because mending tries each bit of a line. Most torn tails have no whole line after the
-    # break.
+    # This cheap test comes first, because mending tries each bit of a line. Most torn tails have no whole line after
+    # the break.
     if not any(run.proves(chain) for run in _runs_after(file, chain, chain.first, offset)):
         return None
     mended = _mend(file, chain, offset)
@@ -214,7 +214,7 @@ def _runs_after(file: BinaryIO, chain: Chain, first: bytes, offset: int) -> list
             sealed = line.body.startswith(b'{"t":"seal"')
             own = _names_segment(line, first, tapes) or (at_break and _may_follow(line, chain)) or line.h == chain.head
         except BadLine:
-            pass  # not a line, so no evidence
+            pass  # these bytes are not a line, so they are no evidence
         else:
             if runs and line.p == runs[-1].head:
                 run = runs[-1]
@@ -237,7 +237,7 @@ def _tapes_before(file: BinaryIO, offset: int) -> set[str]:
         try:
             tape = peek(parse_line(file.readline(MAX_LINE)[:-1]).body)[1]
         except BadLine:
-            break  # `offset` may be after the mended line, whose bytes in the file are still damaged
+            break  # `offset` may be after the mended line, which is still damaged in the file
         if tape is not None:
             tapes.add(tape)
     return tapes
@@ -251,7 +251,7 @@ def _names_segment(line: Line, first: bytes, tapes: set[str]) -> bool:
 
 
 _MENDABLE = 16 * 1024
-"""Length in bytes above which a line is not mended. Each bit is tried, so this bounds the time to about a second."""
+"""Maximum length in bytes of a line that is mended. Each bit is tried, so this bounds the time to about a second."""
 
 
 def _mend(file: BinaryIO, chain: Chain, offset: int) -> tuple[Line, int] | None:

@@ -3,15 +3,15 @@
 It holds the folder's lock and takes these steps in order:
 
 1. Lock every unfinished segment. A segment whose lock is held has a live writer and is never touched.
-2. Refuse to start (`Corrupt`) if durable bytes changed, or if a pinned head is in no segment. Nothing has been changed
-   at this point.
+2. Refuse to start (`Corrupt`) if durable bytes changed, or if a pinned line is in no segment. At this point, nothing
+   has been changed.
 3. For each locked segment, copy a torn tail to a separate file, cut it off, and sync the rest.
 4. Open a new segment whose first line pins every head that was found.
 5. In the new segment, record the end of each episode that a dead writer left open, with the status `crashed`.
 
 Another crash may interrupt any step, and the next recovery then repeats it. This is safe because the copy of a tail is
-durable before the cut, a segment counts as finished only when a later one pins its seal, and an episode without an end
-is still open.
+durable before the cut, a segment counts as finished only when a later segment pins its seal, and an episode without end
+is open.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def start_writer(
         held = _hold_dead(folder, disk, index.segments(), found)
         try:
             # Refresh again now that the locks are held, because a writer may have written and ended after the first
-            # refresh. Otherwise its last lines would be judged, and cut off, by an index that has not seen them.
+            # refresh. Otherwise, its last lines would be cut off because the index hasn't seen them.
             breaks = index.refresh()
             segments = index.segments()
             _refuse_corrupt(index, segments, breaks, _kept_pins(folder.parent / PINS, disk))
@@ -92,22 +92,23 @@ def start_writer(
                 for tape in index.tapes("status is null"):
                     if owner(segments, tape, index) not in found.live:
                         _end(tape, index, writer, found, clock)
-                # The caller may act on `found`, for example repeat those episodes. So the ends must not be lost later.
+                # The caller may act on `found`, for example repeat these episodes. So their ends must be durable now.
                 if found.crashed:
                     writer.sync()
             except BaseException:
                 writer.abandon()
                 raise
         finally:
-            # The locks are released only now. Until the new segment pins these segments, a second process must not
-            # recover them as well.
+            # The locks are released only now, because no other process may recover these segments before the new
+            # segment pins them.
             for handle in held.values():
                 disk.close(handle)
     return writer, found
 
 
 def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recovered) -> dict[str, int]:
-    """Lock every segment that may need recovery, which is any that isn't both sealed and pinned by a later segment.
+    """Lock every segment that may need recovery. A segment needs no recovery if it is sealed and a later segment pins
+    its seal.
 
     A seal alone is not enough, because its writer may have died before the sync. Only a pin shows that a recovery or a
     rotation made the sealed bytes durable.
@@ -130,8 +131,8 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
 
 
 def _kept_pins(path: Path, disk: Disk) -> dict[str, str]:
-    """Return the heads in `pins.json`, which is replaced whenever a store is closed. There are none before the first
-    close."""
+    """Return the heads in `pins.json`, which is replaced whenever a store is closed. Before the first close, there are
+    no pins."""
     try:
         return read_pin_file(disk, path)
     except FileNotFoundError:
@@ -156,7 +157,7 @@ def _mend(folder: Path, disk: Disk, name: str, handle: int, broken: Break | None
 
     The copy is durable before the cut, so that a crash between the two loses no byte. The sync is needed even if
     nothing is torn, because the lines of a dead process may exist only in the page cache. The new segment pins the last
-    of these lines. If a power cut then lost them, the unmet pin would look like tampering.
+    of these lines. If a power cut then lost this line, the unmet pin would look like tampering.
     """
     if broken is not None:
         with disk.open(folder / f"{name}.jsonl") as file:
@@ -177,11 +178,10 @@ def _clear_parts(folder: Path, disk: Disk) -> None:
 
 
 def tips(segments: list[Segment], live: set[str], folder: Path, disk: Disk) -> dict[str, str]:
-    """Return the heads to pin, one for each segment whose end no later segment pins yet. Together they cover every
-    line.
+    """Return segment -> head for each segment whose head no later segment pins yet. As pins, they cover every line.
 
-    For a live writer's segment, the head is the last line below the frontier. Lines above it may still be lost in a
-    power cut, and a pin on a lost line would look like tampering.
+    In a live writer's segment, the head is the hash of the last line below the frontier. A power cut may still lose
+    lines above the frontier, and a pin on a lost line would look like tampering.
     """
     pinned = {name: head for segment in segments for name, head in read_pins(segment).items()}
     found: dict[str, str] = {}
@@ -232,8 +232,8 @@ def unmet_pins(segments: list[Segment], index: Index, kept: dict[str, str]) -> l
 def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
     """Return the newest segment of the writer to which this open tape belongs.
 
-    It is found from the segment of the tape's last record by following the `next` names in full segments. Otherwise, an
-    episode of a live writer that waits across a rotation would be ended as crashed.
+    The search begins at the segment with the tape's last record and follows the `next` names in full segments.
+    Otherwise, an episode that wrote nothing since its live writer rotated would be ended as crashed.
     """
     by_name = {segment.name: segment for segment in segments}
     name = index.places(tape.id)[-1].segment
@@ -245,8 +245,8 @@ def owner(segments: list[Segment], tape: Summary, index: Index) -> str:
 def _end(tape: Summary, index: Index, writer: SegmentWriter, found: Recovered, clock: Callable[[], float]) -> None:
     """Queue the end of an episode whose process died.
 
-    Its last record shows whether an action was running. An irreversible action is recorded before it is carried out, so
-    it may have happened even if no reaction is on the tape.
+    The tape's last record shows whether an action was running. An irreversible action is recorded before it is carried
+    out, so it may have happened even if the tape has no reaction to it.
     """
     cause = None
     last = [place for place in index.places(tape.id) if place.t in ("begin", "step", "call", "reward")][-1]

@@ -1,7 +1,7 @@
 """A run directory has the run's configuration, its results so far, its metrics and its store.
 
-The configuration is written when the run begins, and a resumed run must have the same one. A few settings may change.
-The file then has the current value, and a comment line at its top that gives the old value of each change.
+The configuration is written when the run begins, and must be the same when the run is resumed, apart from a few
+settings. If one of these changes, the file gets the new value, and a comment line at its top with the old value.
 `results.json` is replaced as a whole whenever there is a new result that a resumed process must not compute again.
 """
 
@@ -49,16 +49,16 @@ class HeldOut(Value):
     metrics: dict[str, float]
     """Mean of every reward component and metric."""
     lengths: dict[str, float | None] = Field(default={})
-    """Turns, tokens and ends of the episodes, under their names in the metrics."""
+    """Statistics on turns, tokens and ends of the episodes, under the names that they have in the metrics."""
     reward: dict[str, float | int | None] | None
-    """Mean over tasks with its interval, under the keys value, low, high and tasks."""
+    """Mean reward over tasks and its interval, under the keys value, low, high and tasks."""
     pass_at: dict[str, dict[str, float | int | None] | None]
     """k -> pass@k with its interval."""
     agents: dict[str, float | None] | None = None
     """Path of an agent -> its mean reward. Set if `loop.by_agent` is on."""
     change: dict[str, float | int | None] | None = None
-    """Difference from the evaluation before training, paired by task, with the keys of `reward`. Set in the evaluation
-    at the end."""
+    """Difference between this evaluation and the one before training, paired by task, with the same keys as `reward`.
+    It is set only in the evaluation at the end."""
 
 
 Evaluations = dict[str, HeldOut]
@@ -66,7 +66,7 @@ Evaluations = dict[str, HeldOut]
 
 
 class Control(Value):
-    """The evaluations after one control of a demo."""
+    """The evaluations after one of a demo's control experiments."""
 
     sampled: HeldOut
     greedy: HeldOut
@@ -81,11 +81,11 @@ class PlayerResults(BaseModel):
 
 
 class Lengthened(Value):
-    """An earlier `loop.updates` of a run that was made longer."""
+    """The earlier value of `loop.updates` in a run that was made longer."""
 
     updates: int
     done: int
-    """Updates that the loop had made when the setting was changed."""
+    """Number of updates that the loop had made when this value was changed."""
 
 
 class Results(BaseModel):
@@ -94,14 +94,14 @@ class Results(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     format: int = 0
-    """Format of the run's settings. It is 0 if an unreleased commit began the run."""
+    """Number of the format of the run's settings. It is 0 if the run was begun with an unreleased commit."""
     lineage: str = ""
     """The lineage that the run trains. Empty in a run without training."""
     base: str | None = None
     """Digest of the weights that the model began with."""
     players: dict[str, PlayerResults] = {}
     task_rates: dict[str, tuple[int, int]] = {}
-    """Task hash -> (passed, tried), the curriculum's rates when the run began."""
+    """Task hash -> (number passed, number tried). The curriculum read these numbers when the run began."""
     imitated: list[str] | None = None
     """Ids of this run's copies of the tapes for the warm start."""
     corpus: list[str] | None = None
@@ -139,8 +139,8 @@ class Results(BaseModel):
 
 
 Change = Callable[["RunDir", Any, Any], str]
-"""A function of (run, old value of a setting, new value). It returns a phrase that says when the change was made, which
-the file records. It may adapt the results to the new value, and raises UsageError if the change is not allowed."""
+"""A function that is called with (run, old value of a setting, new value). It returns a phrase for the file that says
+when the setting was changed. It may adapt the results to the new value, and raises UsageError to refuse the change."""
 
 
 class RunDir:
@@ -158,11 +158,12 @@ class RunDir:
 
     @property
     def fruitless(self) -> bool:
-        """Whether no episode has a result yet. Each one ended through a fault of the environment, model or Tapereel."""
+        """Whether no episode has a result yet. A fault in the environment, model or Tapereel ended each one."""
         return not any(summary.trainable for summary in self.store.summaries(closed=True))
 
     def save(self) -> None:
-        """Write the results, which are durable when this returns. Raises LeaseLost if a later lead writes them."""
+        """Write the results, which are durable when this returns. Raises LeaseLost if this process no longer leads the
+        run."""
         self.results.write(self.path, self.store.check_lead)
 
     @contextmanager
@@ -180,8 +181,8 @@ class RunDir:
         table[name] = round(table.get(name, 0.0) + seconds, 3)
 
     def metrics(self, line: Mapping[str, object]) -> None:
-        """Append one line to metrics.jsonl, preceded by the epoch of this lead, and call the listeners. Raises
-        LeaseLost if a later lead writes the metrics."""
+        """Append `line`, with the epoch of this lead as its first value, to metrics.jsonl. Then call the listeners.
+        Raises LeaseLost if this process no longer leads the run."""
         lead = {} if self.store.lease is None else {"lead": self.store.lease.epoch}
         append_metrics(self.path / METRICS, {**lead, **line}, check=self.store.check_lead)
         for listener in self.listeners:
@@ -205,10 +206,10 @@ def open_run(
 ) -> Iterator[RunDir]:
     """Begin the run at `path`, or resume it.
 
-    `begin()` returns the results of a new run. In a resumed run, the settings in `free` (dotted keys) and every
-    `FreeAtResume` setting may differ, and the file keeps the old values. The settings in `changes` may differ if their
-    function allows it, and those in the groups `engines` may differ until an episode has a result. The file records
-    these changes.
+    `begin()` returns the first results of a new run. In a resumed run, these settings may differ from the file:
+    settings in `free` (dotted keys) and every `FreeAtResume` setting, for which the file keeps the old values; settings
+    in `changes`, if their function allows it; and settings in the groups `engines`, until an episode has a result. The
+    file records the changes of the last two kinds.
 
     Raises UsageError if a run exists at `path` and `resume` is false, if another program wrote the tapes there, or if
     another process leads the run. Raises ConfigError if the run has a different configuration. The store is sealed when
@@ -231,14 +232,14 @@ def open_run(
             raise UsageError(f"{path} was begun by another process at the same moment; choose another path (`out=...`)")
         for name in (CONFIG, RESULTS, METRICS, RECIPES, "teacher/*"):
             for part in path.glob(f"{name}.*-*.part"):
-                part.unlink(missing_ok=True)  # so that an earlier lead that was paused before its rename can't do it
+                part.unlink(missing_ok=True)  # so that an earlier lead, paused before its rename, can't rename it
         if found:
-            # The results are read under the lease, because the previous lead may have written them until then.
+            # The results are read under the lease, because until now, the previous lead may have written results.
             results = Results.read(path)
             _keep_counted(path / METRICS, lease.check)
         else:
-            # The results come first. A crash in between leaves no configuration, so the run is begun again. In the
-            # other order, it would leave a run that looks begun but has no results to resume from.
+            # The results are written first. A crash between the two writes leaves no configuration, so the run is begun
+            # again. In the other order, the crash would leave a run that looks begun but has no results to resume from.
             results.write(path, lease.check)
             put_file(REAL, path / CONFIG, dump_config(config).encode(), check=lease.check)
         with Store.open(path, write=True) if (path / "tapes").is_dir() else Store.create(path) as store:
@@ -252,19 +253,19 @@ def open_run(
             files = [path / name for name in (CONFIG, RESULTS, METRICS, RECIPES)]
             store.record_files(*files, open=True)
             if found:
-                # This must precede changes to the files: a crash must not leave the digests from the last close.
+                # This precedes changes to the files. A crash must not leave changed files with old digests.
                 store.writer.sync()
                 _change(run, config, free, {**changes, **dict.fromkeys(engines, _corrected)})
             try:
                 yield run
             finally:
-                # If the writer has failed, it can't record the files, which then have no digest, as after a crash.
+                # A writer that failed can't record digests. The files then have no digests, as after a crash.
                 if store.writer.failure is None:
                     store.record_files(*files)
 
 
 def recorded_settings(path: str | Path) -> Group:
-    """Return what `recorded_config` returns, or nothing if the run has no readable configuration."""
+    """Return the result of `recorded_config`, or an empty group if the run has no readable configuration."""
     try:
         return recorded_config(path)
     except (FileNotFoundError, NotADirectoryError, YamlProblem):
@@ -294,8 +295,8 @@ def append_metrics(path: Path, line: Mapping[str, object], *, check: Check = lam
     """Append one JSON line, which is durable when this returns. NaN and infinities become null, which every JSON reader
     accepts.
 
-    `check` is called after the file is opened. If a later lead then replaces the file before the write, the line
-    doesn't reach the new file.
+    `check` is called after the file is opened. If a later lead replaces the file between `check` and the write, the
+    line goes to the old file and doesn't reach the new one.
     """
     clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
     data = json.dumps(clean).encode() + b"\n"
@@ -362,8 +363,8 @@ def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapp
                 reduce(getitem, above, values)[last] = reduce(getitem, above, config.model_dump(mode="json"))[last]
     if not notes:
         return
-    # The results come first, as when a run begins. After a crash in between, the next resume repeats the change, and
-    # results that the change removed are computed again.
+    # The results are written first, as when a run begins. After a crash between the two writes, the next resume repeats
+    # the change, and results that the change removed are computed again.
     run.save()
     text = read_file(run.path / CONFIG).decode()
     head = "".join(takewhile(lambda line: line.startswith("#"), text.splitlines(keepends=True)))
@@ -372,8 +373,8 @@ def _change(run: RunDir, config: BaseModel, free: Collection[str], changes: Mapp
 
 
 def _keep_counted(path: Path, check: Check, where: Callable[[bytes], bool] = lambda line: True) -> None:
-    """Replace the file with a copy of the lines that count, so that an earlier lead that has it open can't append to
-    it. If a crash left a last line without a newline, it is cut off, because the next line would be appended to it."""
+    """Replace the file with a copy of the lines that count, so that an earlier lead that still has the old file open
+    can't append to the new one. A last line without a newline is dropped, since the next line would extend it."""
     if path.exists():
         lines = [line for line in counted_lines(read_file(path)) if line.endswith(b"\n")]
         put_file(REAL, path, b"".join(filter(where, lines)), check=check)

@@ -1,4 +1,4 @@
-"""The format of a segment, as pure functions over bytes that encode a line, read a line and check the chain.
+"""The format of a segment: pure functions that encode and read a line, and the check that lines form a chain.
 
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}\n
 
@@ -26,7 +26,7 @@ from ..journal import MAX_BODY
 ZERO = b"0" * 64
 """`p` in a first line that pins nothing."""
 MAX_LINE = MAX_BODY + 1024
-"""Maximum length in bytes, which bounds the memory that a reader needs. Larger content belongs in a media file."""
+"""Maximum length of a line in bytes. It bounds a reader's memory. Larger content goes into a media file."""
 
 _NAME = re.compile(r"[0-9]{6}-[0-9a-f]{6}")
 _HEAD = re.compile(rb'\{"n":(0|[1-9][0-9]{0,14}),"c":(0|[1-9][0-9]{0,14}),"p":"([0-9a-f]{64})","b":(?=\{)')
@@ -41,17 +41,16 @@ def segment_names(entries: Iterable[str]) -> list[str]:
 
 
 def next_name(names: list[str], nonce: str) -> str:
-    """Return the name of the next segment. Its number makes names sort in the order of creation, whatever the clock
-    says.
+    """Return the name of the next segment. It begins with a number, so that names sort in the order of creation.
 
     The nonce (6 hex digits) makes the name unique. After a crash, a file system may fill a new file with old blocks. If
-    these have a whole segment of another run, it must not pass as this segment, whose `open` line states its name.
+    these contain a whole segment of another run, the name in its `open` line shows that it isn't this one.
     """
     return f"{int(names[-1][:6]) + 1 if names else 1:06d}-{nonce}"
 
 
 class BadLine(NotATape):
-    """Raised for bytes that are not a line, or for a line that is out of place."""
+    """Raised if bytes are not a line, or if a line is out of place."""
 
 
 class Line(NamedTuple):
@@ -143,7 +142,7 @@ class Chain:
             raise BadLine(f"line {line.n} follows the seal")
         if line.n != self.n:
             raise BadLine(f"line {line.n} is in the place of line {self.n}")
-        # Lines below the frontier were synced. So a frontier can't decrease, and can't exceed the lines before it.
+        # Lines below the frontier were synced. So the frontier can't decrease or exceed the number of earlier lines.
         if not self.frontier <= line.c <= line.n:
             raise BadLine(f"line {line.n} states that {line.c} lines were durable, after {self.frontier} of {line.n}")
         if self.n == 0:
@@ -166,7 +165,7 @@ class Chain:
             raise BadLine(f"the first line has the `t` {short_repr(body.get('t'))} and not `open`, or has no pins")
         if body.get("segment") != self.segment:
             raise BadLine(f"the first line opens segment {body.get('segment')!r}, not {self.segment!r}")
-        # `p` in a first line continues the chain of an earlier segment, so it must be one of the heads pinned here.
+        # `p` in a first line continues the chain of an earlier segment, so it must be a head that this line pins.
         if line.p != ZERO and line.p.decode() not in pins.values():
             raise BadLine(f"the first line follows the head {line.p[:12].decode()}…, which its `open` does not pin")
         self.opened = body

@@ -80,12 +80,12 @@ _CLAUSES = {
 
 
 class Store:
-    """One run, open for reading or writing. Use it as a context manager, which seals the segment on exit. A closed
-    store can't be reopened."""
+    """One run, open for reading or writing. As a context manager, it seals its segment on exit. It can't be
+    reopened."""
 
     @check_arguments
     def __init__(self, path: Path, *, disk: SkipValidation[Disk], index: Path | None) -> None:
-        """Use `create` or `open`."""
+        """Use `create` or `open` instead."""
         self.path, self.disk = path, disk
         self.folder = path / "tapes"
         self._index_path = index
@@ -95,7 +95,7 @@ class Store:
         self.lease: Lease | None = None
         """The lease under which this process writes updates, or None if this process doesn't lead the run."""
         self.recovered = Recovered()
-        """What opening for writing found and repaired in the segments of dead writers."""
+        """What was found and repaired in the segments of dead writers when this store was opened for writing."""
 
     @classmethod
     @check_arguments
@@ -109,8 +109,8 @@ class Store:
     ) -> Self:
         """Start a run, and create its directory if it is missing. Raises UsageError if the directory already has tapes.
 
-        The options, here and in `open`, are `durability` (`step`, `tape` or `os`), `rotate_bytes`, `idle`, `max_age`
-        and the others that `SegmentWriter` has. If `cache` is false, the index is kept in memory only.
+        `options`, here and in `open`, are the options of `SegmentWriter`: `durability` (`step`, `tape` or `os`),
+        `rotate_bytes`, `idle`, `max_age` and others. If `cache` is false, the index is kept only in memory.
         """
         path = Path(path)
         disk.make_folder(path / "tapes")
@@ -168,9 +168,9 @@ class Store:
             self._close_index()
 
     def _write_pins(self) -> None:
-        """Write the heads of all sealed segments. Unsealed lines get no pin, because they may still be lost."""
+        """Write the heads of all sealed segments. An unsealed segment may still lose lines, so it gets no pin."""
         try:
-            # Of two processes that close at once, the later one must write the heads of both.
+            # If two processes close at the same time, the one that writes last must write the heads of both.
             with FolderLock(self.disk, self.folder):
                 self.refresh()
                 heads = {segment.name: segment.head for segment in self.index.segments() if segment.sealed is not None}
@@ -181,14 +181,14 @@ class Store:
             ) from error
 
     def abandon(self) -> None:
-        """Release the run without a seal, in the state in which a process that died leaves it."""
+        """Release the run without sealing the segment, so that it is in the same state as if the process had died."""
         if self._writer is not None:
             self._writer.abandon()
         self._close_index()
 
     def _close_index(self) -> None:
         if "index" in self.__dict__:
-            # After a failed write, whose error is reported, nothing is kept: another file on that disk would fail too.
+            # After a failed write, which is reported elsewhere, the index isn't kept: writing it would fail too.
             self.index.close(keep=self._writer is None or self._writer.failure is None)
 
     # Writing
@@ -201,10 +201,10 @@ class Store:
         return self._writer
 
     def append_layer(self, record: Record) -> None:
-        """Queue a record that comes after its tape's end, or that has no tape (`use`, `void`, `publish`).
+        """Queue a record that is written after the end of its tape, or that has no tape (`use`, `void`, `publish`).
 
-        Under a lease, the record of an update or of weights carries the lease's epoch. Raises LeaseLost if the lease
-        has ended.
+        If this process leads the run, a `use`, `void` or `publish` record carries the epoch of its lease. In this case,
+        raises LeaseLost if the process has lost the lease.
         """
         if self.lease is not None and isinstance(record, Use | Void | Publish):
             self.check_lead()
@@ -212,11 +212,11 @@ class Store:
         self.writer.append(record.body())
 
     def record_files(self, *paths: Path, open: bool = False) -> None:
-        """Queue the digests of these files for `verify` and `--resume`. Files that are missing or outside the run are
-        left out.
+        """Queue a record with the digests of these files, which `verify` and `--resume` compare with the files later.
+        Files that are missing or outside the run are left out.
 
-        If `open` is true, the files may change or appear until the run is closed, so no digest is recorded for them
-        yet. Raises LeaseLost if another lead may have written them.
+        If `open` is true, the files may still change or appear before the run is closed, so they are recorded without
+        digests. Raises LeaseLost if a later lead may have written them.
         """
         self.check_lead()
         found = {
@@ -229,7 +229,7 @@ class Store:
 
     @property
     def files(self) -> dict[str, str | None]:
-        """Path below the run -> its digest in the last record that names it, or None while the file may change."""
+        """Path below the run -> digest in the last record that names the file, or None if the file may still change."""
         found: dict[str, str | None] = {}
         for stored in self.run_records("files"):
             found |= cast(Files, stored.record).files
@@ -237,7 +237,7 @@ class Store:
 
     def damage(self, folder: Path) -> list[str] | None:
         """Return a sentence for each file below `folder` that differs from its recorded digest, is missing, or was
-        added. Return None if no record has digests for the folder."""
+        added. Return None if no record has a digest for a file below the folder."""
         known = {self.path / name: digest for name, digest in self.files.items() if digest is not None}
         mine = {path: digest for path, digest in known.items() if path.is_relative_to(folder)}
         return damage(folder, mine) if mine else None
@@ -249,17 +249,17 @@ class Store:
         return [text for name, digest in mine.items() if (text := changed(self.path / name, digest)) is not None]
 
     def take_lead(self, lease: Lease) -> None:
-        """Write under this lease from now on. The record of the lease is durable when this returns. Raises LeaseLost
-        if the store already has a record of this epoch or a later one."""
+        """Use this lease for all records from now on. The `lead` record is durable when this returns. Raises LeaseLost
+        if the store already has a `lead` record with this epoch or a later one."""
         self.lease, self.writer.guard, holder = lease, lease.check, lease.holder
         self._check_recorded(lease, own=0)
         self.writer.append(Lead(epoch=holder.epoch, host=holder.host, pid=holder.pid, at=holder.began).body())
         self.writer.sync()
-        # Without file locks, another process may have recorded the same epoch in the meantime. Then neither one leads.
+        # Without file locks, another process may have recorded the same epoch meanwhile. Then neither process leads.
         self._check_recorded(lease, own=1)
 
     def check_lead(self) -> None:
-        """Raise LeaseLost if this process led the run and no longer does. Call this before writing any of its files."""
+        """Raise LeaseLost if this process led the run but no longer does. Call it before writing a file of the run."""
         if self.lease is not None:
             self.lease.check()
             self._check_recorded(self.lease, own=1)
@@ -271,8 +271,8 @@ class Store:
             raise lease.lost(later[-1])
 
     def check_counted(self) -> None:
-        """Raise LeaseLost if an update that this process recorded doesn't count, because a later lead made it too."""
-        self.writer.sync()  # records that aren't written yet would not be read
+        """Raise LeaseLost if an update that this process recorded doesn't count because a later lead took over."""
+        self.writer.sync()  # `lineages` reads only records that are already in the file
         mine = [one for one in self.lineages().refused if self.lease is not None and one.lead == self.lease.epoch]
         if mine:
             raise LeaseLost(
@@ -281,9 +281,9 @@ class Store:
             )
 
     def record_weights(self, *publishes: Publish) -> None:
-        """Queue the record of each version of weights for which the store has no record yet.
+        """Queue the `publish` records of those versions of the weights that have no record in the store yet.
 
-        Each version has one digest. If a version had two records, a reader couldn't tell which one names its weights.
+        A version must have only one digest. If it had two records, a reader couldn't tell which one is right.
         """
         known = self.published
         for publish in publishes:
@@ -293,7 +293,7 @@ class Store:
 
     @property
     def published(self) -> dict[str, Publish]:
-        """Version of weights -> its `publish` record, or the later lead's record if two leads recorded the version."""
+        """Version of the weights -> its `publish` record. If two leads recorded it, this is the later lead's record."""
         found: dict[str, Publish] = {}
         for stored in self.run_records("publish"):
             publish = cast(Publish, stored.record)
@@ -305,12 +305,12 @@ class Store:
 
     @cached_property
     def index(self) -> Index:
-        """The cache behind `tapes` and `tape`. Use `index.tapes(where, values)` for other queries."""
+        """The index in which `tapes` and `tape` look up tapes. For other queries, use `index.tapes(where, values)`."""
         return Index(self.folder, disk=self.disk, path=self._index_path)
 
     def refresh(self) -> dict[str, Break]:
-        """Read the lines written since the last refresh, and return the torn segments. Raises Corrupt if durable bytes
-        changed."""
+        """Read the lines that were written since the last refresh. Return the break of each torn segment by the
+        segment's name. Raises Corrupt if durable bytes changed."""
         breaks = self.index.refresh()
         for broken in breaks.values():
             if broken.verdict == "corrupt":
@@ -321,8 +321,8 @@ class Store:
     def summaries(self, **where: Unpack[Where]) -> list[Summary]:
         """Return summaries of the matching tapes in the order in which they began. Only the index is read.
 
-        `version` is a policy version that sampled one of the tape's calls, and `closed` says whether the tape has an
-        end. A value of None, like a missing key, sets no condition.
+        `version` selects tapes with a call that this policy version sampled. `closed` selects tapes that have an end
+        (True) or that have no end yet (False). None is the same as no key.
         """
         self.refresh()
         # SQLite accepts no integer of more than 64 bits, so rewards are passed as floats.
@@ -330,14 +330,14 @@ class Store:
         return self.index.tapes(" and ".join(chosen) or "1", chosen.values())
 
     def tapes(self, **where: Unpack[Where]) -> Iterator[Tape]:
-        """Yield the matching tapes, reading each one when it is needed. The arguments are those of `summaries`."""
+        """Yield the matching tapes, each read when the iteration reaches it. The arguments are those of `summaries`."""
         for summary in self.summaries(**where):
             yield self.tape(summary.id, refresh=False)
 
     @check_arguments
     def tape(self, tape: str, *, refresh: bool = True) -> Tape:
-        """Return the tape with this id, or the only one whose id starts with it, with its layers, or raise
-        NoSuchTape."""
+        """Return the tape with this id, including its layers. The start of an id is enough if only one id starts with
+        it. Raises NoSuchTape if no id or several ids match."""
         if refresh:
             self.refresh()
         return self._tape(self._resolve(tape))
@@ -352,9 +352,9 @@ class Store:
         return found[0]
 
     def _tape(self, tape: str) -> Tape:
-        """Return the tape. A fork starts with a prefix of its parent, which may itself be a fork, and so on.
+        """Return the tape. A fork starts with the first records of its parent, which may itself be a fork.
 
-        Only the prefix is read from a parent, because the parent may have grown after the fork.
+        No further records of the parent are read, because the parent may have grown after the fork.
         """
         line = [self._read(tape, None)]
         seen = {tape}
@@ -390,12 +390,11 @@ class Store:
         return self.index.bodies(places)
 
     def records(self) -> Iterator[Stored]:
-        """Yield every record, segment by segment. Each segment ends before its torn tail, if it has one. Raises Corrupt
-        if durable bytes changed."""
+        """Yield every record, segment by segment. Torn tails are skipped. Raises Corrupt if durable bytes changed."""
         return self._read_on({})
 
     def _read_on(self, readers: dict[str, SegmentReader]) -> Iterator[Stored]:
-        """Yield the records that `readers` (by segment) have not yielded yet. Each record advances its reader."""
+        """Yield the records that come after the positions of `readers` (segment -> reader). Adds missing readers."""
         for name, size in segment_sizes(self.folder, self.disk).items():
             reader = readers.setdefault(name, SegmentReader(self.folder, name, disk=self.disk))
             reader.end = size
@@ -422,7 +421,7 @@ class Store:
         return self.lineages().ledger(lineage)
 
     def books(self) -> Books:
-        """Return the accounting of every token and episode so far. Only the records since the last call are read."""
+        """Return the accounting of every token and episode so far. Only records added since the last call are read."""
         with self._books_lock:
             for stored in self._read_on(self._books_readers):
                 self._books_fold.add(stored.body)
@@ -435,7 +434,7 @@ class Store:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise Corrupt if a file in a run's checkpoint is not the one that the run recorded. Any other folder passes."""
+    """Raise Corrupt if a file in a run's checkpoint differs from the run's records. Any other folder passes."""
     path = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
     run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
     if run is not None and (run / "tapes").is_dir():

@@ -1,8 +1,8 @@
 """Summaries of tapes. The index, the books, the audit and the viewer read records through this module.
 
 `read_facts` reads only those fields of a record that a fold needs, and gives them types. It doesn't validate the whole
-record, because that would be too slow for an index of a million records. `TapeFold` folds the facts about one tape. So
-a failed reward, a scored tape and a sampled token mean the same to every reader.
+record, because that would be too slow for an index of a million records. `TapeFold` sums up the facts about one tape.
+So all readers agree on which rewards failed and which tokens were sampled.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 GROUP_LAYER = "group"
-"""The layer of rewards that compare a tape with its group. Training adds them to the reward on the tape."""
+"""Name of the layer for rewards that compare a tape with its group. Training adds these to the tape's own reward."""
 _PLAIN = r'[^"\\]*'
-"""The characters of a JSON string without escapes."""
+"""Pattern for the characters of a JSON string without escapes."""
 
 
 def _leading(cls: type[Record], *names: str) -> re.Pattern[bytes]:
-    """Return a pattern that matches the start of a body of this class up to the last of `names`, with a group for each.
+    """Return a pattern for the start of a body of class `cls`, up to the last of `names`. Each name has a group.
 
-    The fields in a body have the order of its class. So the first fields can be read without the content, which is most
-    of a run's bytes. A body that doesn't match, for example because a string has an escape, must be read as JSON.
+    The fields in a body have the same order as in the class. So they can be read without the content, which is most of
+    a run's bytes. A body that doesn't match, for example because a string has an escape, must be read as JSON.
     """
     t, *fields = cls.model_fields
     pattern = rf'\{{"{t}":"{cls.model_fields[t].default}"'
@@ -43,7 +43,7 @@ _CALL = _leading(Call, "call")
 
 
 class StepFacts(NamedTuple):
-    """One step."""
+    """The facts from one step."""
 
     by: str
     role: str
@@ -68,7 +68,7 @@ class CallFacts(NamedTuple):
     keep: int
     """Prompt tokens that the call shares with its base."""
     prompt: str | None
-    """The prompt's other ids, or None if the engine accepted only text."""
+    """The ids of the prompt's other tokens, or None if the engine accepted only text."""
     completion: str | None
     logprobs: str | None
     usage: dict[str, Any]
@@ -78,22 +78,22 @@ class CallFacts(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Whether a policy sampled the completion. An authored one has neither versions nor log-probs."""
+        """Whether a policy sampled the completion. An authored completion has neither versions nor log-probs."""
         return bool(self.spans) or self.logprobs is not None
 
     @property
     def prompt_tokens(self) -> int | None:
-        """The number of prompt ids, or the engine's own count if there are no ids, or None if it is unknown."""
+        """The number of prompt ids. Without ids, it is the engine's own count, or None if that is unknown."""
         return self.usage.get("prompt_tokens") if self.prompt is None else self.keep + column_length(self.prompt)
 
     @property
     def completion_tokens(self) -> int | None:
-        """The number of completion ids, or the engine's own count if there are no ids, or None if it is unknown."""
+        """The number of completion ids. Without ids, it is the engine's own count, or None if that is unknown."""
         return self.usage.get("completion_tokens") if self.completion is None else column_length(self.completion)
 
 
 class RewardFacts(NamedTuple):
-    """One reward component."""
+    """The facts from one reward component."""
 
     name: str
     step: int | None
@@ -103,9 +103,9 @@ class RewardFacts(NamedTuple):
     evidence: bool
     """Whether the reward has evidence."""
     failed: bool
-    """Whether it leaves its tape unscored."""
+    """Whether this reward leaves its tape unscored."""
     kind: str | None = None
-    """Kind of the action that earned the reward, if a reader looked it up. None if the whole episode earned it."""
+    """Kind of the action that earned the reward. None if the whole episode earned it or no reader set it."""
 
 
 class EndFacts(NamedTuple):
@@ -118,13 +118,13 @@ class EndFacts(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The facts about a tape that a list of tapes shows, known without reading the tape."""
+    """The facts about a tape that are shown in a list of tapes. The index has them, so the tape needn't be read."""
 
     id: str
     segment: str
     """The segment in which the tape begins."""
     n: int
-    """The ordinal of its `begin` in that segment."""
+    """The ordinal of the tape's `begin` line in that segment."""
     split: str = ""
     task_hash: str = ""
     task: str = ""
@@ -135,9 +135,9 @@ class Summary(NamedTuple):
     env: str = ""
     effect: str | None = None
     parent: str | None = None
-    """The tape from which this one was forked."""
+    """The tape from which this tape was forked."""
     begun: float = 0.0
-    """Seconds since 1970."""
+    """Time of the `begin`, in seconds since 1970."""
     status: str | None = None
     """None while the tape is open."""
     cause: str | None = None
@@ -147,7 +147,7 @@ class Summary(NamedTuple):
     calls: int = 0
     actions: int = 0
     sampled: int = 0
-    """Completion tokens in its own calls, for engines that returned token ids."""
+    """Number of completion tokens in the tape's own calls, as far as the engines returned token ids."""
 
     @property
     def trainable(self) -> bool:
@@ -157,11 +157,11 @@ class Summary(NamedTuple):
 
 
 BEGUN = Summary._fields.index("status")
-"""Number of fields in a summary that the `begin` determines. The others change with later records."""
+"""Number of fields, from the first one, that the `begin` determines. Later records change the other fields."""
 
 
 class TapeFold:
-    """The sums over a tape's records so far. Add every record after the `begin`, in order."""
+    """The sums over a tape's records so far. Every record after the `begin` must be added, in order."""
 
     __slots__ = ("actions", "begun", "calls", "cause", "ended", "failed", "reward", "sampled", "status")
 
@@ -207,7 +207,7 @@ def read_facts(t: str, body: bytes) -> Facts | None:
     """Return the facts from a record of type `t`, or None if no fold needs that type. Raises NotATape if the record
     can't be read.
 
-    For a `begin`, this is the initial summary for a `TapeFold`.
+    For a `begin`, the facts are the initial summary for a `TapeFold`.
     """
     reader = _READERS.get(t)
     try:
@@ -217,7 +217,7 @@ def read_facts(t: str, body: bytes) -> Facts | None:
 
 
 def is_action(body: bytes) -> bool:
-    """Return whether a step is an action. A summary needs nothing else from steps, which are half of a run's
+    """Return whether a step is an action. A summary needs nothing else from a step, and steps are half of a run's
     records."""
     match = _STEP.match(body)
     return match[2] == b"action" if match is not None else read_step(body).role == "action"
@@ -327,8 +327,8 @@ _READERS = {
 
 
 def attempts_of(closed: Iterable[Summary]) -> dict[str, list[Summary]]:
-    """Return task hash -> one episode for each attempt: the last one that counts (`Summary.trainable`), or the first
-    one if none counts."""
+    """Return task hash -> one episode for each attempt. This is the attempt's last episode that counts
+    (`Summary.trainable`), or its first episode if none of them counts."""
     found: dict[str, dict[tuple[str, int], Summary]] = {}
     for s in closed:
         place = (s.group or s.id, s.attempt)

@@ -1,9 +1,10 @@
-"""Verification reads every line of a run without the index. It reports what holds, the damage, and what isn't checked.
+"""Verification reads every line of a run without the index. It reports the damage and what it could not check.
 
 A run is broken if bytes below a frontier, a seal or a pin differ from the bytes that were written, if a record names
 something that is missing, or if a token or an episode is not accounted for (`books`). A run is undecided if it has a
-torn tail that no recovery has set aside, if a segment that nothing pins is missing, or if a record has a part that only
-a newer version knows. Verification runs no agent, environment or model, and it changes nothing.
+torn tail that no recovery has set aside, if a segment that nothing pins is missing, if a gap may come from a crash or a
+deleted file, or if a record has a part that only a newer version knows. Verification runs no agent, environment or
+model, and changes nothing.
 """
 
 from __future__ import annotations
@@ -39,24 +40,24 @@ _PIN = re.compile(r"(?:([0-9]{6}-[0-9a-f]{6}):)?([0-9a-f]{64})")
 
 
 class SegmentReport(Value):
-    """One segment."""
+    """The state of one segment."""
 
     name: str
     lines: int
-    """Intact lines from the start of the segment, up to the first break in the chain."""
+    """Number of intact lines before the first break in the chain."""
     size: int
-    """Bytes in these lines."""
+    """Number of bytes in these lines."""
     head: str
-    """Hash of the last of these lines. As a pin, it covers all of them."""
+    """Hash of the last of these lines. If it is used as a pin, it covers all of them."""
     frontier: int
     """Number of lines that were durable according to the segment itself."""
     sealed: bool
     reason: str | None
-    """The reason in its seal (`closed`, `full` or `exit`), or None if it has no seal."""
+    """The reason in the segment's seal (`closed`, `full` or `exit`), or None if the segment has no seal."""
     next: str | None
-    """The segment that continues this one, named in the seal of a full segment."""
+    """Name of the segment that continues this one, if this one is full. It comes from the seal."""
     live: bool | None
-    """Whether a writer holds its lock, or None if the lock can't be tested."""
+    """Whether a writer holds the segment's lock, or None if the lock can't be tested."""
     problem: str | None = None
 
 
@@ -87,14 +88,14 @@ class Report(Value):
     set_aside: tuple[str, ...]
     """Files with torn bytes that a recovery kept."""
     pins: int
-    """Pins that were compared, including those that segments hold for each other."""
+    """Number of pins that were compared, including the pins that segments have for each other."""
     files: int
-    """Other files (configuration, results, checkpoints) that were compared with a recorded digest."""
+    """Number of other files (configuration, results, checkpoints) that were compared with a recorded digest."""
     media: int
-    """Media files that records name. Each one was read and compared with its name."""
+    """Number of media files that records name. Each file was read, and its hash was compared with its name."""
     unnamed_media: int
     open: int
-    """Episodes without an end, which are still running or were not recovered yet."""
+    """Number of episodes without an end, which are still running or haven't been recovered yet."""
     books: Books
     not_checked: tuple[str, ...]
 
@@ -106,7 +107,7 @@ class Report(Value):
 
 
 class _Fold:
-    """Accumulates what the lines read so far contain."""
+    """Accumulates the facts from the lines that were read so far."""
 
     def __init__(self) -> None:
         self.books = BooksFold()
@@ -117,10 +118,10 @@ class _Fold:
         self.pictures = _Pictures()
         self.files: dict[str, str | None] = {}
         self.leads: dict[int, str] = {}
-        """Epoch -> the segment with its record."""
+        """Epoch -> the segment with the `lead` record that has this epoch."""
         self.records = 0
         self._unknown: dict[tuple[str, str | None], tuple[int, str]] = {}
-        """(part, the version that wrote it) -> the number of records with this part, and the place of the first one."""
+        """(part, version that wrote it) -> (number of records with this part, place of the first of these records)."""
         self._wrote: dict[str, str] = {}
         """Tape -> the package version that recorded it."""
 
@@ -171,23 +172,23 @@ class _Fold:
 
 
 class _Pictures:
-    """Compares the places in each prompt with the pictures in its messages, and these with the pictures on the tape.
+    """Checks that the places in each prompt fit the pictures in its messages, and that the tape has these pictures.
 
-    Without a model, the tokens at a place can only be checked against the size of the picture. A processor produces the
-    same grid and ids for all pictures of one size, and a picture's ids end with the id that they begin with.
+    No model is loaded, so the tokens at a place can only be checked against the size of the picture. A processor
+    produces the same grid and ids for all pictures of one size, and a picture's first and last id are equal.
     """
 
     def __init__(self) -> None:
         self._shown: dict[str, set[str]] = {}
-        """Tape -> the pictures in its steps and requests (`_named`). A fork has no entry if its parent wasn't read."""
+        """Tape -> names (`_named`) of the pictures in its steps and requests. A fork of an unread tape has no entry."""
         self._sizes: dict[tuple[str, int, int], str] = {}
         """(file, width, height) in a record -> the tape with that record."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
-        """(call, processor and path, place, hash of its ids, whether they are all equal, whether its end is plausible).
+        """(call, processor and agent, place, hash of its ids, whether all ids are equal, whether both ends fit).
         """
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
-        """Call with pictures -> (index of the message, part) for each picture and video, and the places in its prompt.
+        """Call with pictures -> ((message index, part) for each picture and video, places in the call's prompt).
         """
 
     def add(self, record: Begin | StepRecord | Call) -> list[str]:
@@ -197,7 +198,7 @@ class _Pictures:
             if above is not None:
                 self._shown[record.tape] = set(above)
             self._processors[record.tape] = record.versions.get("processor", "")
-        # The class of a step may not be imported, so its JSON is read instead.
+        # The class of a step may not have been imported, so the step's JSON is read instead.
         asks = isinstance(record, Call)
         content = visual_parts(record.messages) if asks else from_json(record.body()) if record.media else []
         self._sizes |= dict.fromkeys(_sizes(content), record.tape)
@@ -235,7 +236,7 @@ class _Pictures:
         ]
 
     def check(self, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """Yield a sentence for each disagreement with the files. `sizes` has the width and height in each header."""
+        """Yield a sentence for each disagreement with the files. `sizes` has each file's (width, height)."""
         for (name, *said), tape in self._sizes.items():
             if tuple(said) != (size := sizes.get(name, tuple(said))):
                 yield f"tape {tape} records {said[0]}x{said[1]} pixels for the picture {name}; its file has {size}"
@@ -267,13 +268,13 @@ def _sizes(content: object) -> Iterator[tuple[str, int, int]]:
 
 
 def _named(shown: Place | Video) -> str:
-    """Return the file names of a picture or video, with the time in seconds of each frame of a video."""
+    """Return the file names of a picture or video as one string. For a video, add the time of each frame in seconds."""
     names = shown.media if isinstance(shown, Place) else [frame.name for frame in shown.frames]
     return " ".join([*names, *(f"{seconds!r} s" for seconds in shown.times)])
 
 
 class _Pins:
-    """Pinned hashes. For each pin, some line must have that hash."""
+    """The pinned hashes. Verification must find a line with each of these hashes."""
 
     def __init__(self, pins: Iterable[str], disk: Disk) -> None:
         """`pins` are the caller's pins."""
@@ -310,7 +311,7 @@ class _Pins:
             ) from None
 
     def see(self, name: str, line: Line) -> None:
-        """Mark the pins that an intact line of segment `name` meets."""
+        """Mark the pins with the hash of this line as met. The line is an intact one in segment `name`."""
         h = line.h.decode()
         if h in self.anywhere or (name, h) in self.of_segment:
             self.met[name, h] = line.n + 1
@@ -358,7 +359,7 @@ def verify(path: str | Path, *, pins: Iterable[str] = (), exact: Iterable[str] =
         found.broken += [*after, *(f"after the pin: {text}" for text in open_files)]
     books, unknown = found.books.books(), found.unknown()
     findings = [f"the books: {finding}" for finding in books.findings]
-    (unknown if unknown else found.broken).extend(findings)  # unknown records may hold what isn't accounted for
+    (unknown if unknown else found.broken).extend(findings)  # unknown parts of records may explain these findings
     return Report(
         run=str(path),
         exit_code=1 if found.broken else 2 if torn or holes or unsettled or unknown or not sizes else 0,
@@ -392,7 +393,7 @@ def _gather_pins(path: Path, names: list[str], pins: Iterable[str], disk: Disk) 
             wanted.problems.append(str(error))
     for name in names:
         reader = SegmentReader(path / "tapes", name, disk=disk)
-        with contextlib.suppress(OSError):  # `_segment` reports it
+        with contextlib.suppress(OSError):  # `_segment` reports this error
             for _ in reader:
                 pinned = cast("dict[str, JsonValue]", reader.chain.opened["pins"])
                 wanted.opens[name] = [(of, str(head)) for of, head in pinned.items()]
@@ -436,7 +437,7 @@ def _segment(
 
 
 def _check_forks(folder: Path, names: list[str], disk: Disk, found: _Fold) -> None:
-    """Check that each fork's parent, if it is in this run, has the digest that the fork recorded."""
+    """Check that each fork's parent has the digest that the fork recorded. Parents outside this run are skipped."""
     wanted = {(parent.tape, parent.records) for _, parent in found.forks if parent.tape in found.tapes}
     digests = _digests(folder, names, disk, {tape for tape, _ in wanted}) if wanted else ()
     met = {(tape, n, digest) for tape, n, digest in digests if (tape, n) in wanted}
@@ -478,8 +479,8 @@ def _check_media(folder: Path, disk: Disk, found: _Fold) -> int:
 
 
 def _check_files(path: Path, found: _Fold) -> int:
-    """Compare the files for which records have digests, and return their number. A whole checkpoint may be missing,
-    because old checkpoints are deleted."""
+    """Compare each file that has a recorded digest, and return the number of these files. A whole checkpoint may be
+    missing, because old checkpoints are deleted."""
     compared, whole = 0, dict[Path, dict[Path, str]]()
     if os.path.lexists(path / "checkpoints") and not (path / "checkpoints").is_dir():
         found.broken.append(f"{path / 'checkpoints'} is not a folder")
@@ -502,7 +503,7 @@ def _check_files(path: Path, found: _Fold) -> int:
 def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _Pins, disk: Disk) -> list[str]:
     """Return sentences about gaps that either a crash or a shortened or deleted file can leave."""
     kept = dict[str, str]()
-    # The pins are read after the locks were tested, because a writer may have closed its segment just before.
+    # The pins are read after the locks were tested, because a writer may have closed its segment just before the test.
     with contextlib.suppress(OSError, ValueError):
         kept = read_pin_file(disk, path / PINS)
     settled = {pin for pins in wanted.opens.values() for pin in pins}
@@ -526,7 +527,7 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
         while last.next in by_name and last.next > last.name:  # forged names could form a cycle
             last = by_name[last.next]
         if epoch < max(found.leads) and last.name in pinned:
-            # A later lead ended this one, which may then write no seal. The later lead's first line pins its lines.
+            # A later lead ended this one, so this one may have no seal. The later lead's first line pins its lines.
             continue
         if epoch not in leads:
             sentences.append(f"lead {epoch} has a record, but no file in {FOLDER}/")
@@ -537,7 +538,7 @@ def _unsettled(path: Path, reports: list[SegmentReport], found: _Fold, wanted: _
 
 
 def _after(folder: Path, reports: list[SegmentReport], last: _Pins, wanted: _Pins, disk: Disk) -> Iterator[str]:
-    """Yield a sentence for each segment with bytes that neither the last pins nor the pins in earlier lines cover."""
+    """Yield a sentence for each segment with bytes that neither the pins in `last` nor pins in covered lines cover."""
     covered: dict[str, int] = {}
     todo = [pin for pin in wanted.met if pin in last.of_segment or pin[1] in last.anywhere]
     while todo:

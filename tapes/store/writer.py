@@ -4,11 +4,11 @@
 
 * It writes the queued lines, and syncs when a caller waits. One sync serves all waiting callers (group commit).
 * When it becomes idle, it writes a `commit` line that states the frontier, which is the number of durable lines.
-* When a segment is full, it seals it and continues in a new one.
+* When a segment is full, it seals the segment and continues in a new one.
 
 A line is acknowledged only after the sync that covers it. The frontier that a line states (`c`) counts only lines that
-were synced before that line was built, so a reader can rely on it. Changed bytes below the frontier are corruption, and
-torn bytes above it come from an ordinary crash.
+were synced before that line was built, so a reader can rely on it. If bytes below the frontier changed, the segment is
+corrupt. Torn bytes above the frontier come from an ordinary crash.
 
 The first write or sync that fails poisons the writer. Acknowledged lines are safe, nothing is retried, and every later
 call raises StoreFailed. A successful retry of a sync proves nothing (see `disk`): Linux marks the failed pages clean,
@@ -37,17 +37,17 @@ from .segment import ZERO, encode_line, next_name, segment_names
 Done = Callable[[StoreFailed | None], None]
 
 CLOSED = "closed"
-"""The reason in the seal of a store that was closed. The head of that seal is then in `pins.json`."""
+"""The `reason` field of the seal that is written when a store is closed. The head of this seal is in `pins.json`."""
 NAMED_EVERY = 256
-"""Number of lines after which a writer that is never idle states the frontier. A `commit` line also names its segment,
-which ties the lines around it to this file when other lines are damaged (`reader`)."""
+"""Number of lines after which a writer that is never idle writes a `commit` line. This line also identifies its
+segment. If other lines are damaged, it shows `reader` that the lines around it belong to this file."""
 
 
 def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
-    """Create the next segment's file, and return its name and its locked handle.
+    """Create and lock the file of the next segment. Return the segment's name and the file's handle.
 
-    The caller must hold the folder's lock. Otherwise, before the file is locked, recovery would mistake it for the
-    segment of a dead process and take it over.
+    The caller must hold the folder's lock. Otherwise, another process could recover the run before the new file is
+    locked, mistake the file for the segment of a dead process, and take it over.
     """
     name = next_name(segment_names(disk.names(folder)), disk.nonce())
     path = folder / f"{name}.jsonl"
@@ -56,7 +56,7 @@ def new_segment(disk: Disk, folder: Path) -> tuple[str, int]:
         raise StoreFailed(
             f"another process locked {path}, which this one just created; write to a run only through its Store"
         )
-    # The name must be durable before any line is acknowledged: a power cut could otherwise lose it and synced lines.
+    # The file's name must be durable before a line is acknowledged. Otherwise, a power cut could lose synced lines.
     disk.sync_dir(folder)
     return name, handle
 
@@ -78,8 +78,8 @@ class FolderLock:
 def is_live(folder: Path, name: str, disk: Disk) -> bool | None:
     """Return whether a writer holds the segment's lock, or None if the lock can't be tested.
 
-    The test takes the lock for a moment. The folder's lock prevents a starting writer from mistaking that for a live
-    writer.
+    The test takes the segment's lock for a moment. It holds the folder's lock too, so that a process that starts a
+    writer meanwhile doesn't mistake the test for a live writer.
     """
     try:
         with FolderLock(disk, folder):
@@ -104,7 +104,7 @@ class WriterOptions(TypedDict, total=False):
 
 
 class SegmentWriter:
-    """Implements `Journal`. It is thread-safe and can't be reopened after `close`. Each process has one for each run
+    """Implements `Journal`. It is thread-safe, and can't be reopened after `close`. A process has one writer per run
     (`Store.writer`)."""
 
     def __init__(
@@ -123,8 +123,8 @@ class SegmentWriter:
     ) -> None:
         """Take over a segment that `new_segment` created, and make its first line durable.
 
-        The frontier is stated after `idle` seconds without a record. A record stays unsynced for at most `max_age`
-        seconds if no caller waits for it. If `thread` is false, only `commit`, `sync` and `close` write.
+        After `idle` seconds without a new record, the frontier is stated. A record for which no caller waits is synced
+        after at most `max_age` seconds. If `thread` is false, only `commit`, `sync` and `close` write.
         """
         self.folder, self.disk, self.durability = folder, disk, Durability(durability)
         name, self._handle = segment
@@ -133,8 +133,8 @@ class SegmentWriter:
         self.media = Media(folder / "media", disk=disk)
         """The run's media files."""
         self.guard: Callable[[], object] = lambda: None
-        """Called before lines are written. If it raises, the writer is poisoned. Under a lease, it is the lease's
-        `check`."""
+        """A function that is called before lines are written. If it raises an error, the writer is poisoned. If the
+        process holds a lease, this is `Lease.check`."""
         self._lock = threading.Lock()
         self._wake = threading.Condition(self._lock)
         self._sleeping = False
@@ -144,8 +144,8 @@ class SegmentWriter:
         self._pending: list[bytes] = []
         self._waiting: list[tuple[int, Done]] = []
         # Numbers of lines in all segments of this writer. Invariant: appended >= written >= durable. Written lines
-        # survive the death of this process, and durable lines also a power cut. Only the writing thread increases these
-        # two numbers.
+        # survive the death of this process, and durable lines also survive a power cut. Only the writing thread
+        # increases the last two numbers.
         self._appended = self._written = self._durable = 0
         self._unnamed = 0
         self._size = 0
@@ -194,17 +194,17 @@ class SegmentWriter:
 
     @property
     def head(self) -> str:
-        """Hash (hex) of the last line appended. As a pin, it covers everything up to that line."""
+        """Hash (hex) of the last line appended. If it is used as a pin, it covers every line up to that one."""
         return self._head.decode()
 
     @property
     def durable_lines(self) -> int:
         """The number of lines in the current segment that would survive a power cut."""
-        # While lines of the previous segment are unsynced, the difference is negative: no line here is durable yet.
+        # The difference is negative while lines in the previous segment are unsynced. Then no line here is durable yet.
         return max(self._durable - self._base, 0)
 
     def _error(self) -> StoreFailed:
-        """Return a new exception for each caller, since one that is raised twice would collect both tracebacks."""
+        """Return a new exception for each caller, since an exception that is raised twice collects both tracebacks."""
         cause = self.failure
         assert cause is not None
         if isinstance(cause, StoreFailed):  # a lost lease, which repairing the disk doesn't bring back
@@ -235,8 +235,8 @@ class SegmentWriter:
     # Waiting
 
     async def durable(self) -> None:
-        """Return when everything appended so far would survive a power cut, or, with durability `os`, the death of the
-        process."""
+        """Return when every line appended so far would survive a power cut. With durability `os`, return when the lines
+        would survive the death of the process."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -251,7 +251,7 @@ class SegmentWriter:
             await future
 
     def sync(self) -> None:
-        """Block the thread until `durable` would return, for code outside an event loop."""
+        """Wait like `durable`, but block the thread. This is for code outside an event loop."""
         future: Future[None] = Future()
         if self.when_durable(lambda error: _resolve(future, error)):
             if self._thread is None:
@@ -259,9 +259,9 @@ class SegmentWriter:
             future.result()
 
     def when_durable(self, done: Done) -> bool:
-        """Call `done` in the writer's thread when everything appended so far is durable, or with the error.
+        """Call `done(None)` in the writer's thread when every line appended so far is durable, or `done(error)`.
 
-        Return False, without ever calling `done`, if everything is durable already.
+        If every line is durable already, return False and never call `done`. Otherwise, return True.
         """
         with self._lock:
             self._check()
@@ -278,8 +278,8 @@ class SegmentWriter:
     def _run(self) -> None:
         """Commit while there is work, state the frontier when idle, then sleep until `append` wakes this thread.
 
-        `_sleeping` saves a notification for each append. It is set and read under the lock, because otherwise an append
-        between the check and the wait would not wake the thread.
+        `append` notifies this thread only if `_sleeping` is true, which saves most notifications. `_sleeping` is set
+        and read under the lock. Otherwise, an append between the thread's check and its wait would not wake the thread.
         """
         unsynced_since: float | None = None
         while True:
@@ -310,8 +310,8 @@ class SegmentWriter:
         """Write the queued lines, sync them if `sync` is true, then acknowledge them. If there is a writer thread, only
         that thread calls this.
 
-        The store guarantees the order write, sync, acknowledge. `upto` is read together with the batch, because a line
-        that is appended during the sync is not covered by it and must not count as durable.
+        The store guarantees the order write, sync, acknowledge. `upto` is read together with the batch, because the
+        sync doesn't cover lines that are appended while it runs. These lines must not count as durable.
         """
         try:
             if self._size >= self._rotate_bytes:
@@ -339,15 +339,15 @@ class SegmentWriter:
 
     def _put(self, batch: list[bytes]) -> None:
         if batch:
-            # If locks have no effect, a later lead may have recovered this segment, and no line may follow.
+            # If locks have no effect, a later lead may have recovered this segment. Then no line may be added to it.
             self.guard()
             data = b"".join(batch)
             write_all(self.disk, self._handle, data)
             self._size += len(data)
 
     def _state(self) -> None:
-        """State in a `commit` line that every line is durable. The `commit` line itself need not be durable, because it
-        acknowledges nothing."""
+        """Write a `commit` line, which states that every earlier line is durable. The `commit` line itself need not be
+        durable, because it acknowledges nothing."""
         with self._lock:
             if self._pending or self._durable < self._appended:
                 return
@@ -362,7 +362,7 @@ class SegmentWriter:
     def _rotate(self) -> None:
         """Seal the full segment and continue in a new one.
 
-        The order keeps every crash recoverable:
+        The order of these steps makes every crash recoverable:
 
         1. The new file exists, locked and with a durable name, before the seal names it as `next`. A crash here leaves
            an empty segment and an unsealed old one. Recovery handles both.
@@ -370,7 +370,7 @@ class SegmentWriter:
         3. The seal is synced before the old lock is released and before the new segment gets its first line, whose
            `open` pins the seal's hash. If a power cut then lost the seal, the unmet pin would look like tampering.
         """
-        self.guard()  # a lead that lost its lease leaves no empty segment behind
+        self.guard()  # otherwise, a lead that lost its lease would leave an empty segment behind
         with FolderLock(self.disk, self.folder):
             name, handle = new_segment(self.disk, self.folder)
         with self._lock:
@@ -441,7 +441,7 @@ class SegmentWriter:
             self.disk.close(self._handle)
 
     def _stop(self) -> bool:
-        """End the writer's thread. Return False if the writer has already ended, or if it is a copy in a forked
+        """End the writer's thread. Return False if the writer has already ended, or if this is its copy in a forked
         child."""
         with self._lock:
             if self._closing or self._pid != os.getpid():
