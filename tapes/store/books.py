@@ -254,7 +254,7 @@ class BooksFold:
         )
 
     def _marks(self, odd: list[str]) -> tuple[dict[tuple[str, str], bytearray], int]:
-        """Return (marks, `Books.applied`). `marks` maps (tape, call) to one byte per token, for each call in an update.
+        """Return (marks, `Books.applied`). `marks` maps each (tape, call) in an update to bytes, one for each token.
 
         Bit k of a byte stands for `FATES[k]`. For each range of tokens that doesn't exist, a finding is added to `odd`.
         """

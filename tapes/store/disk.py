@@ -143,7 +143,7 @@ _parts = itertools.count()
 _LEAD = re.compile(rb'\{"lead": (\d{1,15})[,}]')
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _locked: set[int] = set()
-"""Locked handles in this process. A forked child closes its copies, since they would keep the locks."""
+"""Locked handles in this process. A forked child closes its copies, or they would hold the locks if the parent dies."""
 
 
 def _let_go() -> None:

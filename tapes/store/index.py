@@ -111,7 +111,7 @@ class Index:
         self.folder, self.disk = folder, disk
         self._path = path
         self._db = self._load()
-        # Many callers never close a store, and since Python 3.13, garbage-collecting an open connection warns.
+        # Many callers never close a store. Since Python 3.13, garbage-collecting an open connection causes a warning.
         weakref.finalize(self, self._db.close)
         self._read_lines = 0
         """Number of lines that this process has read from the segments. The file at `path` lacks these lines."""
@@ -121,7 +121,7 @@ class Index:
         self._lock = threading.RLock()
 
     def close(self, *, keep: bool = True) -> None:
-        """Write the index to its file if `keep` is true and much of it is new. Never raises, as a cache can be lost."""
+        """If `keep` is true and much of the index is new, write it to its file. Never raises, since that is a cache."""
         with self._lock:
             path, self._path = self._path, None
             if keep and path is not None and self._read_lines * 8 > sum(segment.n for segment in self.segments()):
@@ -152,7 +152,7 @@ class Index:
         return db
 
     def refresh(self) -> dict[str, Break]:
-        """Read the new lines. Return the break of each segment, even a live one, whose lines end before its file."""
+        """Read the new lines. Return the break of each segment, live or not, whose lines end before the file does."""
         with self._lock:
             # This is one transaction, because an error must not leave a segment's offset without its records.
             self._db.execute("begin")
@@ -282,7 +282,7 @@ class Index:
     def tapes(
         self, where: str = "1", values: Iterable[object] = (), *, limit: int = -1, offset: int = 0
     ) -> list[Summary]:
-        """Return at most `limit` summaries after skipping `offset`, in the order in which the tapes began."""
+        """Return at most `limit` summaries after skipping the first `offset`, in the order in which the tapes began."""
         return [
             Summary(*row[:-1])
             for row in self._ask(

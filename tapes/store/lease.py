@@ -261,7 +261,7 @@ class Lease:
 
 
 def check_free(run: str | Path, *, beat: float = BEAT, disk: Disk = REAL) -> int:
-    """Return the epoch of the last lead, which is dead, or 0 if the run had no lead. This takes no lease.
+    """Return the epoch of the last lead, which no longer leads, or 0 if the run had no lead. This takes no lease.
 
     Raises UsageError if a living process leads the run. Finding this out may take a few beats (`GRACE`).
     """
@@ -319,7 +319,7 @@ def _alive(path: Path, holder: Holder, beat: float, disk: Disk) -> bool:
 
 
 def _lockable(path: Path, disk: Disk) -> bool:
-    """Return whether a new handle can lock the file. If so, it isn't held, or `flock` has no effect."""
+    """Return whether a new handle can lock the file. If so, nothing else holds the lock, or `flock` has no effect."""
     handle = disk.edit(path, new=False)
     try:
         return disk.lock(handle)

@@ -2,8 +2,8 @@
 
 A lineage's history begins with its parent's history up to the update at which a `void` record cut the parent. Its own
 `use` records follow, in the order of (update, epoch). Applying that history to the base weights gives the lineage's
-weights. No update is in a history twice, because applying it twice would give other weights than those that sampled
-later tapes.
+weights. No update is in a history twice, because applying an update twice would give weights that differ from those
+that sampled the later tapes.
 
 A run has one lead at a time (`lease`). A lead that was just replaced may still write one record, which the later lead
 did not read. Such a record doesn't count. It is recognised because a record of the same or an earlier update has a

@@ -154,7 +154,7 @@ class _Run:
     """True if a line in the run proves that the run belongs to this segment, without a hash link to the intact part."""
 
     def proves(self, chain: Chain) -> str | None:
-        """Return why a run that belongs to the segment proves that the line after `chain` was durable, or None."""
+        """Return how this run, if it is part of the segment, proves that the next line was durable, or None."""
         first = self.first
         if self.sealed:
             return "the segment was sealed after it"

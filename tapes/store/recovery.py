@@ -10,8 +10,8 @@ It holds the folder's lock and takes these steps in order:
 5. In the new segment, record the end of each episode that a dead writer left open, with the status `crashed`.
 
 Another crash may interrupt any step, and the next recovery then repeats it. This is safe because the copy of a tail is
-durable before the cut, a segment counts as finished only when a later segment pins its seal, and an episode without end
-is open.
+durable before the cut, a segment counts as finished only when a later segment pins its seal, and an episode without an
+end remains open.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _hold_dead(folder: Path, disk: Disk, segments: list[Segment], found: Recover
 
 
 def _kept_pins(path: Path, disk: Disk) -> dict[str, str]:
-    """Return the heads in `pins.json`, which is replaced whenever a store is closed. Before the first close, there are
-    no pins."""
+    """Return the heads in `pins.json`, which is replaced whenever a store is closed. There are no pins before the first
+    close."""
     try:
         return read_pin_file(disk, path)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """A run directory has the run's configuration, its results so far, its metrics and its store.
 
 The configuration is written when the run begins, and must be the same when the run is resumed, apart from a few
-settings. If one of these changes, the file gets the new value, and a comment line at its top with the old value.
+settings. When such a change is recorded, the file gets the new value, and a comment at its top gives the old one.
 `results.json` is replaced as a whole whenever there is a new result that a resumed process must not compute again.
 """
 
@@ -158,7 +158,7 @@ class RunDir:
 
     @property
     def fruitless(self) -> bool:
-        """Whether no episode has a result yet. A fault in the environment, model or Tapereel ended each one."""
+        """Whether no episode has a result yet, because a fault in the environment, model or Tapereel ended each one."""
         return not any(summary.trainable for summary in self.store.summaries(closed=True))
 
     def save(self) -> None:
@@ -206,10 +206,10 @@ def open_run(
 ) -> Iterator[RunDir]:
     """Begin the run at `path`, or resume it.
 
-    `begin()` returns the first results of a new run. In a resumed run, these settings may differ from the file:
-    settings in `free` (dotted keys) and every `FreeAtResume` setting, for which the file keeps the old values; settings
-    in `changes`, if their function allows it; and settings in the groups `engines`, until an episode has a result. The
-    file records the changes of the last two kinds.
+    `begin()` returns the first results of a new run. In a resumed run, some settings may differ from the file. Those in
+    `free` (dotted keys) and every `FreeAtResume` setting may always differ, and the file keeps their old values.
+    Settings in `changes` may differ if their function allows it, and settings in the groups `engines` may differ until
+    an episode has a result. The file records the changes of these two kinds.
 
     Raises UsageError if a run exists at `path` and `resume` is false, if another program wrote the tapes there, or if
     another process leads the run. Raises ConfigError if the run has a different configuration. The store is sealed when

@@ -41,7 +41,7 @@ def segment_names(entries: Iterable[str]) -> list[str]:
 
 
 def next_name(names: list[str], nonce: str) -> str:
-    """Return the name of the next segment. It begins with a number, so that names sort in the order of creation.
+    """Return the name of the next segment. It starts with a number, not a time, so names sort by creation.
 
     The nonce (6 hex digits) makes the name unique. After a crash, a file system may fill a new file with old blocks. If
     these contain a whole segment of another run, the name in its `open` line shows that it isn't this one.

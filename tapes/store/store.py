@@ -80,7 +80,7 @@ _CLAUSES = {
 
 
 class Store:
-    """One run, open for reading or writing. As a context manager, it seals its segment on exit. It can't be
+    """One run, open for reading or writing. As a context manager, it seals its segment on exit. A closed store can't be
     reopened."""
 
     @check_arguments
@@ -322,7 +322,7 @@ class Store:
         """Return summaries of the matching tapes in the order in which they began. Only the index is read.
 
         `version` selects tapes with a call that this policy version sampled. `closed` selects tapes that have an end
-        (True) or that have no end yet (False). None is the same as no key.
+        (True) or that have no end yet (False). A value of None is the same as a missing key.
         """
         self.refresh()
         # SQLite accepts no integer of more than 64 bits, so rewards are passed as floats.
@@ -434,7 +434,7 @@ class Store:
 
 
 def check_folder(folder: str | Path) -> None:
-    """Raise Corrupt if a file in a run's checkpoint differs from the run's records. Any other folder passes."""
+    """Raise Corrupt if a file in this checkpoint of a run differs from the run's records. Any other folder passes."""
     path = Path(os.path.realpath(folder))  # `resolve` raises RuntimeError for a link to itself
     run = next((above.parent for above in path.parents if above.name == "checkpoints"), None)
     if run is not None and (run / "tapes").is_dir():

@@ -28,8 +28,8 @@ _PLAIN = r'[^"\\]*'
 def _leading(cls: type[Record], *names: str) -> re.Pattern[bytes]:
     """Return a pattern for the start of a body of class `cls`, up to the last of `names`. Each name has a group.
 
-    The fields in a body have the same order as in the class. So they can be read without the content, which is most of
-    a run's bytes. A body that doesn't match, for example because a string has an escape, must be read as JSON.
+    A body's fields have the order of its class. So the first fields can be read without the content, which is most of a
+    run's bytes. A body that doesn't match, for example because a string has an escape, must be read as JSON.
     """
     t, *fields = cls.model_fields
     pattern = rf'\{{"{t}":"{cls.model_fields[t].default}"'
@@ -101,7 +101,6 @@ class RewardFacts(NamedTuple):
     weight: float
     layer: str | None
     evidence: bool
-    """Whether the reward has evidence."""
     failed: bool
     """Whether this reward leaves its tape unscored."""
     kind: str | None = None

@@ -1,4 +1,4 @@
-"""Verification reads every line of a run without the index. It reports the damage and what it could not check.
+"""Verification reads every line of a run without the index. It reports what holds, the damage, and what isn't checked.
 
 A run is broken if bytes below a frontier, a seal or a pin differ from the bytes that were written, if a record names
 something that is missing, or if a token or an episode is not accounted for (`books`). A run is undecided if it has a
@@ -55,7 +55,7 @@ class SegmentReport(Value):
     reason: str | None
     """The reason in the segment's seal (`closed`, `full` or `exit`), or None if the segment has no seal."""
     next: str | None
-    """Name of the segment that continues this one, if this one is full. It comes from the seal."""
+    """Name of the segment that continues this one, or None. The seal of a full segment has this name."""
     live: bool | None
     """Whether a writer holds the segment's lock, or None if the lock can't be tested."""
     problem: str | None = None
@@ -184,7 +184,8 @@ class _Pictures:
         self._sizes: dict[tuple[str, int, int], str] = {}
         """(file, width, height) in a record -> the tape with that record."""
         self._placed: list[tuple[str, str, Place, bytes, bool, bool]] = []
-        """(call, processor and agent, place, hash of its ids, whether all ids are equal, whether both ends fit).
+        """(call, processor and agent, place, hash of its ids, whether they are all equal, whether its ends are
+        plausible).
         """
         self._processors: dict[str, str] = {}
         self._calls: dict[str, tuple[list[tuple[int, Message]], list[Place]]] = {}
@@ -236,7 +237,7 @@ class _Pictures:
         ]
 
     def check(self, sizes: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-        """Yield a sentence for each disagreement with the files. `sizes` has each file's (width, height)."""
+        """Yield a sentence for each disagreement with the files. `sizes` has (width, height) from each header."""
         for (name, *said), tape in self._sizes.items():
             if tuple(said) != (size := sizes.get(name, tuple(said))):
                 yield f"tape {tape} records {said[0]}x{said[1]} pixels for the picture {name}; its file has {size}"
@@ -311,7 +312,7 @@ class _Pins:
             ) from None
 
     def see(self, name: str, line: Line) -> None:
-        """Mark the pins with the hash of this line as met. The line is an intact one in segment `name`."""
+        """Mark the pins that name this line as met. `line` is an intact line in segment `name`."""
         h = line.h.decode()
         if h in self.anywhere or (name, h) in self.of_segment:
             self.met[name, h] = line.n + 1

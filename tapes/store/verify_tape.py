@@ -5,16 +5,17 @@
 
 The segments RUN/tapes/000001-<6 hex>.jsonl, 000002-... and so on have one line for each record, in this format:
     {"n":0,"c":0,"p":"<64 hex>","b":{...},"h":"<64 hex>"}
-h is the SHA-256 of the line's bytes before its last ,"h":   n counts the lines from 0.   c is the number of lines that
-were durable when this one was written.   p is the h of the previous line, or, on the first line, a head that its body
-pins or 64 zeros.   The first b is {"t":"open","segment":...,"pins":{segment: head}}. `commit` and `seal` state the h of
-that line as "opened". A seal is the last line, and its c is its n.   A pin is the h of a line that its segment must
-have. A tape's digest starts as d = SHA-256("tapereel/1"). Then d = SHA-256(d + b) for the bytes b of each of its
-`begin`, `step`, `call` and `reward` records, in order, up to and including its `end`.
+n is the number of the line, from 0, and c is the number of lines that were durable when this line was written.
+h is the SHA-256 of the line's bytes before its last ,"h":
+p is the h of the previous line. In the first line, it is 64 zeros or one of the heads that b pins.
+The first b is {"t":"open","segment":...,"pins":{segment: head}}. A head, like the HASH of a --pin, is the h of a line
+that the segment must have. A `commit` or `seal` has the h of the first line as "opened". A seal is its segment's last
+line, and its c equals its n. A tape's digest d begins as SHA-256("tapereel/1"). For each `begin`, `step`, `call` and
+`reward` of the tape up to its `end`, and for the `end`, in order, d becomes SHA-256(d + b) with the record's bytes b.
 
-The exit code is 0 if all lines are whole, chained and pinned, 1 if durable bytes changed, and 2 if neither is certain
-(a torn tail, a missing segment that nothing pins, or no segments). RUN/pins.json is read if it exists. Unlike
-`tapereel verify`, this script counts any intact line after a break as evidence, even one in old blocks of another file.
+The exit code is 0 if all lines are whole and chained and every pin is met, 1 if durable bytes changed, and 2 if neither
+is certain (a torn tail, a missing segment that nothing pins, or no segments). RUN/pins.json is read if it exists.
+Unlike `tapereel verify`, this script counts any intact line after a break as evidence, even an old one of another file.
 """
 
 import hashlib
@@ -45,7 +46,7 @@ def read_line(raw: bytes) -> tuple:
 
 
 def can_stand(line: tuple, name: str, state: tuple) -> bool:
-    """Return whether an intact line is the next one after `state` in segment `name`."""
+    """Return whether an intact line can be the next one after `state` in segment `name`."""
     (n, c, p, _, record, _), (lines, head, frontier, sealed, first) = line, state
     if sealed or n != lines or not frontier <= c <= n:
         return False

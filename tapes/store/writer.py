@@ -131,7 +131,6 @@ class SegmentWriter:
         self._rotate_bytes, self._idle, self._max_age = rotate_bytes, idle, max_age
         self._clock, self._pid = clock, os.getpid()
         self.media = Media(folder / "media", disk=disk)
-        """The run's media files."""
         self.guard: Callable[[], object] = lambda: None
         """A function that is called before lines are written. If it raises an error, the writer is poisoned. If the
         process holds a lease, this is `Lease.check`."""
