@@ -6,11 +6,11 @@ compared with the number of sampled tokens, which reveals a token that was count
 held out) or not at all. The places follow these rules:
 
 1. Tokens in calls without versions and log-probs were authored, not sampled. They are counted separately.
-2. `held_out` has the tapes from every split except `train` and `demo`.
-3. `errored` has the tapes with an end that is never trained on: the system's time limit, an error in the environment,
-   the model or Tapereel, or a crash. `cancelled` is a separate place.
-4. A token that several updates name is in the first of `trained`, `stale`, `filtered` and `context` for which an update
-   named it. `unscored` and `unused` have only tokens that no update named.
+2. `held_out` has the tokens of tapes from every split except `train` and `demo`.
+3. `errored` has the tokens of tapes with an end that is never trained on: the system's time limit, an error in the
+   environment, the model or Tapereel, or a crash. `cancelled` is a separate place.
+4. A token that several updates name is in only one place: the first of `trained`, `stale`, `filtered` and `context`
+   that an update gave it. `unscored` and `unused` have only tokens that no update named.
 
 This module reads no files. Its callers pass it the records.
 """
@@ -70,11 +70,11 @@ class Books(Value):
     """The accounting for a run. `closes` is true if every token is accounted for. `findings` describes the errors."""
 
     sampled: int
-    """Completion tokens that a policy sampled."""
+    """Number of completion tokens that a policy sampled."""
     tokens: dict[str, int]
     """Place (one of the ten in `PLACES`) -> number of tokens."""
     authored: int
-    """Completion tokens that no model sampled, such as scripted answers and demonstrations."""
+    """Number of completion tokens that no model sampled, as in scripted answers and demonstrations."""
     authored_trained: int
     """Number of authored tokens that an update trained on."""
     textual: int
@@ -94,7 +94,7 @@ class Books(Value):
 
     @property
     def closes(self) -> bool:
-        """Whether every token and episode is accounted for: there are no findings, and both sums agree."""
+        """Whether every token and episode is accounted for: there are no findings, and the numbers add up."""
         return not self.findings and sum(self.tokens.values()) == self.sampled and self.begun == self.ended + self.open
 
     @property
@@ -124,7 +124,7 @@ class _Tape(TapeFold):
         self.layered = False
         """Whether a reward that was added after the tape's end scores the tape."""
         self.group_failed = False
-        """Whether a comparison with its group failed, which leaves the whole tape unscored."""
+        """Whether a comparison of the tape with its group failed, which leaves the whole tape unscored."""
         self.completions: dict[str, int] = {}
         """Sampled call -> number of completion tokens."""
         self.authored: dict[str, int] = {}
@@ -133,7 +133,7 @@ class _Tape(TapeFold):
 
     @property
     def usable(self) -> bool:
-        """Whether its tokens may be trained on once the tape is scored."""
+        """Whether the tape's tokens may be trained on once it is scored."""
         return self.trainable and not self.held_out
 
     @property
@@ -145,7 +145,7 @@ class _Tape(TapeFold):
 class BooksFold:
     """Folds the records of a run into its books. Add every record in order, and call `books()` at any time.
 
-    Each record takes O(1), and each call to `books()` takes O(tapes).
+    Adding a record takes O(1) time, and a call to `books()` takes time proportional to the number of tapes.
     """
 
     def __init__(self) -> None:

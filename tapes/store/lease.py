@@ -8,8 +8,9 @@ The invariant is: **a lead's write counts only if no process held a higher epoch
   winner renames its file to `leads/EPOCH-NONCE.json`. A process that finds a renamed file with its epoch has lost.
 * *Record.* `Store.take_lead` refuses an epoch that isn't above every recorded one, and makes the `lead` record durable.
   So an epoch has one lead even if `leads/` was removed between two claims.
-* *Check.* Before a batch of lines, a listing of `leads/` must show this lease's file and no higher epoch. Before an
-  update, weights, metrics, results or digests, no other `lead` record may have this epoch or a higher one either.
+* *Check.* Before a batch of lines is written, a listing of `leads/` must show this lease's file and no higher epoch.
+  Before an update, weights, metrics, results or digests are written, there must also be no other `lead` record with
+  this epoch or a higher one.
 * *Fence.* A lead may be paused between its check and its write while a successor takes over. Readers leave out the
   records that it then writes, because these carry its epoch. The files that it then writes don't take effect either. A
   lead creates a `.part` file, or opens a file for appending, before its check. After the claim, the successor removes
@@ -55,8 +56,7 @@ _NAME = re.compile(r"(\d{6,})(-[0-9a-f]{6})?\.json")
 
 
 class LeaseLost(StoreFailed):
-    """Raised if a later lead took the run over, or if the lease's file is gone. The process must then write nothing
-    more."""
+    """Raised if a later lead took the run over, or if the lease's file is gone. The process must stop writing."""
 
 
 class Holder(Value):
@@ -116,7 +116,7 @@ def _unknown(epoch: int) -> Holder:
 
 
 def recorded_leads(index: Index) -> list[tuple[Holder, str]]:
-    """Return (the lead, the segment that it wrote last) for each `lead` record in the index, sorted by epoch."""
+    """Return (lead, last segment that it wrote) for each `lead` record in the index, sorted by epoch."""
     following = {segment.name: segment.next for segment in index.segments()}
     places = index.places("", t="lead")
     found = list[tuple[Holder, str]]()
@@ -156,7 +156,7 @@ class Lease:
         disk.make_folder(self._folder)
         self.locks = _flock_works(self._folder, disk)
         """Whether `flock` has an effect on this file system. If not, only signs of life show which lead is alive."""
-        # The new epoch follows the one that was found to be over. If another process claimed it since, this one fails.
+        # The new epoch is one above the last one found here. If another process claims it meanwhile, this claim fails.
         newest = _last(run, disk)[0] if take_over else check_free(run, beat=beat, disk=disk)
         now = time.time()
         self.holder = Holder(epoch=newest + 1, host=socket.gethostname(), pid=os.getpid(), began=now, seen=now)
@@ -197,7 +197,7 @@ class Lease:
         return self.holder.epoch
 
     def check(self) -> None:
-        """Raise LeaseLost if a later epoch was claimed or this lease's file is gone. Called before lines are written.
+        """Raise LeaseLost if a later epoch was claimed or this lease's file is gone. Called before each write.
 
         Raises StoreFailed if the sign of life can't be written, since other processes then assume that this one is
         dead.

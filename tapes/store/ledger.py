@@ -131,7 +131,7 @@ class Lineages:
         return found
 
     def _voids(self) -> list[Void]:
-        """Return the voids that count. They have no lead, or the last lead that wrote a record of their lineage."""
+        """Return the voids that count. Such a void has no lead, or the last lead that wrote in its lineage."""
         leads: dict[str, int] = {}
         for record in (*self.voids, *(use for uses in self.uses.values() for use in uses)):
             leads[record.lineage] = max(leads.get(record.lineage, 0), record.lead or 0)

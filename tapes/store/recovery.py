@@ -63,9 +63,9 @@ class Recovered:
     """Tapes that were open and are now ended as `crashed`."""
     torn: list[Torn] = field(default_factory=list)
     live: list[str] = field(default_factory=list)
-    """Segments of other writers that are still alive."""
+    """Segments whose writers are still alive in other processes."""
     dangling: list[Dangling] = field(default_factory=list)
-    """Irreversible actions that may have happened. They are never retried, and a person must check their effect."""
+    """Irreversible actions that may have happened. They are never retried, and a person must check what happened."""
 
 
 def start_writer(

@@ -114,7 +114,7 @@ def read_body(body: bytes) -> dict[str, JsonValue]:
 
 
 class Chain:
-    """The state of a segment after the lines so far, against which the next line is checked.
+    """The state of a segment after the lines taken so far. The next line is checked against this state.
 
     Call `take` with the lines in order. Each pass over a segment needs its own chain.
     """
@@ -128,7 +128,7 @@ class Chain:
         self.head: bytes = ZERO
         """Hash of the last line taken."""
         self.first: bytes = b""
-        """Hash of the first line, empty until it is taken."""
+        """Hash of the first line. It is empty until this line is taken."""
         self.frontier = 0
         """The highest `c` so far. Lines below it were durable."""
         self.opened: dict[str, JsonValue] = {}

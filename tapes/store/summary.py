@@ -64,9 +64,9 @@ class CallFacts(NamedTuple):
     engine: str | None
     finish: str | None
     spans: list[tuple[str, int, int]]
-    """(version, start, end) over the completion."""
+    """(version, start, end) for each range of completion tokens that one version sampled."""
     keep: int
-    """Prompt tokens that the call shares with its base."""
+    """Number of prompt tokens that the call shares with its base."""
     prompt: str | None
     """The ids of the prompt's other tokens, or None if the engine accepted only text."""
     completion: str | None
@@ -74,7 +74,7 @@ class CallFacts(NamedTuple):
     usage: dict[str, Any]
     """Usage as the engine reported it."""
     attempts: list[dict[str, Any]]
-    """`seconds` and `error` for each request."""
+    """`seconds` and `error` for each request that the call made."""
 
     @property
     def sampled(self) -> bool:
@@ -108,7 +108,7 @@ class RewardFacts(NamedTuple):
 
 
 class EndFacts(NamedTuple):
-    """The end of a tape."""
+    """The facts from the end of a tape."""
 
     status: Status
     cause: CauseType | None
