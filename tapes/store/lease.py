@@ -199,8 +199,7 @@ class Lease:
     def check(self) -> None:
         """Raise LeaseLost if a later epoch was claimed or this lease's file is gone. Called before each write.
 
-        Raises StoreFailed if the sign of life can't be written, since other processes then assume that this one is
-        dead.
+        Raises StoreFailed if the sign of life can't be written, because others then assume that this lead is dead.
         """
         if self._failure is not None:
             raise StoreFailed(f"{self._path} can't be written: {self._failure}") from self._failure
