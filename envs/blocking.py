@@ -1,7 +1,7 @@
 """Runs blocking code in threads, so that the event loop stays free.
 
-`in_thread` runs one call, and `EnvironmentThread` runs all calls of an environment. Each uses its own daemon thread
-instead of a thread from a pool, because a call that never returns would occupy it and delay the end of the process.
+`in_thread` runs one call, and `EnvironmentThread` runs all calls of an environment. Each starts its own daemon thread,
+because a call that never returns would occupy a thread from a pool and delay the end of the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def in_thread(function: Callable[..., ResultT], *args: object) -> ResultT:
-    """Run the function in its own thread. A cancellation stops the wait, but not the thread."""
+    """Run the function in its own thread. If the caller is cancelled, the wait ends, but the thread continues."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[ResultT] = loop.create_future()
     work = partial(contextvars.copy_context().run, function, *args)
@@ -36,7 +36,7 @@ class EnvironmentThread:
     """A thread with its own event loop for one whole episode. It runs coroutines one at a time.
 
     All calls in an episode run in the same thread, because C libraries and GPU contexts are often bound to one thread.
-    A call that outlasts its caller leaves the thread behind, since Python can't stop a thread.
+    If a call outlasts its caller, the thread is left behind, since Python can't stop a thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -67,18 +67,18 @@ class EnvironmentThread:
 
 
 def _work(who: str, work: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]) -> None:
-    """Call `work` in this thread and settle the future in the loop that waits for it. Messages say that `who` raised
-    the error."""
+    """Call `work` in this thread, and pass its result or exception to the future `done` in the waiting loop. `who` is
+    the subject of error messages."""
     process = os.getpid()
     try:
         result, error = work(), None
     except (StopIteration, asyncio.CancelledError, KeyboardInterrupt, SystemExit) as raised:
-        # A future refuses these exceptions, or they would end the process.
+        # A future doesn't accept these exceptions, or they would end the process.
         result, error = None, RuntimeError(f"{who} raised {type(raised).__name__}: {raised}")
     except BaseException as raised:  # the waiting caller receives it
         result, error = None, raised
     settle(process)
-    # A closed loop has no waiting caller. The thread still runs the queued calls, which include `close`.
+    # If the loop is closed, no caller waits. The thread still runs the calls in its queue, which include `close`.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_settle, done, result, error)
 

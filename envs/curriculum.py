@@ -1,8 +1,8 @@
 """Chooses the next task by its measured difficulty.
 
-Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed. Untried tasks form the
-pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run draws the same
-tasks as an uninterrupted one.
+Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed. Tasks without a scored
+attempt form the pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run
+draws the same tasks as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .taskset import BadTasks, Taskset
 
 POOLS = ("easy", "normal", "hard", "new")
 EASY, HARD = 0.75, 0.25
-"""Pass rates. A task is easy above the first and hard below the second."""
+"""Pass rates: above EASY a task is easy, and below HARD it is hard."""
 
 Weights = Mapping[str, float]
 Stages = Sequence[tuple[int, Weights]]
-"""Pairs of (k, weights), sorted by k. The weights apply from task k on, and the first k is 0."""
+"""Pairs (k, weights), sorted by k. The weights of a pair apply from task k on. The first k must be 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Rate:
 
 
 def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate]:
-    """Return how often each task was solved (a reward of at least `success`), by task hash. Only scored attempts that
-    may be used for training count."""
+    """Map the hash of each task to how often the task was solved, that is, earned a reward of at least `success`. Only
+    scored attempts that may be used for training count."""
     counts: dict[str, list[int]] = {}
     for tape in tapes:
         if tape.trains and tape.reward is not None:
@@ -59,8 +59,8 @@ def pass_rates(tapes: Iterable[Tape], *, success: float = 1.0) -> dict[str, Rate
 
 
 def pools(tasks: Taskset, rates: Mapping[str, Rate], *, easy: float = EASY, hard: float = HARD) -> dict[str, Taskset]:
-    """Return the tasks in each pool, in the order of the taskset. A pool may be empty. A rate of exactly `easy` or
-    `hard` counts as normal."""
+    """Divide the tasks into pools, which keep the order of the taskset and may be empty. A task whose pass rate is
+    exactly `easy` or `hard` is in the pool `normal`."""
     if not 0 <= hard <= easy <= 1:
         raise BadTasks(f"invalid pass rates: hard={hard:g}, easy={easy:g}; they need 0 <= hard <= easy <= 1")
     members: dict[str, list[Task]] = {name: [] for name in POOLS}
@@ -77,8 +77,8 @@ class Curriculum:
     """Draws tasks from pools: `Loop(..., tasks=Curriculum(parts, {"easy": 1, "normal": 2, "hard": 1}))`.
 
     `parts` comes from `pools`. Each draw chooses a pool by its weight, then takes the next task in that pool. The order
-    within a pool is shuffled anew in each epoch. The weight of an empty pool is shared among the others. `weights` is
-    one mapping for all draws, or a list of stages (first k, weights).
+    within a pool is shuffled anew in each epoch. Empty pools are ignored, whatever their weight. `weights` is one
+    mapping for all draws, or `Stages` if the weights change during the run.
     """
 
     def __init__(self, parts: Mapping[str, Taskset], weights: Weights | Stages, *, seed: int = 0) -> None:
@@ -116,7 +116,7 @@ class Curriculum:
             point -= weight
             if point < 0:
                 return name
-        # Rounding can leave `point` at 0 or above after the last subtraction. Then take the last pool with a weight.
+        # Rounding can leave `point` at 0 or above after the last subtraction, so use the last pool with a weight.
         return next(name for name in reversed(weights) if weights[name])
 
     def _checked(self, weights: Weights, parts: Mapping[str, Any]) -> dict[str, float]:

@@ -27,8 +27,8 @@ ActionT = TypeVar("ActionT", bound=Action, contravariant=True, default=Answer)
 TaskT = TypeVar("TaskT", contravariant=True, default=Any)
 Effect = Literal["pure", "idempotent", "irreversible"]
 Normalisers = Mapping[str, str | None]
-"""Maps a field to a regular expression for the part of it that varies. None means that the whole field varies. A field
-is written `kind.field`, with `[]` for list items, or `reward.name`."""
+"""Maps the name of a field to a regular expression that matches its varying part, or to None if the whole field varies.
+A name has the form `kind.field`, with `[]` for list items, or `reward.name`."""
 
 _FACTORY = "pass an Environment class, or a function without arguments that makes an instance"
 
@@ -59,9 +59,9 @@ def as_observation(value: object, source: str = "the value that reset returns") 
 
 
 def as_outcome(value: object, method: str = "step") -> Outcome:
-    """Return `value`, which `method` returned, if it is an Outcome. Raises EnvironmentFault for any other type."""
+    """Check that `value`, the result of `method`, is an Outcome, and return it. Raises EnvironmentFault otherwise."""
     if isinstance(value, Outcome):
-        value.components()  # raises for rewards that were changed after their check
+        value.components()  # raises if a reward became invalid after the constructor checked it
         return value
     wanted = "an Outcome" if method == "step" else "an Outcome or None"
     raise EnvironmentFault(f"{method} must return {wanted}, not {type(value).__name__}")
@@ -89,7 +89,7 @@ def check_factory(factory: object) -> None:
 
 
 def new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
-    """Return a new instance from `factory`. Raises NotAnEnvironment if it can't be called or returns another type."""
+    """Make an instance. Raises NotAnEnvironment if `factory` can't be called or doesn't return an Environment."""
     check_factory(factory)
     env = factory()
     if not isinstance(env, Environment):
@@ -106,10 +106,10 @@ class Outcome:
     """
 
     observation: Observation | None = None
-    """The agent's next observation. It may be None at the end. A `str` passed to `Outcome(...)` is stored as `Text`."""
+    """The agent's next observation. It may be None at the end of the episode. A `str` is stored as `Text`."""
     reward: float | dict[str, float] | None = None
-    """A number (component `reward`) or named components. None means that this action was not scored, which differs from
-    a reward of zero."""
+    """A number, which becomes the component `reward`, or a dict of named components. None means that this action was
+    not scored, which is not the same as a reward of zero."""
     terminated: bool = False
     truncated: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
@@ -154,7 +154,7 @@ class Outcome:
 
 
 def bare_tape(tape: str, task: Task, env: str, env_seed: int, steps: Iterable[Step]) -> Tape:
-    """Return a tape with these steps in an environment called `env`, for `restore`. It has no calls, rewards or end."""
+    """Return a tape for `restore` that holds `steps` from an environment called `env`, but no calls, rewards or end."""
     identity = Identity(name=env)
     agent = Identity(name="agent")
     begin = Begin(
@@ -173,30 +173,30 @@ class TapeScorer(Protocol):
         ...
 
     async def score(self, tape: Tape, /, *, layer: str | None = None) -> list[Reward]:
-        """Return the reward records for `tape`. If `layer` is None, they become part of the tape. Otherwise they belong
-        to a later scoring with that name."""
+        """Return the reward records for `tape`. If `layer` is None, the records become part of the tape. Otherwise they
+        belong to a later scoring, whose name is `layer`."""
         ...
 
 
 class Environment(Generic[ActionT, TaskT]):
     """Base class of environments. Define `reset` and `step` in a subclass: `class GuessNumber(Environment[Guess]): ...`
 
-    Without an action type, as in `class GuessWord(Environment): ...`, `step` receives `Answer`, an action with one
-    field, `text`. A second type argument is the type of a task, for type checkers: `Environment[Guess, int]`. An
-    observation may be a plain `str`, which is recorded as `Text`.
+    If a subclass names no action type, as in `class GuessWord(Environment): ...`, `step` receives an `Answer`, an
+    action with a single field `text`. The optional second type argument, as in `Environment[Guess, int]`, is the type
+    of a task and is only used by type checkers. An observation may be a plain `str`, which is recorded as `Text`.
     """
 
     effect: Effect = "pure"
-    """What happens to the outside world when an action is repeated: nothing (`pure`), nothing more than the first time
-    (`idempotent`), or harm (`irreversible`). Unless it is `pure`, the intent to act is durable on disk before `step` is
-    called."""
+    """What repeating an action does to the outside world: nothing (`pure`), nothing more than the first time
+    (`idempotent`), or harm (`irreversible`). Unless the effect is `pure`, the intent to act is durable on disk before
+    `step` is called."""
     blocking: ClassVar[bool] = False
-    """True if the methods below block the event loop although they are `async`, as with a C library or a synchronous
-    simulator. The rollout then runs each call in a separate thread."""
+    """True if the methods below block the event loop although they are `async`, for example because they call a C
+    library or a synchronous simulator. The rollout then runs each call in a separate thread."""
 
     pixels: bool = False
-    """Whether the observations are known to show pictures. If so, a run whose engine can't see is refused when it
-    starts. Otherwise such a run is refused at the first picture."""
+    """True if the observations are known to contain pictures. A run whose engine can't process pictures is then refused
+    at its start. Otherwise such a run is refused only at the first picture."""
 
     varies: Mapping[str, str | None] = {}
     """Non-deterministic fields to ignore during re-execution, such as `{"reading.text": "[0-9]+ ms"}`. A key is a field
@@ -204,8 +204,9 @@ class Environment(Generic[ActionT, TaskT]):
     to ignore the whole field."""
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
-    """Kinds of actions and observations that neither `Environment[...]` nor the return type of `reset` names. An
-    environment that is served to other processes must list them, because messages can contain declared kinds only."""
+    """Further kinds of actions and observations, besides those named by `Environment[...]` and the return type of
+    `reset`. An environment that is served to other processes must list them, because messages hold only declared
+    kinds."""
 
     rewards: TapeScorer | None = None
     """Sources that score the whole tape after the episode has ended and `finish` has returned. Their rewards are
@@ -213,15 +214,15 @@ class Environment(Generic[ActionT, TaskT]):
     """
 
     rng: random.Random
-    """The rollout seeds it from the environment seed before `reset`. All episodes in a group share that seed."""
+    """The episode's generator. The rollout seeds it before `reset`, with a seed that all episodes in a group share."""
 
     async def acquire(self) -> None:
-        """Wait for the resources that an episode needs before it begins, such as a free process.
-        `Limits.system_seconds` bounds this wait. `Limits.environment_seconds` doesn't."""
+        """Wait for the resources, such as a free process, that the episode needs before it can begin. The wait is
+        limited by `Limits.system_seconds`, not by `Limits.environment_seconds`."""
 
     async def reset(self, task: TaskT) -> Observation | str:
-        """Begin the episode for `task`, which is the bare value or the `Task` from the taskset. A row from a file or
-        data set is always a `Task`."""
+        """Begin the episode. `task` is a `Task`, or the bare value if the taskset was made from bare values. A row from
+        a file or data set is always passed as a `Task`."""
         raise NotImplementedError(f"{type(self).__qualname__} must define reset(self, task)")
 
     async def step(self, action: ActionT) -> Outcome:
@@ -229,19 +230,19 @@ class Environment(Generic[ActionT, TaskT]):
         raise NotImplementedError(f"{type(self).__qualname__} must define step(self, action)")
 
     async def finish(self, status: Status) -> Outcome | None:
-        """Return a final score. It is called once, if the episode ends in a way that can be trained on.
+        """Return a final score. This method is called once, if the episode ends in a way that can be trained on.
 
-        The reward is recorded for the episode as a whole. The observation is ignored.
+        The reward in the outcome is recorded for the episode as a whole. Its observation is ignored.
         """
         return None
 
     async def restore(self, task: TaskT, tape: Tape) -> None:
         """Bring a fresh instance to the state after the last step of `tape`.
 
-        The default implementation resets, applies the recorded actions again and compares each observation. Override it
-        with a snapshot if that is slow. Raises `RestoreMismatch` if an observation differs from the recorded one
-        outside the fields in `varies`, because the episode would otherwise continue from a state that isn't on the
-        tape.
+        The default implementation resets, applies the recorded actions again and compares each observation. If that is
+        slow, override it to load a snapshot. Raises `RestoreMismatch` if an observation differs from the recorded one
+        outside the parts that `varies` lists, because the episode would otherwise continue from a state that isn't on
+        the tape.
         """
         seen = [as_observation(await self.reset(task))]
         for action in tape.actions:
@@ -260,14 +261,14 @@ class Environment(Generic[ActionT, TaskT]):
             )
 
     def _fixed_part(self, seen: Observation) -> tuple[str, Any]:
-        """Return the kind of the observation and its fields, with the parts in `varies` replaced."""
+        """Return the kind of the observation and its fields, with the parts that `varies` lists replaced."""
         return seen.kind, without(seen.model_dump(mode="json"), seen.kind, self.varies)
 
     async def close(self) -> None:
-        """Release the instance's resources. It is called once, however the episode ended."""
+        """Release the instance's resources. This method is called once, however the episode ended."""
 
 
 AnyEnvironment = Environment[Never]
-"""An environment with any action type. A caller of `step` must know the type, or cast."""
+"""An environment with any action type. A caller of `step` must know the action type, or cast."""
 EnvironmentFactory = SkipValidation[Callable[[], AnyEnvironment]]
 """An environment class, or a function without arguments that makes an instance for one episode. See `check_factory`."""

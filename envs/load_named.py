@@ -22,9 +22,9 @@ from ..tapes.errors import USE_ITS_VERSION, TapereelError, UsageError, error_mes
 def load_named(name: str, *, execute: bool = True) -> object:
     """Return the object called `name`. Raises UsageError if it doesn't exist.
 
-    Modules in the working directory are found too. Without `execute`, the object is found only in a module that this
-    process has already imported. Code that merely reads a run loads names this way, because a run's files must not
-    decide which code runs here.
+    Modules in the working directory are found too. If `execute` is false, nothing is imported, so the object is found
+    only in a module that is already imported. Code that merely reads a run loads names this way, because the run's
+    files must not decide which code runs here.
     """
     home, _, path = name.rpartition(":")
     if not home or not path:
@@ -44,8 +44,8 @@ def load_named(name: str, *, execute: bool = True) -> object:
 
 
 def load_function(name: str, wanted: str) -> Callable[..., object]:
-    """Return the function or class called `name`. Raises UsageError for any other object. `wanted` describes the
-    expected kind of object in the message."""
+    """Return the function or class called `name`. Raises UsageError for any other object. In the error message,
+    `wanted` describes what was expected."""
     found = load_named(name)
     if not callable(found):
         raise UsageError(f"{name} is an object of type {type(found).__qualname__}, not {wanted}")
@@ -53,8 +53,8 @@ def load_function(name: str, wanted: str) -> Callable[..., object]:
 
 
 def listed_tasks(text: str) -> Iterable[object]:
-    """Return the value of `--tasks`, which is a JSON list, or the name of an iterable or of a function that returns
-    one. Raises UsageError if it is neither."""
+    """Return the tasks that `text`, the value of `--tasks`, describes: a JSON list, or the name of an iterable or of a
+    function that returns an iterable. Raises UsageError if `text` is neither."""
     if text.lstrip()[:1] in ("[", "{", '"') or text.strip().isdigit():
         try:
             tasks = json.loads(text)
@@ -107,7 +107,7 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     _look_in(Path.cwd())
-    _look_in(path.parent)  # first, as for `python path`
+    _look_in(path.parent)  # searched first, as for `python path`
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -128,7 +128,7 @@ def _look_in(folder: Path) -> str:
 
 
 def not_loaded(name: str, error: BaseException) -> UsageError:
-    """Return an error that names the exception in the user's code and the line where it occurred."""
+    """Return an error that names the exception in the user's code and the line that raised it."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

@@ -34,8 +34,8 @@ class Stall:
     """The stack of the loop's thread at that moment, outermost frame first."""
 
     def where(self, filename: str | None = None) -> str:
-        """Return `file:line in function` for the innermost frame in `filename`, or for the innermost frame if none is
-        in it."""
+        """Return `file:line in function` for the innermost frame in the file `filename`. If no frame is in this file,
+        use the innermost frame of all."""
         own = [frame for frame in self.stack if frame.filename == filename]
         frame = (own or self.stack)[-1]
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
@@ -79,7 +79,7 @@ class LoopWatch:
         self._reported = False
 
     def attach(self) -> None:
-        """Watch the running loop without a thread. The caller must call `sample` regularly."""
+        """Watch the running loop without starting a thread. The caller must call `sample` regularly."""
         self._loop = asyncio.get_running_loop()
         self._watched = threading.get_ident()
         self._asked = self._clock()
@@ -96,7 +96,7 @@ class LoopWatch:
         self.stop()
 
     def stop(self) -> None:
-        """Stop watching. It may be called before the block has ended."""
+        """Stop watching. This method may also be called before the block has ended."""
         self._stop.set()
 
     def _watch(self) -> None:

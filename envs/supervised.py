@@ -1,8 +1,8 @@
 """Runs the code of one agent or environment so that a fault in it ends only its own episode.
 
-The code runs in a task of its own. A CancelledError that the code itself raises can therefore be distinguished from a
-cancellation of the episode, and code that swallows its cancellation can be left behind. Code that computes without
-awaiting can't be stopped. It blocks the event loop, and `loop_watch` names its line.
+The code runs in a task of its own. Therefore a CancelledError that the code itself raises can be distinguished from a
+cancellation of the episode, and code that swallows its cancellation can be left running. Code that never awaits can't
+be stopped. It blocks the event loop, and `loop_watch` reports the blocking line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Supervised:
     """Runs coroutines, one at a time: `await code(coroutine, "what")`.
 
     All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. A new
-    task is made only after a call was left running.
+    task is made only if a call was left running in the old one.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Supervised:
     async def __call__(
         self, work: Coroutine[object, Never, ResultT], what: str, seconds: float | None = None
     ) -> ResultT:
-        """Return the result of `work` or raise its error. Its own CancelledError becomes a StrayCancellation.
+        """Return the result of `work` or raise its error. Its own CancelledError becomes StrayCancellation.
 
         `what` names the work in messages. Raises TimedOut after `seconds`, Stopped if `stop` was called, and
-        CancelledError if the caller was cancelled. By then the work has ended, or its name is in `left`.
+        CancelledError if the caller was cancelled. By that time, `work` has ended or is listed in `left`.
         """
         loop = asyncio.get_running_loop()
         done = self._done = loop.create_future()
@@ -95,7 +95,8 @@ class Supervised:
         return result
 
     def stop(self, why: type[Exception] = Stopped) -> None:
-        """Cancel the call in progress. The call raises `why` when its code has ended, at the latest after `GRACE` s."""
+        """Cancel the call in progress. It raises `why` when its code has ended, or after `GRACE` seconds at the
+        latest."""
         if not self._busy or self._task is None or self._done is None:
             return
         self._stopped = why
@@ -151,14 +152,14 @@ class Supervised:
                 if self._task is not task or loop.is_closed():
                     return  # left behind meanwhile
                 while task.cancelling():
-                    task.uncancel()  # the next call's `asyncio.timeout` would mistake it for its own
+                    task.uncancel()  # the next call's `asyncio.timeout` would take this cancellation for its own
                 self._settle(result, error)
                 del work, result, error
             self._wake = loop.create_future()
             try:
                 await self._wake
             except asyncio.CancelledError:
-                if task.cancelling():  # else it is late: code in the previous call cancelled its own task
+                if task.cancelling():  # else it is a late effect: code in the previous call cancelled its own task
                     if self._task is task:  # not cancelled by `close`, but by other code, perhaps as a call begins
                         self._task = loop.create_task(self._serve()) if self._work is not None else None
                     raise

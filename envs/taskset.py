@@ -1,8 +1,8 @@
 """Tasksets: distinct tasks from any source (a list, a function, a file, a data set on the hub), shuffled by a seed.
 
-A `Taskset` is read completely when it is made. Duplicates (by `Task.hash`) are dropped and counted. The part of a split
-that a task falls into depends only on its hash and the fractions, so it stays the same when the set grows, is reordered
-or is generated from another seed. `datasets` is imported when a file or a data set is read.
+A `Taskset` is read completely when it is made. Duplicates (by `Task.hash`) are dropped and counted. When a set is
+split, the hash of a task decides its part, independently of the other tasks. The part stays the same when the set
+grows, is reordered or is generated from another seed. `datasets` is imported when a file or data set is read.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Taskset(Sequence[Task]):
         row: Row | None = None,
         name: str = "",
     ) -> None:
-        """Read `source` to its end, or until `size` distinct tasks are found. Raises BadTasks if it has fewer.
+        """Read `source` to its end, or until `size` distinct tasks are found. Raises BadTasks if the source has fewer.
 
         `source` is an iterable, a function without parameters that returns an iterable, or a function of the index. A
-        function of the index needs `size` and is called with 0 to size - 1. It may give fewer distinct tasks. `row`
-        converts each item. If it is None, a value is used as it is, and a row from a `Dataset` becomes the private part
+        function of the index needs `size` and is called with 0 to size - 1, and only its distinct tasks are kept. `row`
+        converts each item. Without `row`, a value is used as it is, and a row from a `Dataset` becomes the private part
         of its task.
         """
         if row is None and hasattr(source, "column_names"):
@@ -99,8 +99,8 @@ class Taskset(Sequence[Task]):
         """Return the tasks in a JSONL, JSON, Parquet or CSV file, read by `datasets`. `row` converts each row (a dict).
 
         Without `row`, the whole row becomes the private part of its task. A `Dataset` object can be passed directly to
-        `Taskset`, because it is an iterable of rows. Raises BadTasks, which names the file, the row or line, and the
-        fault.
+        `Taskset`, because it is an iterable of rows. Raises BadTasks for an invalid file, naming the file, the row or
+        line, and the fault.
         """
         path = Path(path)
         if path.suffix not in TASK_FILES:
@@ -114,7 +114,7 @@ class Taskset(Sequence[Task]):
         if not path.stat().st_size:
             raise BadTasks(f"{path} is empty: a task file needs at least one row")
         with TemporaryDirectory() as scratch, _quiet_datasets():
-            # The rows are read once and kept in memory. A copy in the user's cache would never be used again.
+            # The rows are read once and kept in memory. A copy of them in the user's cache would never be used again.
             try:
                 rows = getattr(Dataset, TASK_FILES[path.suffix])(str(path), cache_dir=scratch, keep_in_memory=True)
             except Exception as error:  # `datasets` raises many types, and none names the line
@@ -149,11 +149,11 @@ class Taskset(Sequence[Task]):
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all hashes in order, in hex. Two tasksets with the same digest have the same cursors."""
+        """The SHA-256 of all hashes in order, in hex. Tasksets with equal digests have equal cursors."""
         return hashlib.sha256("".join(self._hashes).encode()).hexdigest()
 
     def split(self, *fractions: float, salt: str = "") -> tuple[Taskset, ...]:
-        """Return disjoint parts, each with about its fraction of the tasks: `train, held_out = tasks.split(0.9, 0.1)`.
+        """Divide the tasks into disjoint parts of about these fractions: `train, held_out = tasks.split(0.9, 0.1)`.
 
         The fractions must add up to 1. The hash of a task and `salt` decide its part, so another salt gives an
         independent split.
@@ -176,7 +176,7 @@ class Taskset(Sequence[Task]):
         return tuple(self._picked(part) for part in parts)
 
     def cursor(self, seed: int = 0, *, shuffle: bool = True, start: int = 0) -> Iterator[Task]:
-        """Yield tasks without end. Every task comes once per epoch, and each epoch has a new order.
+        """Yield tasks without end. Each epoch yields every task once, in a new order if `shuffle` is true.
 
         `start` is the number of tasks that an earlier cursor over the same tasks (same `digest`) has yielded. This
         cursor continues from there.
@@ -190,8 +190,8 @@ class Taskset(Sequence[Task]):
         return (self._tasks[k] for k in islice(chain.from_iterable(epochs), position, None))
 
     def _order(self, seed: int, epoch: int) -> Sequence[int]:
-        # Python promises that `random()` of a seeded generator is the same in every version. The promise doesn't cover
-        # `shuffle()`: with it, a run resumed under another Python version would draw other tasks.
+        # Python promises that `random()` of a seeded generator is the same in every version. For `shuffle()` there is
+        # no such promise, so a run resumed under another Python version might draw other tasks.
         rng = random.Random(f"{seed}/{epoch}")
         keys = [rng.random() for _ in self._tasks]
         return sorted(range(len(keys)), key=keys.__getitem__)
@@ -217,7 +217,7 @@ class Taskset(Sequence[Task]):
 
 
 def overlap(a: Iterable[Task], b: Iterable[Task]) -> int:
-    """Return the number of tasks that occur in both, by hash. Assert that it is 0 for training and held-out tasks."""
+    """Return how many tasks (by hash) `a` and `b` have in common. For training and held-out tasks, this must be 0."""
     first, second = (t.hashes if isinstance(t, Taskset) else {task.hash for task in t} for t in (a, b))
     return len(first & second)
 
@@ -274,15 +274,15 @@ def as_task(item: object, k: int, row: Row | None = None) -> Task:
 
 
 def _whole(record: Any) -> Task:
-    """Make a task from a row for which no columns are named, so that `reset` gets a Task from every data set."""
+    """Make the whole row private, if no columns are named. Thus `reset` gets a Task for a row from any data set."""
     return Task(private=record)
 
 
 def standard_row(names: Mapping[str, str]) -> Row:
-    """Make a `row` from names. `{"prompt": "question", "answer": "answer"}` takes the columns `question` and `answer`.
+    """Make a `row` for tasksets. `names` maps new names to columns: `{"prompt": "question", "answer": "answer"}`.
 
-    The columns named `prompt` (a string, or chat messages as in TRL) and the names in `SHOWN` form the public part. The
-    others form the private part, under their new names. The `row` raises BadTasks if a column is missing.
+    The new names `prompt` (a string, or chat messages as in TRL) and those in `SHOWN` form the public part of a task,
+    and all others form the private part. The `row` raises BadTasks if a column is missing.
     """
     public = {k: v for k, v in names.items() if k in ("prompt", *SHOWN)}
     return columns(public, {k: v for k, v in names.items() if k not in public})
@@ -297,9 +297,9 @@ def columns(
 ) -> Row:
     """Make a `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
-    For `public` and `private`, one name takes the value in that column. Several names, or a mapping from new names to
-    columns, make an object. `seed` names a column that goes into the private part as `seed`. The `row` raises BadTasks
-    if a column is missing.
+    If `public` or `private` is a single name, that part is the value in this column. Several names, or a mapping from
+    new names to columns, make an object. `seed` names a column that the private part gets as `seed`, and a single
+    private value then becomes `answer`. The `row` raises BadTasks if a column is missing.
     """
 
     def row(record: Any) -> Task:
@@ -398,8 +398,8 @@ def _column(row: Mapping[str, Any], name: str) -> Any:
 
 
 def prompt_part(column: str, value: object) -> object:
-    """Return the value of a column for the public part. Raises BadPicture like `with_pictures_of`, and also for frames
-    without times in a column of videos."""
+    """Return the value of a column for the public part. Raises BadPicture in the same cases as `with_pictures_of`, and
+    if a column of videos holds anything that isn't a video, such as frames without times."""
     found = with_pictures_of(value, urls=column in SHOWN)
     wrong = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, Picture | list | dict)]
     if column in VIDEOS and wrong:
@@ -411,9 +411,10 @@ def prompt_part(column: str, value: object) -> object:
 
 
 def with_pictures_of(value: object, *, urls: bool = False) -> object:
-    """Return the value of a column with its images and videos converted to `Picture` and `Video`. An image is one from
-    `datasets` (PIL, bytes, or a dict with its `bytes`) or, with `urls`, a data URL. A video is a dict with images as
-    `frames`, `fps`, and perhaps `indices`. Raises BadPicture if an image or video exceeds the limits."""
+    """Return the value of a column with its images and videos converted to `Picture` and `Video`. `datasets` gives an
+    image as a PIL image, as bytes, or as a dict with its `bytes`. With `urls`, it may also be a data URL. A video is a
+    dict with `fps`, images as `frames`, and optionally `indices`. Raises BadPicture if an image or video exceeds the
+    limits."""
     if isinstance(value, list):
         return [with_pictures_of(one, urls=urls) for one in value]
     source: Any = value
@@ -434,7 +435,7 @@ def with_pictures_of(value: object, *, urls: bool = False) -> object:
 
 @contextmanager
 def _quiet_datasets() -> Iterator[None]:
-    """Hide the progress bars of `datasets`, and its log of errors that it also raises."""
+    """Hide the progress bars of `datasets`, and its log of errors, which it raises as well."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from datasets.utils.logging import CRITICAL, get_verbosity, set_verbosity
 
@@ -450,13 +451,13 @@ def _quiet_datasets() -> Iterator[None]:
 
 
 def _unreadable(path: Path, error: Exception) -> str:
-    """Describe the fault in a task file, its line, and the remedy."""
+    """Describe the fault in a task file, the line with the fault, and the remedy."""
     if path.suffix != ".parquet":
         text = path.read_bytes()
         rows = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
         if len(rows) < (2 if path.suffix == ".csv" else 1):
             return "it has no rows; a task file needs at least one"
-        # A .json file is one document, or has one object on each line like .jsonl.
+        # A .json file holds either one document or, like .jsonl, one object on each line.
         by_line = path.suffix == ".jsonl" or (path.suffix == ".json" and rows[0][1].lstrip().startswith(b"{"))
         fault = next((fault for k, line in (rows if by_line else ()) if (fault := _fault(line, k)) is not None), None)
         if fault is not None:

@@ -1,7 +1,7 @@
 """A local reward model: a transformers model for sequence classification, in this process.
 
-The model is loaded at the first score. Each batch of scores moves it to its device and back afterwards, so that
-sampling and training can use the device's memory. Torch is imported at the first score.
+Torch is imported and the model is loaded at the first score. For each batch of scores, the model is moved to its device
+and afterwards back, so that sampling and training can use the device's memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LocalOptions(TypedDict, total=False):
 
 
 class LocalReward:
-    """Scores samples with a model that returns one logit for each, as `logits`, as `score`, or as a bare tensor."""
+    """Scores samples with a model that returns one logit per sample, in `logits` or `score` or as a bare tensor."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class LocalReward:
         folder: The model and tokenizer in Hugging Face format, or a model on the hub as `org/name@revision`. If the
             tokenizer has a chat template, the rendered messages are scored, otherwise the query.
         device: The device for scoring.
-        put_away: The device between scores. None keeps the model on `device`.
+        put_away: The device that holds the model between scores. None keeps the model on `device`.
         batch: The number of samples in one forward pass.
-        length: The maximum number of tokens in a sample, which is truncated on the left. None uses the model's maximum.
+        length: The maximum number of tokens. A longer sample is truncated on the left. None uses the model's maximum.
         dtype: The type of the weights, such as `bfloat16`. None uses the stored type.
         """
         if batch < 1:
@@ -65,7 +65,7 @@ class LocalReward:
         self._lock = threading.Lock()
 
     async def score(self, samples: Sequence[Sample]) -> list[float | None]:
-        """Score the samples in a thread, because a forward pass would block the event loop and so all episodes."""
+        """Score the samples in a thread, because a forward pass would block the event loop and thus every episode."""
         return list(await asyncio.to_thread(self._score, samples))
 
     def _score(self, samples: Sequence[Sample]) -> list[float]:
@@ -93,7 +93,7 @@ class LocalReward:
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
         except ModuleNotFoundError as error:
             raise MissingExtra(error.name or "transformers", "train", "a local reward model") from error
-        # Without this argument, transformers asks on the terminal whether to execute the code that a folder names.
+        # Without this argument, transformers asks on the terminal whether to execute code from the model's folder.
         own: dict[str, Any] = {"trust_remote_code": False}
         options = own if self.dtype is None else {**own, "dtype": self.dtype}
         try:
@@ -148,7 +148,7 @@ def local_reward(
 ) -> RewardSource[Tape]:
     """Return a source for `LocalReward(folder, **options)`.
 
-    The model is loaded once and scores up to `size` tapes at a time. The source is not pure, because the last bits of
-    its scores depend on the device and the batch, so they can't be recomputed exactly.
+    The model is loaded once and scores up to `size` tapes at a time. The source is not pure: its scores can't be
+    recomputed exactly, because their last bits depend on the device and the batch.
     """
     return model_source(LocalReward(folder, **options), name=name, weight=weight, size=size, sample=sample)

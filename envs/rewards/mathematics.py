@@ -1,7 +1,7 @@
 """Checks whether an answer is mathematically equal to the reference, with the library math-verify (the extra `math`).
 
-math-verify parses LaTeX and expressions with sympy, which never ends for some answers. It therefore runs in a separate
-process, which is killed and replaced when an answer exceeds its time limit.
+math-verify parses LaTeX and expressions with sympy, which never returns for some answers. Therefore math-verify runs in
+a separate process, which is killed and replaced if an answer exceeds its time limit.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..remote.pool import LineProcess
 from .sources import RewardSource, reference_of
 
 START_SECONDS = 120.0
-"""Time limit for the process to import sympy, in seconds."""
+"""Time limit for the start of the process, which imports sympy, in seconds."""
 
 
 class NotVerified(TapereelError, RuntimeError):
-    """The reference can't be parsed, or an answer was not checked in time. The message names it."""
+    """The reference can't be parsed, or the answer was not checked in time. The message names the answer."""
 
 
 class MathVerifier:
     """Runs math-verify in a separate process, one answer at a time. Several threads and event loops may share it."""
 
     def __init__(self, *, timeout: float = 10.0) -> None:
-        """`timeout` is the number of seconds for one answer, not counting the start of the process."""
+        """`timeout` is the time limit for one answer, in seconds, not counting the start of the process."""
         if not timeout > 0:
             raise ValueError(f"timeout must be above 0, not {timeout}")
         self.timeout = timeout
@@ -42,7 +42,7 @@ class MathVerifier:
         self._finalizer: weakref.finalize[[], MathVerifier] | None = None
 
     def equal(self, answer: str, reference: str) -> bool:
-        """Return whether the text of the answer contains an expression that is equal to the reference. Raises
+        """Return whether `answer` contains an expression that is mathematically equal to `reference`. Raises
         NotVerified if the reference can't be parsed or the time limit is reached."""
         with self._lock:
             if self._process is None or self._process.ended() is not None:
@@ -53,7 +53,7 @@ class MathVerifier:
         return bool(reply["equal"])
 
     def close(self) -> None:
-        """End the process. The next answer starts another one."""
+        """End the process. The next answer starts a new process."""
         with self._lock:
             self._end()
 
@@ -75,7 +75,7 @@ class MathVerifier:
         finally:
             timer.cancel()
             late = time.monotonic() - began >= seconds
-            # This also happens after Ctrl-C, because a late reply would be read as the reply to the next answer.
+            # End it after Ctrl-C too, because its late reply would otherwise be read as the reply to the next question.
             if late or not reply:
                 self._end()
         if not reply:
@@ -105,8 +105,8 @@ def math_reward(
 ) -> RewardSource[Tape]:
     """Return a source that scores 1.0 if the answer is equal to the reference, and 0.0 otherwise.
 
-    An answer that isn't mathematics also scores 0.0. A timeout, or a reference that isn't mathematics, leaves the tape
-    unscored. A task without a reference has no score.
+    An answer that isn't mathematics also scores 0.0. If the time limit is reached or the reference isn't mathematics,
+    the source fails and the tape stays unscored. For a task without a reference, the source returns no score.
     """
     verify = verifier or MathVerifier(timeout=timeout)
 
@@ -123,11 +123,11 @@ def math_reward(
 
 
 def equal(question: dict[str, str]) -> dict[str, bool | str]:
-    """Compare the answer with the reference. Return `equal` and the result, or `failed` and what is wrong with the
-    reference."""
+    """Compare the answer with the reference. Return the result under `equal`, or under `failed` the reason why the
+    reference can't be used."""
     from math_verify import parse, verify
 
-    # math-verify's own time limits need signals and hide the timeout. The parent process kills this one instead.
+    # math-verify's own time limits need signals and hide a timeout. Instead, the parent process kills this process.
     unlimited: Any = None
     text = question["reference"]
     # math-verify needs LaTeX delimiters to read the whole text as mathematics.

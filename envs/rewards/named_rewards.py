@@ -1,8 +1,8 @@
 """Rewards by name, as in a configuration: `module:name`, a `.py` file, or the address of a reward model.
 
-A file has a function that scores many samples, `reward_func(queries, prompts, labels=..., references=...)`. It receives
-the lists for which it has parameters. It returns a list of numbers, an array, or a dict of named lists. Loading imports
-the file, which runs its code.
+A `.py` file defines a function that scores many samples, `reward_func(queries, prompts, labels=..., references=...)`.
+The function receives only the lists for which it has parameters. It returns a list of numbers, an array, or a dict of
+named lists. Loading imports the file, which runs its code.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .sources import Rewards, RewardSource, Scorer
 
 FUNCTION = "reward_func"
 FIELDS = {"queries": "query", "prompts": "prompt", "labels": "label", "references": "reference", "ids": "id"}
-"""Maps a parameter to the field of a Sample."""
+"""Maps each parameter of `reward_func` to the field of `Sample` that it receives."""
 
 
 def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
-    """Return `found` as a `Rewards`. It may also be a `RewardSource`, or a function from a tape to its score."""
+    """Convert `found` to `Rewards`. It is a `Rewards`, a `RewardSource`, or a function from a tape to its score."""
     if isinstance(found, Rewards):
         return found
     if isinstance(found, RewardSource):
@@ -40,7 +40,7 @@ def as_rewards(found: object, name: str = "") -> Rewards[Tape]:
 
 
 def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
-    """Return all named rewards together, or None without names. Raises UsageError if a name is not a reward's."""
+    """Combine the named rewards. Returns None without names. Raises UsageError if a name doesn't denote a reward."""
     every: list[RewardSource[Any]] = []
     for name in names:
         found = load_reward(name)
@@ -54,8 +54,8 @@ def load_rewards(names: Sequence[str]) -> Rewards[Tape] | None:
 def load_reward(name: str) -> Rewards[Tape]:
     """Load a reward model at `http://...`, the `reward_func` in `file.py`, or `module:name`.
 
-    Raises UsageError if the name is invalid, or if it is an address that contains a secret, because names are recorded
-    with their scores.
+    Raises UsageError if the name is invalid, or if it is an address that contains a secret, because the name would be
+    recorded with each score.
     """
     if holds_secret(name):
         raise UsageError(
@@ -109,8 +109,8 @@ class FileReward:
 
 
 def file_reward(path: str | Path) -> RewardSource[Tape]:
-    """Return a source for the `reward_func` in a file, named after the file. It is pure unless the function has an
-    attribute `pure = False`."""
+    """Return a source that calls the `reward_func` in a file and has the name of the file. The source is pure unless
+    the function has an attribute `pure = False`."""
     function = load_function(f"{path}:{FUNCTION}", "a function")
     return model_source(FileReward(function), name=Path(path).stem, pure=bool(getattr(function, "pure", True)))
 

@@ -1,7 +1,7 @@
 """Rewards relative to the other attempts in a group.
 
-A source with `per="group"` scores after all attempts have ended. The tapes are closed by then, so its scores are a
-layer on each tape. Training adds them to the reward on the tape.
+A source with `per="group"` scores the attempts after all of them have ended. Because their tapes are closed by then,
+its scores are recorded as a layer on each tape. Training adds this layer to the reward on the tape.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .sources import Rewards, RewardSource
 
 
 def layer_of(tape: Tape) -> list[Reward]:
-    """Return the group rewards on the tape, which are empty before the comparison."""
+    """Return the group rewards on the tape. The list is empty before the attempts have been compared."""
     return [r for r in tape.layers if isinstance(r, Reward) and r.layer == GROUP_LAYER]
 
 
 def counted(tape: Tape) -> list[Reward]:
     """Return the rewards that count in training, from the tape and from the group layer.
 
-    The list is empty if one of them failed. The tape is then unscored, because a partial sum would be a wrong reward.
+    If one of them failed, the list is empty and the tape is unscored, because a partial sum would be a wrong reward.
     """
     every = [*tape.rewards, *layer_of(tape)]
     return [] if any(r.failed for r in every) else every
@@ -35,8 +35,8 @@ def training_reward(tape: Tape) -> float | None:
 
 
 def comparable(tape: Tape) -> bool:
-    """Return whether the tape can be trained on and has no reward beyond REWARD_LIMIT. Earlier versions recorded such
-    rewards, and with one of them no attempt in the group has a finite advantage."""
+    """Return whether the tape can be trained on and no reward on it exceeds REWARD_LIMIT. Earlier versions could record
+    larger rewards, but with such a reward no attempt in the group has a finite advantage."""
     return tape.trains and not any(abs(r.weight * r.value) > REWARD_LIMIT for r in counted(tape))
 
 
@@ -45,7 +45,7 @@ async def compared(
 ) -> list[Tape]:
     """Return the tapes of one group with their group layer. Compute a missing layer and pass its records to `append`.
 
-    Tapes that already have the layer don't get it again, so resuming a run can't append it twice.
+    A tape that already has the layer isn't changed, so resuming a run can't append the layer twice.
     """
     if rewards is None or not rewards.relative or all(layer_of(tape) for tape in tapes):
         return list(tapes)
@@ -62,8 +62,8 @@ async def compared(
 
 
 def ranked(*, by: str | None = None, name: str = "rank", weight: float = 1.0) -> RewardSource[Sequence[Tape]]:
-    """Return a source that ranks attempts from 0 (worst) to 1 (best), by reward or by the component `by`. Equal
-    attempts share their mean rank. An unscored attempt, or the only scored one, has no rank."""
+    """Return a source that ranks attempts from 0 (worst) to 1 (best) by their reward, or by the component `by`. Equal
+    attempts share their mean rank. An attempt has no rank if it is unscored, or if no other attempt is scored."""
 
     def rank(tapes: Sequence[Tape]) -> list[float | None]:
         values = [_value(tape, by) for tape in tapes]
@@ -77,8 +77,8 @@ def ranked(*, by: str | None = None, name: str = "rank", weight: float = 1.0) ->
 
 
 def best_of(*, by: str | None = None, name: str = "best", weight: float = 1.0) -> RewardSource[Sequence[Tape]]:
-    """Return a source that scores 1 for the best attempt and those equal to it, and 0 for the others, by reward or by
-    the component `by`. An unscored attempt has no score."""
+    """Return a source that compares attempts by their reward, or by the component `by`. The best attempt and all equal
+    to it score 1, and the others score 0. Unscored attempts have no score."""
 
     def best(tapes: Sequence[Tape]) -> list[float | None]:
         values = [_value(tape, by) for tape in tapes]

@@ -1,13 +1,13 @@
-"""Reward models: their input (prompt, answer, reference, label and id of a tape), batching, and models behind a URL.
+"""Reward models: their input (a tape's prompt, answer, reference, label and id), batching, and models behind a URL.
 
-Scores are requested for single tapes, while models score many at once. `Batched` collects the requests. `HttpReward`
-sends many samples in one POST request, and every answer is validated.
+Scores are requested for single tapes, but models score many tapes at once, so `Batched` collects the requests.
+`HttpReward` sends many samples in one POST request. Every answer is validated.
 
     {"ids": [...], "queries": [...], "prompts": [...], "references": [...], "labels": [...]}  ->  {"rewards": [...]}
 
-`references` and `labels` are sent if any sample has one. For each query, an answer needs one finite number, named
-numbers, or null for no score. A server that returns `ids` may answer in any order. Otherwise the scores must be in the
-order of the queries.
+`references` is sent only if a sample has a reference, and `labels` only if a sample has a label. For each query, the
+answer must hold a finite number, named finite numbers, or null for no score. The scores must be in the order of the
+queries, unless the server also returns `ids`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .sources import RewardSource, Score, label_of, reference_of
 LARGEST = 64 << 20
 """Size limit for an answer, in bytes."""
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""HTTP statuses after which the request is repeated."""
+"""HTTP statuses for which a retry of the same request may succeed."""
 LONGEST_WAIT = 60.0
 """The longest wait between two tries, in seconds, even if the server asks for a longer one."""
 
@@ -50,9 +50,9 @@ class Sample:
     id: str
     """The id of the tape."""
     prompt: str
-    """The prompt of the last call, which is the whole conversation before its answer."""
+    """The prompt of the tape's last call, which is the whole conversation before the model's answer."""
     query: str
-    """The prompt and its answer."""
+    """The prompt, followed by the model's answer."""
     messages: tuple[Message, ...]
     """The query as chat messages, with the answer last."""
     reference: JsonValue = None
@@ -72,8 +72,8 @@ class RewardModel(Protocol):
 def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = None) -> Sample:
     """Convert the tape's last call to a sample.
 
-    `decode` converts token ids to text with special tokens, like a tokenizer's `decode`. With it, the prompt and the
-    query are exactly the sampled text. Without it, they are the messages as `role: content`.
+    `decode` converts token ids to text with special tokens, like a tokenizer's `decode`. With `decode`, the prompt and
+    the query are exactly the sampled text. Without it, they consist of the messages, each as `role: content`.
     """
     call = next((c for c in reversed(tape.calls) if c.finish not in ("error", "cancelled")), None)
     if call is None:
@@ -91,14 +91,14 @@ def sample_of(tape: Tape, *, decode: Callable[[Sequence[int]], str] | None = Non
 
 
 def as_script(messages: Sequence[Message]) -> str:
-    """Return the messages as text, without a chat template. Pictures are given by size and hash."""
+    """Return the messages as text, without a chat template. Each picture is described by its size and hash."""
     return "\n".join(f"{message['role']}: {text_of(message)}" for message in messages)
 
 
 def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelScore]:
-    """Return the scores if there is a valid one for each sample. Raises WrongAnswer otherwise.
+    """Return the scores. Raises WrongAnswer if their number differs from that of the samples, or if one is invalid.
 
-    A score is a finite number, named finite numbers, or None.
+    A valid score is a finite number, a mapping from names to finite numbers, or None.
     """
     if isinstance(scores, str | Mapping) or not isinstance(scores, Sequence):
         raise WrongAnswer(f"{who} returned {type(scores).__name__} {str(scores)[:80]!r}, not a list of scores")
@@ -107,8 +107,8 @@ def checked(scores: object, samples: Sequence[Sample], who: str) -> list[ModelSc
     for score, sample in zip(scores, samples, strict=True):
         for value in score.values() if isinstance(score, Mapping) else (score,):
             try:
-                # It is checked as a metric, so that a number that is only too large for a reward fails its own tape and
-                # not the whole request.
+                # The check uses weight 0, as for a metric. Thus a finite number that is too large for a reward passes
+                # here, and later fails only its own tape instead of the whole request.
                 check_reward(f"the score of {sample.id}", 0 if score is None else value, 0)
             except (TypeError, ValueError) as error:
                 raise WrongAnswer(f"{who} returned an invalid score: {error}") from None
@@ -135,11 +135,11 @@ class Batched:
 
     async def __call__(self, tape: Tape) -> Score:
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # the requests of an earlier event loop ended with that loop
+        if self._loop is not loop:  # requests from an earlier event loop ended with it
             self._loop, self._waiting, self._asking = loop, [], set()
         answer: asyncio.Future[ModelScore] = loop.create_future()
         self._waiting.append((self.sample(tape), answer))
-        loop.call_soon(self._begin)  # deferred, so that requests of the same loop pass share one batch
+        loop.call_soon(self._begin)  # deferred, so that requests from the same pass of the loop share a batch
         return await answer
 
     def _begin(self) -> None:
@@ -194,7 +194,7 @@ def model_source(
 
 
 class RewardServerFailed(TapereelError, ConnectionError):
-    """A reward model did not answer in any try. The message names the server and the last cause."""
+    """No try got an answer from the reward model. The message names the server and the cause of the last failure."""
 
 
 class HttpOptions(TypedDict, total=False):
@@ -222,9 +222,9 @@ class HttpReward:
     ) -> None:
         """
         tries: The maximum number of times that a request is sent.
-        wait: Seconds before the second try, doubled before each further try. The server's `Retry-After` takes
-            precedence.
-        timeout: Seconds for one try.
+        wait: Seconds to wait before the second try. The wait doubles before each further try. If the server sends
+            `Retry-After`, that wait is used instead.
+        timeout: Time limit for one try, in seconds.
         key_variable: The environment variable that holds the bearer token. The token and `headers` are never recorded.
         """
         parts = urlsplit(url)
@@ -235,14 +235,14 @@ class HttpReward:
         if tries < 1:
             raise ValueError(f"tries must be at least 1, not {tries}")
         self.name = f"{parts.hostname}{f':{parts.port}' if parts.port else ''}{parts.path}"
-        """The address without the parts that may be secret (user, query)."""
+        """The address without its user and query, which may be secret."""
         self.tries, self.wait, self.timeout = tries, wait, timeout
         self._url, self._headers, self._key_variable = url, dict(headers or {}), key_variable
 
     async def score(self, samples: Sequence[Sample]) -> list[ModelScore]:
         """Send one request with all samples and return their scores.
 
-        Raises RewardServerFailed if no try is answered, and WrongAnswer if the answer is invalid.
+        Raises RewardServerFailed if every try fails, and WrongAnswer for an invalid answer or a refused request.
         """
         body = self._body(samples)
         for k in range(self.tries):
@@ -338,7 +338,7 @@ def http_reward(
 ) -> RewardSource[Tape]:
     """Return a source for `HttpReward(url, **options)`.
 
-    A request has up to `size` tapes, and up to `concurrency` requests run at a time.
+    A request scores up to `size` tapes, and up to `concurrency` requests run at once.
     """
     model = HttpReward(url, **options)
     longest = model.tries * (model.timeout + LONGEST_WAIT)
@@ -375,5 +375,5 @@ def _short(text: bytes) -> str:
 def _seconds(header: str | None) -> float | None:
     try:
         return max(0.0, float(header)) if header is not None else None
-    except ValueError:  # Retry-After may be a date: use the default pause instead
+    except ValueError:  # Retry-After may be a date: the default pause is used then
         return None

@@ -30,7 +30,7 @@ SECONDS = 600.0
 
 
 class RewardFailed(TapereelError, RuntimeError):
-    """A reward source raised, took too long or returned an invalid score. The message names source and cause."""
+    """A source raised, took too long or returned an invalid score. The message names the source and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class Scored:
 
     score: float | Mapping[str, float] | None
     evidence: JsonValue = None
-    """The reason for the score, such as a judge's question and answer. It is kept on the first record of the score."""
+    """The reason for the score, such as a judge's question and answer. Only the first record gets it."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """The weight of each named number, which is multiplied by the source's weight. A missing name has the weight 1."""
+    """The weights of named numbers, by name. A missing name has the weight 1. The source's weight is multiplied in."""
 
 
 Score = float | Mapping[str, float] | Scored | None
-"""A number (its component has the source's name), named numbers (`source/name`), a `Scored`, or None for no score."""
+"""A number (the component `source`), named numbers (components `source/name`), a `Scored`, or None for no score."""
 Scorer = Callable[[SubjectT], Score | Sequence[Score] | Awaitable[Score | Sequence[Score]]]
 
 
@@ -54,19 +54,20 @@ class RewardSource(Generic[SubjectT]):
     """A function and the weight of its scores."""
 
     score: Scorer[SubjectT]
-    """A sync or async function. It receives a `Tape` or the argument of `Rewards.outcome`. With `per="group"`, it
-    receives a list of tapes."""
+    """A sync or async function. It receives a `Tape`, or the subject that was passed to `Rewards.outcome`. With
+    `per="group"`, it receives a list of tapes."""
     name: str = ""
-    """The name of its component. By default it is the function's name."""
+    """The name of the reward component. By default, it is the function's name."""
     weight: float = 1.0
-    """The weight in the reward, which is a sum. A source with weight 0 is a metric, which is only reported."""
+    """The weight of the score in the reward, which is a sum. With weight 0, the score is a metric and is only
+    reported."""
     per: Literal["episode", "step", "group"] = "episode"
     """The unit that is scored. With `step`, the function returns one score for each action on the tape, in order. With
-    `group`, it receives the closed attempts at one task and returns one score for each, which is recorded as a layer on
-    its tape."""
+    `group`, it receives the closed tapes of all attempts in a group and returns one score for each tape, which is
+    recorded as a layer on that tape."""
     pure: bool = True
-    """True if the score depends only on the tape and can be verified later. False if it needs other resources, such as
-    a judge model or a sandbox. A sync function then runs in a thread, since it may block."""
+    """True if the score depends only on the tape, so that it can be verified later. False if it needs other resources,
+    such as a judge model or a sandbox. A sync function that isn't pure runs in a thread, since it may block."""
     timeout: float | None = SECONDS
     """Seconds until the source counts as failed, or None for no limit. A sync pure source can't be interrupted."""
 
@@ -78,7 +79,7 @@ class RewardSource(Generic[SubjectT]):
 
 
 AnySource = RewardSource[Never]
-"""A source for any subject. A caller must know its subject, or cast."""
+"""A source for any type of subject. A caller must know the type, or cast."""
 
 
 class Rewards(Generic[SubjectT]):
@@ -104,10 +105,10 @@ class Rewards(Generic[SubjectT]):
         return [source.name for source in (*self.sources, *self.relative)]
 
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
-        """Return the reward records for `tape`, as a later scoring called `layer`, or as part of the tape if None.
+        """Return the reward records for `tape`. If `layer` is not None, they form a later scoring with that name.
 
         If a source fails, every record has weight 0, so the tape stays unscored. The record of the failed source has
-        the value NaN, and the cause as its evidence. Inherited actions of a fork are scored on the parent tape only.
+        the value NaN, and the cause as its evidence. Actions that a fork inherits are scored only on the parent tape.
         """
         at = [k for k, step in enumerate(tape) if isinstance(step, Action)]
         results = await asyncio.gather(*(_ask(source, tape, len(at)) for source in self.sources))
@@ -124,10 +125,10 @@ class Rewards(Generic[SubjectT]):
         return records
 
     async def compare(self, tapes: Sequence[Tape]) -> dict[str, list[Reward]]:
-        """Return the records in the layer GROUP_LAYER by tape id, from the sources with `per="group"`.
+        """Score a group with the sources that have `per="group"`. Return the records for GROUP_LAYER, by tape id.
 
-        If one of them fails, every record on every tape has weight 0, because the attempts in a group are only
-        comparable if all are scored by the same sources.
+        If a source fails, every record on every tape has weight 0, because the attempts in a group are comparable only
+        if all are scored by the same sources.
         """
         results = await asyncio.gather(*(_ask(source, list(tapes), len(tapes)) for source in self.relative))
         failed = any(isinstance(result, RewardFailed) for result in results)
@@ -144,10 +145,10 @@ class Rewards(Generic[SubjectT]):
         return records
 
     async def outcome(self, subject: SubjectT) -> Outcome:
-        """Return the outcome for `subject`, for use in `Environment.finish`.
+        """Score `subject` and return the scores as an outcome, for use in `Environment.finish`.
 
-        The weighted components are its reward, and components with weight 0 are its metrics. Raises RewardFailed if a
-        source fails, so that the episode ends unscored, as an error of the environment.
+        The outcome's reward has the weighted components, and its metrics are the components with weight 0. Raises
+        RewardFailed if a source fails, so that the episode ends unscored, as an error of the environment.
         """
         for source in (*self.sources, *self.relative):
             if source.per != "episode":
@@ -176,7 +177,7 @@ class Rewards(Generic[SubjectT]):
 
 
 class rewarded:
-    """An environment factory whose instances have these rewards in addition to their own."""
+    """An environment factory that adds rewards to those that its instances already have."""
 
     def __init__(self, make: EnvironmentFactory, rewards: Rewards[Tape]) -> None:
         check_factory(make)
@@ -202,7 +203,7 @@ class _Part(NamedTuple):
     """One number in a source's score."""
 
     place: int | None
-    """The index of the action, or of the tape in its group, or None for the episode."""
+    """The index of the scored action, or of the scored tape in its group, or None for the whole episode."""
     name: str
     value: float
     weight: float = 1.0
@@ -260,7 +261,7 @@ async def _ask(source: RewardSource[Any], subject: Any, places: int) -> list[_Pa
         late = timer.expired()
         return _failure(source, f"no score within {source.timeout} s" if late else f"TimeoutError: {error}", error)
     except RunStopped:
-        raise  # not a fault of this episode: the server, key or budget of a judge stops all scoring
+        raise  # not a fault of this episode: a problem with a judge's server, key or budget stops all scoring
     except Exception as error:  # the boundary: the fault becomes a record, or is raised by `outcome`
         return _failure(source, f"{type(error).__qualname__}: {error}", error)
 
@@ -272,7 +273,7 @@ def _failure(source: RewardSource[Any], what: str, error: BaseException) -> Rewa
 
 
 def _frame(source: RewardSource[Any], failure: RewardFailed) -> str | None:
-    """Return the line that raised. If this module rejects the result, return the first line of the function."""
+    """Return the line that raised. If this module rejected the score, return the first line of the function."""
     frames = traceback.extract_tb(failure.__cause__.__traceback__ if failure.__cause__ is not None else None)
     code = getattr(source.score, "__code__", None)
     if code is not None and (not frames or frames[-1].filename in (__file__, check_reward.__code__.co_filename)):
@@ -300,7 +301,8 @@ def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Pa
 
 
 def reference_of(tape: Tape) -> JsonValue:
-    """Return `answer` or `reference` in the task's private part, or the whole private part if it is not a dict."""
+    """Return `answer`, or else `reference`, from the task's private part. If this part is not a dict, return all of
+    it."""
     private = tape.begin.task.private
     if not isinstance(private, dict):
         return private
@@ -308,7 +310,7 @@ def reference_of(tape: Tape) -> JsonValue:
 
 
 def label_of(tape: Tape) -> str | None:
-    """Return `label` in the private or the public part of the task."""
+    """Return `label` from the private part of the task, or else from the public part."""
     for part in (tape.begin.task.private, tape.begin.task.public):
         if isinstance(part, dict) and part.get("label") is not None:
             return str(part["label"])
@@ -316,7 +318,7 @@ def label_of(tape: Tape) -> str | None:
 
 
 class NoRecipe(TapereelError, LookupError):
-    """The label of a task has no recipe, or a part of its recipe has no score."""
+    """There is no recipe for the task's label, or a part in the recipe returned no score."""
 
 
 def ensemble(
@@ -328,7 +330,8 @@ def ensemble(
     weight: float = 1.0,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """Return a source that weights `parts` by `recipe[label]`. Raises ValueError if a recipe names an unknown part."""
+    """Return a source that weights its parts by `recipe[label]`. Raises ValueError if a recipe names an unknown
+    part."""
     for kind, weights in recipe.items():
         strange = [part for part in weights if part not in parts]
         if strange:
