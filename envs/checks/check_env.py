@@ -59,7 +59,7 @@ class Report(CheckReport):
     """The result of `check_env`."""
 
     environment: str
-    """The name of the class."""
+    """The name of the environment's class."""
     episodes: int
     """Episodes that the policy played to their end. Episodes in the later checks are not counted."""
     turns: int
@@ -88,13 +88,12 @@ def check_env(
     seed: int = 0,
     reward_range: tuple[float, float] | None = None,
 ) -> Report:
-    """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then repeat them for other checks.
+    """Play the first `episodes` tasks with the policy `actions(observation, rng)`, then replay them for other checks.
 
-    The policy returns an Action, or a `str` for an environment that takes `Answer`. A call may take `timeout` seconds,
-    and may block the event loop for `stall` seconds. `reward_range` is the smallest and the largest reward of an
-    episode, if the environment promises them. The check runs its own event loops in threads, so it works inside a
-    running loop too. An `irreversible` environment is played once per task. Raises BadArgument, NotAnEnvironment and
-    BadTasks.
+    The policy returns an Action, or a `str` for an environment that takes `Answer`. A call may take at most `timeout`
+    seconds and block the event loop for at most `stall` seconds. `reward_range` holds the smallest and the largest
+    reward that an episode should have. The check runs its own event loops in threads, so it works inside a running loop
+    too. An `irreversible` environment is played once per task. Raises BadArgument, NotAnEnvironment or BadTasks.
     """
     started = time.perf_counter()
     chosen = [as_task(task, k) for k, task in zip(range(episodes), tasks, strict=False)]
@@ -204,7 +203,7 @@ async def _replayed(probe: Probe, play: Play, prefix: Tape | None = None) -> Pla
 
 
 def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> None:
-    """Play the episodes again, all at once, and compare. `sentence` is a finding with a placeholder."""
+    """Replay the episodes, all at once, and compare. The first difference fills the placeholder in `sentence`."""
     results = probe.run(*(partial(_replayed, probe, play) for play in plays))
     for first, second in zip(plays, results, strict=True):
         if difference := _difference(first, second):
@@ -212,8 +211,8 @@ def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> N
 
 
 def _check_leaks(probe: Probe, play: Play) -> None:
-    """Report resources that grow by at least one with every episode. Growth that happens only once is a cache, not a
-    leak. The first episode here fills such caches before the count starts."""
+    """Report resources of which every episode leaves at least one behind. Growth that happens only once is a cache, not
+    a leak, so the first episode here fills such caches before the count starts."""
 
     async def several() -> dict[str, int]:
         before: dict[str, set[object]] = {}
@@ -222,7 +221,7 @@ def _check_leaks(probe: Probe, play: Play) -> None:
             for _ in range(3):  # cancelled tasks need a few passes of the loop to end
                 await asyncio.sleep(0)
             before = before if episode else _held()
-        # New resources are counted: a difference between two counts would miss a leak if older ones ended meanwhile.
+        # New resources are counted: a difference between two counts would miss a leak if older resources ended.
         return {what: len(held - before[what]) for what, held in _held().items()}
 
     for what, left in probe.run(several)[0].items():
@@ -255,7 +254,7 @@ def _difference(a: Play, b: Play, first: int = 1) -> str | None:
 
 
 def _check_restore(probe: Probe, play: Play) -> None:
-    """Restore the first half of an episode in a fresh instance and play the second half. The results must be equal.
+    """Restore the first half of an episode in a fresh instance, then replay the second half and compare its results.
 
     The second half reveals state that no observation in the first half shows, such as the state of the random
     generator.
@@ -273,9 +272,9 @@ def _check_restore(probe: Probe, play: Play) -> None:
 
 
 async def _cancelled(probe: Probe, play: Play, method: str) -> bool:
-    """Start `reset` or `step`, cancel it at its first wait and check that it ends as cancelled.
+    """Start `reset` or `step`, cancel the call at its first wait, and check that it ends as cancelled.
 
-    Return False if it never waits.
+    Returns False if the method never waits.
     """
     env = probe.make()
     env.rng = random.Random(probe.seed + play.number)
@@ -286,7 +285,7 @@ async def _cancelled(probe: Probe, play: Play, method: str) -> bool:
         await asyncio.sleep(0)
         if call.done():
             if not call.cancelled():
-                call.exception()  # retrieve it, or asyncio logs a warning; the first episodes reported it
+                call.exception()  # retrieve the error, or asyncio logs it; the first episodes reported it
             return False
         call.cancel()
         await asyncio.wait({call}, timeout=probe.timeout)

@@ -1,7 +1,6 @@
 """Plays episodes in an untested environment and turns its faults into findings, for `check_env`.
 
-Every episode runs in a daemon thread that can be abandoned, so a call that never returns costs its timeout and not the
-whole check.
+Every episode runs in a daemon thread that can be abandoned, so even a call that never returns is reported.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Failed(Exception):
-    """An episode can't continue. Its finding has been reported."""
+    """An episode can't continue. The reason has been reported as a finding."""
 
 
 class Stuck(Exception):
@@ -100,7 +99,7 @@ class Probe:
         """Maps each thread id to the method that the thread called last."""
         self._made: list[AnyEnvironment] = []
         self.unused = self.make()
-        """An instance that is closed without a reset."""
+        """An instance for the check that `close` works without an earlier `reset`."""
         kind = type(self.unused)
         self.name, self.blocking, self.effect = kind.__name__, self.unused.blocking, self.unused.effect
         own = [cls for cls in kind.__mro__ if cls.__module__ != Environment.__module__]
@@ -113,7 +112,7 @@ class Probe:
             self.findings.append(Finding(check=check, severity=severity, sentence=sentence, where=where))
 
     def make(self) -> AnyEnvironment:
-        """Return a new instance. Raises NotAnEnvironment for another type, or for the same instance twice."""
+        """Make an instance. Raises NotAnEnvironment if the factory returns another type, or the same instance twice."""
         env = new_environment(self._factory)
         if any(env is other for other in self._made):
             raise NotAnEnvironment(
@@ -126,16 +125,16 @@ class Probe:
     # Threads
 
     def run(self, *works: Callable[[], Coroutine[object, Never, ResultT]]) -> list[ResultT]:
-        """Run all works concurrently, in one event loop, or each in its own thread if the environment is `blocking`.
+        """Run all `works` concurrently: in one event loop or, if the environment is `blocking`, each in its own thread.
 
-        Raises Stuck if no call has started or returned for 1.5 times the timeout. `self._calls` counts both events, so
-        an episode with many slow calls isn't mistaken for one that hangs.
+        Raises Stuck if no call has started or returned for 1.5 times the timeout. `self._calls` counts starts and
+        returns, so an episode with many slow calls isn't mistaken for one that hangs.
         """
         groups = [[work] for work in works] if self.blocking else [list(works)]
         threads = dict(self._start(group) for group in groups)
         while True:
             before = self._calls
-            # This is longer than the limit inside the loop, whose finding names the line of a call that only waits.
+            # A call that only waits is ended earlier, by the limit inside the loop, whose finding names the line.
             _, late = wait(threads, timeout=1.5 * self.timeout)
             if not late:
                 return [result for done in threads for result in done.result()]
@@ -271,7 +270,7 @@ class Probe:
         play.status = Status.LIMIT
 
     async def close(self, env: AnyEnvironment) -> None:
-        """Close the environment. A failure is only reported."""
+        """Close the environment. A failure is reported as a finding, but not raised."""
         with contextlib.suppress(Failed):
             await self.call(env, "close", check="close")
 
@@ -284,7 +283,7 @@ class Probe:
         return action
 
     def _checked(self, convert: Callable[[object], ResultT], value: object, method: str) -> ResultT:
-        """Return `value`, which `method` returned, converted as in a rollout.
+        """Convert `value`, the result of `method`, as a rollout does.
 
         A wrong type is a finding and ends the episode.
         """

@@ -1,8 +1,8 @@
 """Re-execution: applies the recorded actions again in a fresh environment, with the recorded seed.
 
-Each observation, reward and end is compared with the recorded one, except for the fields that the environment declares
-as varying (`Environment.varies`). Several executions show which fields differ between them and therefore must be
-declared. No agent runs and no model is called. Irreversible environments are refused.
+Observations, rewards and the end of the episode are compared with the recorded ones, except for the fields that the
+environment declares as varying (`Environment.varies`). Repeated executions show which fields must be declared, because
+their values differ between executions. No agent runs and no model is called. Irreversible environments are refused.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _SHAPES = (
 )
 """Patterns for text that often varies, narrowest first: ids, times, addresses, numbers, hashes."""
 CALCULATOR_SETTINGS = ("width", "max_turns", "scorer")
-"""The settings of a calculator that are read from a tape."""
+"""The settings of `Calculator` that are read from a tape."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Moment:
     """What the environment returned at one point of an episode."""
 
     turn: int | None
-    """The turn, or None at `reset` and for the episode as a whole."""
+    """The turn, or None for `reset` and for the whole episode."""
     step: int | None
-    """The index of the recorded observation, or of an action without one, or None for the episode as a whole."""
+    """The index of the recorded observation, or of the action if none follows it. It is None for the whole episode."""
     values: dict[str, JsonValue] = field(default_factory=dict)
-    """The JSON values by field."""
+    """Maps each field to its JSON value."""
 
 
 async def reexec(
@@ -92,9 +92,9 @@ async def reexec(
     times: int = 1,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Execute the actions on `tape` again in an environment from `make`, `times` times, and compare.
+    """Execute the actions on `tape` again, `times` times, in environments from `make`, and compare the results.
 
-    `normalise` adds to the fields that the environment declares as varying.
+    `normalise` adds further fields to those that the environment declares as varying.
     """
     env = new_environment(make)
     rules = {**env.varies, **(normalise or {})}
@@ -164,7 +164,7 @@ def _plain(step: Observation | None) -> dict[str, JsonValue] | None:
 
 
 def _scored(parts: Iterable[tuple[str, float, float]]) -> dict[str, JsonValue]:
-    """Convert (name, value, weight) of reward components to fields. A metric has the weight 0."""
+    """Convert reward components, each given as (name, value, weight), to fields. A metric has the weight 0."""
     return {f"{'reward' if weight else 'metric'}.{name}": float(value) for name, value, weight in parts}
 
 
@@ -280,8 +280,8 @@ def normalised(values: Mapping[str, JsonValue], rules: Normalisers) -> dict[str,
 
 
 def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str, Any]:
-    """Measure what varies between several executions. Returns the share of moments in which each field differs, and the
-    `varies` that makes the executions equal."""
+    """Measure what varies between several executions. Returns the share of moments in which each field differs, and a
+    proposal for `varies` with which the executions would be equal."""
     if len(runs) < 2:
         return {}
     rows: dict[str, list[list[JsonValue]]] = defaultdict(list)
@@ -299,8 +299,8 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Merge pairs of (field, part to ignore) into one declaration. If two proposals for a field differ, it gets None,
-    so that the whole field is ignored."""
+    """Merge pairs of (field, part to ignore) into one declaration. If proposals for a field differ, all of it is
+    ignored."""
     merged: dict[str, str | None] = {}
     for name, rule in proposals:
         merged[name] = rule if merged.get(name, rule) == rule else None
@@ -353,12 +353,12 @@ def reexec_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Execute the recorded actions again, on the named tapes of a run or on all closed tapes in a split.
+    """Execute the actions on the named tapes of a run again, or those on all closed tapes in a split.
 
-    `env` is the `module:name` of an environment class or factory. None takes it from the run's configuration. `masks`
-    maps a field to the regular expression for the part that may differ, or to None for the whole field. `times` is the
-    number of executions of each tape. With two or more, the verdicts name the fields that vary (`proposed_masks`). One
-    execution may take `seconds` of wall-clock time.
+    `env` is the `module:name` of an environment class or factory. If it is None, the environment in the run's
+    configuration is used. `masks` maps a field to the regular expression for the part that may differ, or to None for
+    the whole field. `times` is the number of executions of each tape. If it is 2 or more, the verdicts name the fields
+    that vary (see `proposed_masks`). One execution may take `seconds` of wall-clock time.
     """
     if times < 1 or seconds <= 0:
         raise UsageError(f"times is {times} and seconds {seconds}; times must be 1 or more, and seconds above 0")
@@ -375,7 +375,7 @@ def proposed_masks(verdicts: Iterable[Verdict]) -> dict[str, str | None]:
 
 
 def own_environment(identity: Identity) -> EnvironmentFactory | None:
-    """Return a demo's environment with the settings on the tape if the tape was recorded in one, otherwise None.
+    """Return a factory for a demo environment with the settings on the tape. Return None for other environments.
 
     A tape may come from an untrusted source, so a class path on it is never imported. Other code runs only if the
     caller or the run's configuration names it.
@@ -391,15 +391,15 @@ def own_environment(identity: Identity) -> EnvironmentFactory | None:
 
 
 def _factory(name: str | None) -> EnvironmentFactory | None:
-    """Return the factory called `name`, or None without a name. Raises UsageError if another object has that name."""
+    """Return the factory called `name`, or None if `name` is None. Raises UsageError if the object is not a factory."""
     if name is None:
         return None
     return cast("EnvironmentFactory", load_function(name, "an environment class or a function that makes one"))
 
 
 def _plan(name: str | None, masks: Normalisers, times: int, seconds: float, store: Store) -> Callable[[Tape], Verdict]:
-    """Return the check for one tape. It is made in each worker process. If `name` is None, it uses the environment on
-    each tape if that is one of Tapereel's own."""
+    """Return the function that checks one tape. Each worker process makes its own. If `name` is None, the function uses
+    the environment that a tape names, if this is one of Tapereel's demo environments."""
     named = _factory(name)
 
     def check(tape: Tape) -> Verdict:

@@ -49,8 +49,8 @@ async def rescore(
 
     The sources must reproduce each of their recorded components. Components from other sources are not compared. If a
     source fails, nothing new is recorded, because the sum would lack that source and be a different reward. `layer`
-    names the later scoring to compare with, and also the layer of the new records. If it is None, the comparison is
-    with the rewards recorded during the episode.
+    names the later scoring whose records are compared, and to which the new records belong. If it is None, the rewards
+    that were recorded during the episode are compared.
     """
     if not tape.closed:
         return unverifiable("rescore", tape.id, "the tape has no end yet"), []
@@ -87,9 +87,9 @@ Scores = dict[int | None, Reward]
 def _sides(
     then: dict[str, Scores], computed: dict[str, Scores], failed: dict[str, Reward], rewards: Rewards[Tape]
 ) -> tuple[list[tuple[Scores, Scores]], list[str], list[str]]:
-    """Return the pairs to compare, with recorded failures first.
+    """Return the pairs of recorded and computed scores to compare, beginning with recorded failures.
 
-    Also return the components that can't be compared, and notes on the others.
+    Also return the names of components that can't be recomputed, and notes on others that are not compared.
     """
     sides: list[tuple[Scores, Scores]] = []
     skipped: list[str] = []
@@ -111,7 +111,7 @@ def _sides(
 
 
 def _source(component: str, sources: Iterable[RewardSource[Any]]) -> RewardSource[Any] | None:
-    """Return the source of a component. Its name equals the component's name, or a part of that name before a slash."""
+    """Return the source of a component, whose name is that of the component or the part before one of its slashes."""
     named = {source.name: source for source in sources}
     parts = component.split("/")
     return next((named[name] for k in range(len(parts), 0, -1) if (name := "/".join(parts[:k])) in named), None)
@@ -124,7 +124,6 @@ def _failure(record: Reward) -> Failure:
 
 
 def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
-    """Group the records by component."""
     found: dict[str, Scores] = defaultdict(dict)
     for record in records:
         found[record.name][record.step] = record
@@ -132,20 +131,20 @@ def _by_name(records: Iterable[Reward]) -> dict[str, Scores]:
 
 
 def _pairs(then: Scores, now: Scores) -> list[tuple[Reward | None, Reward | None]]:
-    """Return the records to compare, step by step. If only one side scores each step, compare the sums instead."""
+    """Pair the records of each step. If only one side scores single steps, pair the sums over all steps instead."""
     if now and set(then) != set(now) and ({None} in (set(then), set(now))):
         return [(_sum(then), _sum(now))]
     return [(then.get(step), now.get(step)) for step in dict.fromkeys([*then, *now])]
 
 
 def _sum(parts: Scores) -> Reward:
-    """Return one record with the sum of all contributions, at the step of the last one."""
+    """Return one record with the sum of all contributions, at the step of the last record."""
     last = list(parts.values())[-1]
     return last.model_copy(update={"value": sum(_worth(part) or 0.0 for part in parts.values()), "weight": 1.0})
 
 
 def _uncompared(tape: Tape, name: str, layer: str | None) -> str:
-    """Explain why a computed component has no recorded one to compare with."""
+    """Explain why there is no recorded component to compare a computed one with."""
     held = dict.fromkeys(r.layer for r in tape.layers if isinstance(r, Reward) and r.name == name and r.layer != layer)
     if held:
         return (
@@ -197,7 +196,7 @@ def _number(value: float | None) -> str:
 
 
 class Opinion(Value):
-    """The scores of one tape by two reward functions."""
+    """The scores that two reward functions give to one tape."""
 
     tape: str
     group: str | None
@@ -205,7 +204,7 @@ class Opinion(Value):
     """The first function's score, or None if the tape was not scored or a source failed."""
     theirs: float | None
     failures: tuple[Failure, ...] = ()
-    """The failed sources of either function. A function with a failed source has the score None."""
+    """The sources that failed, from either function. If a source fails, the score of its function is None."""
 
 
 class Disagreement(Value):
@@ -219,20 +218,19 @@ class Disagreement(Value):
     unscored: int
     """Tapes without a reward from one function or both."""
     failed: int
-    """Unscored tapes on which a source of one function failed."""
+    """Unscored tapes on which a source of either function failed."""
     mean_ours: float | None
     """The mean over the tapes that both functions score."""
     mean_theirs: float | None
     pairs: int
-    """Pairs of attempts in one group that at least one function scores differently."""
+    """Pairs of attempts in the same group to which at least one function gives different scores."""
     turned: int
     """Pairs that the two functions order differently. In training, the sign of the advantage would be reversed."""
     furthest: tuple[Opinion, ...]
-    """The tapes on which the functions differ most."""
+    """The tapes, at most 10, on which the functions differ most."""
 
 
 async def opinion(tape: Tape, ours: Rewards[Tape], theirs: Rewards[Tape]) -> Opinion:
-    """Score a tape with both functions."""
     one, two = await ours.score(tape), await theirs.score(tape)
     return Opinion(
         tape=tape.id,
@@ -275,7 +273,7 @@ class Added(Value):
     """What `add_reward_layer` wrote."""
 
     verdicts: Verdicts
-    """Verdicts on the tapes that had the layer already, and on those whose reward failed."""
+    """Verdicts on the tapes that already had the layer, and on those for which the reward failed."""
     scored: int
     """Tapes that the reward code read."""
     tapes: int
@@ -306,7 +304,7 @@ def rescore_run(
     jobs: int | None = None,
     progress: Progress = silent,
 ) -> Verdicts:
-    """Score the named tapes of a run again, or all closed tapes in a split, and compare with the recorded rewards.
+    """Score the named tapes of a run, or all closed tapes in a split, and compare the scores with the recorded rewards.
 
     `reward` is the `module:name` of a Rewards, a RewardSource or a function from a tape to its score. `tolerance` is
     the largest difference that counts as equal.
@@ -326,10 +324,10 @@ def add_reward_layer(
     split: str | None = None,
     progress: Progress = silent,
 ) -> Added:
-    """Write the scores from `reward` as `layer` to the tapes that lack the layer, and compare them on the others.
+    """Score the tapes with `reward`. Write the scores as `layer` to tapes that lack it, and compare them on the others.
 
-    This runs in one process, because a store has one writer. A tape whose reward fails gets no records. Raises
-    UsageError for the layer that training writes.
+    This runs in one process, because a store has one writer. A tape for which the reward fails gets no records. Raises
+    UsageError if `layer` is the one that training writes.
     """
     from ...tapes.store.store import Store
 
@@ -375,7 +373,7 @@ def compare_rewards(
 
 
 def failure_kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[FailureKind]:
-    """Count failures by source and line, the most frequent first. `failures` pairs each tape with what failed on it."""
+    """Count failures by source and line, the most frequent first. `failures` pairs each tape with its failures."""
     kinds: dict[tuple[str, str | None], FailureKind] = {}
     for tape, found in failures:
         for failure in found:
@@ -387,6 +385,6 @@ def failure_kinds(failures: Iterable[tuple[str, Iterable[Failure]]]) -> list[Fai
 
 
 def _plan(reward: str, tolerance: float, store: Store) -> Callable[[Tape], Verdict]:
-    """Return the check for one tape. It is made in each worker process."""
+    """Return the function that checks one tape. Each worker process makes its own."""
     rewards = load_reward(reward)
     return lambda tape: run_async(rescore(tape, rewards, tolerance=tolerance))[0]
