@@ -71,8 +71,8 @@ class Calculator(Environment[Calculate | FinalAnswer]):
     def __init__(self, *, width: int = 3, max_turns: int = 4, scorer: str | None = None) -> None:
         """`width` is the number of digits to which results are padded.
 
-        The episode is truncated after `max_turns` actions. `scorer` is a reasoning-gym dataset whose own scorer is
-        reported as the metric `reasoning_gym`.
+        The episode is truncated after `max_turns` actions. `scorer` names a reasoning-gym dataset. The score from this
+        dataset's own scorer is reported as the metric `reasoning_gym`.
         """
         if not 0 <= width <= 100:
             raise ValueError(f"width is {width}; it must be from 0 to 100 digits")
@@ -83,7 +83,6 @@ class Calculator(Environment[Calculate | FinalAnswer]):
         self._answer: str | None = None
 
     async def reset(self, task: Task) -> Problem:
-        """Ask the task's question."""
         public, private = task.public, task.private
         if not isinstance(public, dict) or not isinstance(private, dict):
             raise BadTasks(
@@ -121,9 +120,9 @@ class Calculator(Environment[Calculate | FinalAnswer]):
 
 
 def calculate(expression: str, width: int = 0) -> str:
-    """Return `130` for `47+83`: one +, - or * of two integers with at most 12 digits each.
+    """Compute the sum, difference or product of two integers with at most 12 digits each: `47+83` gives `130`.
 
-    The result is padded with zeros to `width` digits. It is `?` for any other expression.
+    The result is padded with zeros to `width` digits. For any other expression, the result is `?`.
     """
     found = _BINARY.fullmatch(expression)
     if found is None:
@@ -148,7 +147,7 @@ def read_action(text: str) -> Calculate | FinalAnswer:
 
 
 def calculator_tasks(size: int, seed: int = 0) -> Taskset:
-    """Return `size` distinct sums of three two-digit numbers, from reasoning-gym's `chain_sum` (its sums only).
+    """Return `size` distinct sums of three two-digit numbers, from reasoning-gym's `chain_sum` problems without minus.
 
     Split them by hash: `train, held_out = calculator_tasks(14_000).split(0.9, 0.1)`.
     """
@@ -168,8 +167,8 @@ def calculator_tasks(size: int, seed: int = 0) -> Taskset:
 def word_problems(size: int, seed: int = 0, *, digits: int = 2, symbols: bool = False) -> Taskset:
     """Return `size` distinct problems with two numbers, from reasoning-gym's `basic_arithmetic`.
 
-    The numbers have up to `digits` digits. Each problem has one of `WORDS` in place of its operator, as in `47plus83`,
-    all equally often. With `symbols`, the operator stays, as in `47+83`.
+    The numbers have up to `digits` digits. In each problem, the operator is replaced by one of its words in `WORDS`,
+    chosen with equal probability, as in `47plus83`. With `symbols`, the operator stays, as in `47+83`.
     """
 
     def question(entry: dict[str, Any]) -> str:
@@ -198,9 +197,9 @@ def demonstrate(
 ) -> str:
     """Return the next text of a demonstrator that knows the calculator's keys, but not the words in `word_problems`.
 
-    `results` are the results of its calculator calls so far. It calculates `47+83`. For `47plus83` it presses a random
-    key and answers with the result. In a share `guess` of these episodes, it answers with a random number without a
-    call. It therefore doesn't reveal what the words mean.
+    `results` holds the calculator's results so far. The demonstrator calculates `47+83`. For `47plus83`, it presses a
+    random key and answers with the result, or, in a share `guess` of these episodes, answers with a random number
+    without a call. Therefore the demonstrations don't reveal what the words mean.
     """
     found = _WORDED.fullmatch(question)
     if found is None:

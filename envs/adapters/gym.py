@@ -1,8 +1,8 @@
 """Adapter for gymnasium environments.
 
 Discrete and text spaces need no codec, nor do tuples, dicts and arrays of discrete spaces. For other spaces (boxes of
-floats, images), pass functions that convert observations and actions. The start is seeded from `self.rng`, so all
-episodes in a group start from the same state. gymnasium is imported when an environment is made.
+floats, images), pass functions that convert observations and actions. The initial state is seeded from `self.rng`, so
+it is the same for all episodes in a group. gymnasium is imported when an environment is made.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from gymnasium import Env, Space
 
 Observe = Callable[[Any, Any], Observation]
-"""Converts (observation, gymnasium environment) to the agent's observation. It may call the environment's `render`."""
+"""Converts an observation to the agent's. The second argument is the gymnasium environment, for calls of `render`."""
 Act = Callable[[Any, Any], Any]
-"""Converts (action, gymnasium environment) to the argument of `env.step`. If it raises ValueError, `env.step` is not
-called, and the agent sees the message as a `GymRefusal`."""
+"""Converts an action to the argument of `env.step`. The second argument is the gymnasium environment. After a
+ValueError, `env.step` is not called, and the agent sees the error's message as a `GymRefusal`."""
 
 
 class GymObservation(Observation, kind="gym_observation"):
@@ -71,10 +71,10 @@ class CodecNeeded(TapereelError, TypeError):
 class GymEnvironment(Environment[Action]):
     """A gymnasium environment, such as `GymEnvironment("FrozenLake-v1", is_slippery=False)`.
 
-    Instead of an id, it also takes a factory function: `GymEnvironment(make)`. A task is None (the seed of the start is
-    drawn from `self.rng`), an int (that seed) or a dict. A dict has the `options` for gymnasium's `reset`. It may also
-    have `seed`, and `make` with this task's arguments for `gymnasium.make`, which override the constructor's. Every
-    step is scored, as in gymnasium. An action outside the action space has the reward 0.0 and leads to a `GymRefusal`.
+    The first argument is an id or a factory function: `GymEnvironment(make)`. A task is None, an int or a dict. An int
+    is the seed for gymnasium's `reset`, which is otherwise drawn from `self.rng`. A dict holds the options for `reset`,
+    and may also hold a `seed`, and under `make` this task's arguments for `gymnasium.make`, which override the
+    constructor's. Every step is scored. An action outside the action space gets the reward 0.0 and a `GymRefusal`.
     """
 
     blocking = True
@@ -94,9 +94,9 @@ class GymEnvironment(Environment[Action]):
     ) -> None:
         """`observe` and `act` are codecs for spaces without a plain form.
 
-        `metrics` names the numbers in gymnasium's `info` to record. With `pixels`, the agent sees only the rendered
-        frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is "rgb_array" by default. `make` has the
-        arguments for `gymnasium.make` that apply to every task.
+        `metrics` lists the names of those numbers in gymnasium's `info` that are recorded as metrics. With `pixels`,
+        the agent sees only the rendered frame, as with gymnasium's `AddRenderObservation`, and `render_mode` is
+        "rgb_array" by default. `make` holds the arguments for `gymnasium.make` that apply to every task.
         """
         if importlib.util.find_spec("gymnasium") is None:
             raise MissingExtra("gymnasium", "gym", "GymEnvironment")
@@ -118,7 +118,7 @@ class GymEnvironment(Environment[Action]):
         self._env_make: dict[str, Any] = {}
 
     async def reset(self, task: object) -> Observation:
-        """Start an episode. The first call, or a task with other `make` arguments, makes the gymnasium environment."""
+        """Start an episode. The first call makes the gymnasium environment, as does a task with another `make`."""
         seed, options, make = _start(task)
         if self._env is None or make != self._env_make:
             await self.close()
@@ -129,7 +129,6 @@ class GymEnvironment(Environment[Action]):
         return self._shown(observation)
 
     async def step(self, action: Action) -> Outcome:
-        """Call `env.step` once."""
         try:
             native = self._native(action)
         except ValueError as error:
@@ -145,7 +144,6 @@ class GymEnvironment(Environment[Action]):
         )
 
     async def close(self) -> None:
-        """Close the gymnasium environment."""
         if self._env is not None:
             self._env.close()
 
@@ -216,7 +214,7 @@ def plain(value: object, space: Space) -> JsonValue:
 
 
 def native(value: JsonValue, space: Space) -> object:
-    """Do the inverse of `plain`. Raises ValueError if the value doesn't have the form of the space."""
+    """Convert JSON values to an element of the space. Raises ValueError if they don't have the form of the space."""
     from gymnasium import spaces
 
     if isinstance(space, spaces.Discrete) and isinstance(value, int) and not isinstance(value, bool):

@@ -20,11 +20,11 @@ from ..environment import Environment, Outcome
 from ..taskset import BadTasks, Taskset
 
 WAYS = {"n": (1, 0, 0), "e": (0, 1, 0), "s": (0, 0, 1), "w": (1, 1, 1)}
-"""Maps each way to the channels (red, green, blue) in which its lamp shines. Any two colours differ in at least two."""
+"""Maps each way to its lamp's colour (red, green, blue). Any two ways differ in at least two channels."""
 SIDE = 16
 """The width and height of a picture, in pixels."""
 NOISE = 24
-"""The most that noise adds to one channel of a pixel, or subtracts from it."""
+"""The largest number by which noise raises or lowers one channel of a pixel."""
 
 
 class Lamp(Observation, kind="lamp"):
@@ -40,7 +40,6 @@ class Lamps(Environment[Answer]):
     pixels = True
 
     async def reset(self, task: Task) -> Lamp:
-        """Show the first lamp."""
         private = task.private if isinstance(task.private, dict) else {}
         lamps, ways = private.get("lamps"), private.get("ways")
         if not isinstance(lamps, list) or not isinstance(ways, str) or not 0 < len(lamps) == len(ways):
@@ -72,8 +71,8 @@ def read_way(text: str) -> Answer:
 def lamp_tasks(size: int, seed: int = 0, *, crossings: int = 3, blind: bool = False) -> Taskset:
     """Return `size` walks, each with its own lamps.
 
-    Each way is right at a quarter of the crossings, independently of the others. With `blind`, each walk shows the
-    lamps of another walk, so the pictures don't reveal the right ways.
+    At each crossing, every way is right with the probability 1/4, independently of the other crossings. With `blind`,
+    each walk shows the lamps of another walk, so the pictures don't reveal the right ways.
     """
     rng = random.Random(f"lamps {seed}")
     walks = [[rng.getrandbits(40) for _ in range(crossings)] for _ in range(size)]

@@ -1,8 +1,8 @@
 """Tools of an MCP server, over stdio or streamable HTTP, as tools of an environment.
 
-This module uses the official SDK, versions 1 and 2 (the extra `mcp`). A lost server is an error of the environment
+This module uses the official SDK, versions 1 and 2 (the extra `mcp`). If the server is lost, the environment has failed
 (`ToolsLost`). An error that a tool reports is a result. Text from the server (names, descriptions, results) is
-untrusted and is only shown to the model. The server's hints count only for tools without a declared effect.
+untrusted and is only shown to the model. The server's hints are used only for tools without a declared effect.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class McpServer:
         """
         name: The server's name in errors.
         effect: The effect of every tool that `effects` doesn't name. None uses the server's hints: `readOnlyHint` means
-            pure, and `idempotentHint` means idempotent. A tool without a hint is irreversible. Before the first session
-            the effect counts as irreversible, so declare it if tapes are to be executed again.
+            pure, and `idempotentHint` means idempotent. A tool without a hint is irreversible. Before the first
+            session, every tool counts as irreversible, so declare the effect if tapes are to be executed again.
         only: The names of the tools to offer. None offers all.
-        timeout: Seconds for one call.
-        start_timeout: Seconds to start and list the tools.
+        timeout: Time limit for a call, in seconds.
+        start_timeout: Time limit for the server to start and list its tools, in seconds.
         limit: The maximum number of characters in a result.
         """
         self.name = name
@@ -103,7 +103,7 @@ class McpServer:
         cwd: str | os.PathLike[str] | None = None,
         **options: Unpack[McpOptions],
     ) -> McpServer:
-        """Return a server that is a program. It gets the SDK's short list of safe environment variables, and `env`."""
+        """Return a server that is a program. The program gets `env` and the SDK's short list of safe variables."""
         options.setdefault("name", command)
         return cls(partial(_over_stdio, command, args, env, cwd), **options)
 
@@ -147,7 +147,8 @@ class McpServer:
             await session.end()
 
     def _lock(self) -> asyncio.Lock:
-        """Return one lock for each event loop, because a shared server outlives the loop that first opened it."""
+        """Return this loop's lock. Each event loop has one, because a shared server outlives the loop that opened
+        it."""
         loop = asyncio.get_running_loop()
         if self._opening is None or self._opening[0] is not loop:
             self._opening = loop, asyncio.Lock()
@@ -187,7 +188,7 @@ class McpServer:
 
 
 class _Session:
-    """One connection, held by its own task. The SDK requires that the task that opened it also closes it."""
+    """One connection, held by its own task. The SDK requires that the same task opens and closes a connection."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -251,8 +252,8 @@ class _Session:
         """Return the tool's result.
 
         Raises ToolFailed for an error of the tool or a bad picture, and ToolsLost if the server is gone. After any
-        other exception, a ping decides between the two. Without it, a dead server would look like a failing tool, and
-        the episode would be trained on.
+        other exception, a ping decides which of them is raised. Without the ping, a dead server would look like a
+        failing tool, and the episode would be trained on.
         """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")
@@ -311,7 +312,7 @@ def _field(thing: Any, new: str, old: str) -> Any:
 
 
 async def _part(block: Any, bad: list[BadPicture]) -> str | Picture:
-    """Return one part of a result, as a picture or as text. `bad` gets the errors of pictures that can't be shown."""
+    """Return one part of a result, as a picture or as text. Errors of unusable pictures are added to `bad`."""
     inside = block.resource if block.type == "resource" else block
     text, mime = getattr(inside, "text", None), str(_field(inside, "mime_type", "mimeType"))
     if text is not None:
@@ -336,8 +337,8 @@ def _innermost(error: BaseException) -> BaseException:
 
 @contextmanager
 def _sparing() -> Iterator[None]:
-    """Limit the SDK's log to its first record of an unreadable line. Otherwise it writes a traceback for every line
-    that is not a message, possibly millions."""
+    """Limit the SDK's log to its first record of an unreadable line. Otherwise the SDK writes a traceback for every
+    such line, and there may be millions of them."""
     logger, found = logging.getLogger("mcp.client.stdio"), list[bool]()
 
     def first(record: logging.LogRecord) -> bool:

@@ -1,7 +1,7 @@
 """Tasks and scorers from reasoning-gym, which is imported at the first use.
 
-Its generator seeds item i with `seed + i`, so the sets for neighbouring seeds overlap. Make one taskset and `split` it
-by hash. Otherwise held-out tasks occur in training.
+Its generator seeds item i with `seed + i`, so sets made with neighbouring seeds overlap. To keep held-out tasks out of
+training, make one taskset and `split` it by hash.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...tapes.records import Task
 from ..taskset import BadTasks, Taskset
 
 BOARDS = ("arc_agi", "rearc")
-"""Datasets whose scorers compare boards as tuples. A task is JSON, so it holds a board as lists."""
+"""Datasets whose scorers compare boards as tuples. A task holds a board as lists instead, because it is JSON."""
 Entry = dict[str, Any]
 """An item of reasoning-gym: `question`, `answer`, `metadata`."""
 
@@ -34,9 +34,9 @@ def reasoning_tasks(
 ) -> Taskset:
     """Return `size` distinct tasks from the dataset `name`, made with `config`.
 
-    The public part has `question`, and the private part has `answer` and more. `keep` selects entries, and None takes
-    all. `question` makes the agent's question, and None takes the entry's own. At most `draws` entries are generated.
-    None stands for 100 per task.
+    The public part has `question`, and the private part has `answer` and more. `keep` selects entries. By default, all
+    are kept. `question` converts an entry to the agent's question. By default, this is the entry's own question. At
+    most `draws` entries are generated, by default 100 per task.
     """
     draws = 100 * size if draws is None else draws
     try:

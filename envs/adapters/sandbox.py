@@ -44,15 +44,15 @@ class Sandbox:
     hold `disk` bytes in total. When a snippet ends, all its processes are killed.
 
     Some things are not guaranteed. The sandbox is not a virtual machine, so a flaw in the kernel breaks it. Without a
-    writable cgroup, `memory` bounds each process, so all of them together may use `processes` times as much.
-    `isolation="none"` only bounds the time, the processes, the memory of each process and the size of each file. A
-    snippet then reads what this user may read (as root, only what every user may read), reaches the network and can
-    signal this user's processes. The tape records an episode's backend, isolation and memory bound
+    writable cgroup, `memory` limits each process separately, so all processes together may use `processes` times as
+    much. `isolation="none"` limits only the time, the number of processes, the memory of each process and the size of
+    each file. A snippet can then read what this user may read (as root, only what every user may read), use the network
+    and signal this user's processes. The tape records an episode's backend, isolation and memory bound
     (`ToolOffer.sources`).
     """
 
     effect: Effect = "pure"
-    """A snippet changes only its folder, and each episode has a new one."""
+    """A snippet changes only its own folder, and each episode gets a new folder."""
 
     def __init__(
         self,
@@ -70,18 +70,18 @@ class Sandbox:
         backend: str | None = None,
     ) -> None:
         """
-        seconds: Time limit for a snippet (wall clock).
-        memory: Bytes of memory for a snippet.
-        processes: Concurrent processes and threads of a snippet.
-        disk: Bytes of all files. One file is allowed for each 16 KiB, and at least 1000 files.
-        limit: The maximum number of characters of output.
+        seconds: Time limit for a snippet, in seconds of wall-clock time.
+        memory: Memory limit for a snippet, in bytes.
+        processes: The maximum number of processes and threads that a snippet has at once.
+        disk: Size limit for all files together, in bytes. It allows one file per 16 KiB, but never fewer than 1000.
+        limit: The maximum number of characters in the output.
         files: The initial files in the folder.
         paths: Further absolute paths that a snippet may read.
-        python: The interpreter for the tool `python`. None takes the current one, or the system's if this user is root
-            and other users can't run the current one. In an image, None takes the image's `python3`.
+        python: The interpreter for the tool `python`. None means the current interpreter, or the system's if this user
+            is root and other users can't run the current one. In an image, None means the image's `python3`.
         isolation: With `required`, the sandbox refuses to run if no backend passes its self-test.
         backend: `bubblewrap`, `podman` (with this machine's `/usr`), `podman:IMAGE`, or `module:name` for a function
-            from `Bounds` to a `SandboxBackend`. None takes the first of bubblewrap and podman that works.
+            that makes a `SandboxBackend` from `Bounds`. None means bubblewrap if it works, otherwise podman.
         """
         if isolation not in ("required", "none"):
             raise ValueError(
@@ -222,9 +222,9 @@ async def _working(named: str | None) -> str:
     tried: list[str] = []
     for name in BACKENDS if named is None else (named,):
         try:
-            # An image changes the files that a snippet finds, but not its isolation.
+            # The test of podman also holds for images: they change a snippet's files, but not its isolation.
             found = await asyncio.shield(asyncio.wrap_future(_tested("podman" if name[:7] == "podman:" else name)))
-        except OSError as error:  # NoSandbox is one too
+        except OSError as error:  # NoSandbox is an OSError too
             found = str(error)
         if not found:
             return name
@@ -233,9 +233,9 @@ async def _working(named: str | None) -> str:
 
 
 def _tested(name: str) -> Future[str]:
-    """Return the self-test of a backend, which all callers share. If it couldn't run, the next caller tries again.
+    """Return the self-test of a backend, which all callers share. If the test couldn't run, the next caller retries it.
 
-    It runs in a thread with its own event loop, so it doesn't end with the episode that asked first.
+    The test runs in a thread with its own event loop, so it continues even if the episode that started it ends.
     """
     with _starting:
         test = _tests.get(name)
@@ -283,7 +283,7 @@ print(json.dumps(found))
 
 
 async def _self_test(name: str) -> str:
-    """Return how a snippet escaped, or an empty string if it could not. Raises NoSandbox if the test can't run."""
+    """Return how a snippet escaped, or an empty string if it couldn't. Raises NoSandbox if the test can't run."""
     backend = _make(name, Bounds(seconds=30.0, memory=512 << 20, processes=32, disk=16 << 20, limit=4000))
     try:
         with contextlib.ExitStack() as held:

@@ -1,7 +1,7 @@
 """Backends that run a sandbox's snippets: bubblewrap, podman, processes without isolation, or a user's class.
 
 `LocalBackend` runs them on this machine through `sandbox_launcher.py`. Neither this process nor a shell interprets the
-content of snippets, and this process never opens a file that they wrote.
+content of a snippet, and this process never opens a file that a snippet wrote.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _VARIABLES = {**_PLAIN, "HOME": "/work", "TMPDIR": "/tmp"}
 _PODMANS = ("HOME", "USER", "PATH", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "DBUS_SESSION_BUS_ADDRESS")
 """Variables of this process that podman itself reads. It passes none of them to a snippet."""
 _FOLDERS = {"work": "/work", "tmp": "/tmp", "shm": "/dev/shm"}
-"""Maps each folder in the box to its path for a snippet."""
+"""Maps each folder in the box to the path at which snippets see it."""
 _ETC = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/ssl/certs")
 """The files in /etc that programs in /usr need."""
 
@@ -58,9 +58,9 @@ class Ran:
     """The result of a snippet."""
 
     output: str
-    """Standard output and standard error, interleaved as written. Beyond `limit` characters it is cut, with a note."""
+    """Standard output and standard error, interleaved as written. It is cut after `limit` characters, with a note."""
     code: int | None
-    """The exit code, 128 + n if signal n killed the process, or None if it reached its time limit."""
+    """The exit code, or 128 + n if signal n killed the process. It is None if the time limit was reached."""
 
     def __str__(self) -> str:
         if self.code is None:
@@ -72,7 +72,7 @@ class Ran:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The bounds that a sandbox asks its backend to keep. `Sandbox` describes the fields."""
+    """The limits that a sandbox asks its backend to enforce. `Sandbox` describes the fields."""
 
     seconds: float
     memory: int
@@ -84,12 +84,12 @@ class Bounds:
 
 
 class SandboxBackend(Protocol):
-    """One sandbox. `backend="module:name"` names a function or class that makes one from `Bounds`."""
+    """One sandbox. `backend="module:name"` names a function or class that makes a backend from `Bounds`."""
 
     python: str
     """The Python interpreter, as a path inside the sandbox."""
     memory: str
-    """What `Bounds.memory` bounds: `all processes` of a snippet (a cgroup), or `each process`."""
+    """What `Bounds.memory` limits: `all processes` of a snippet together (a cgroup), or `each process` separately."""
 
     async def start(self) -> None:
         """Make the sandbox, with an empty working directory. Raises NoSandbox if that fails."""
@@ -107,14 +107,14 @@ class SandboxBackend(Protocol):
         ...
 
     async def read(self, path: str, limit: int) -> bytes:
-        """Return at most `limit` bytes of a file. Raises OSError if it isn't a file.
+        """Return at most `limit` bytes of a file. Raises OSError if `path` isn't a plain file.
 
-        It doesn't wait, and doesn't follow a link.
+        The method neither waits nor follows links.
         """
         ...
 
     async def stop(self) -> None:
-        """End all processes and delete all files. It is also called if `start` failed."""
+        """End all processes and delete all files. This method is also called if `start` failed."""
         ...
 
 
@@ -135,7 +135,7 @@ class LocalBackend:
         if sys.platform != "linux":
             raise NoSandbox(f"the sandbox needs Linux, but this system is {sys.platform}: run it in a Linux container")
         self._box = Path(tempfile.mkdtemp(prefix="tapereel-sandbox-"))
-        self._box.chmod(0o711)  # root's snippets traverse it as another user
+        self._box.chmod(0o711)  # if this user is root, snippets traverse it as another user
         try:
             order = await asyncio.to_thread(self._order, self._box)
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -160,7 +160,7 @@ class LocalBackend:
             raise NoSandbox(f"{self._kind} can't start: {error} {said.decode(errors='replace')}".rstrip()) from error
 
     def _order(self, box: Path) -> dict[str, Any]:
-        """Return the launcher's instructions for every snippet, and the files for them."""
+        """Return the launcher's instructions, which hold for all snippets, with the files that the backend needs."""
         bounds, root = self._bounds, os.getuid() == 0
         user = FIRST_UID + box.stat().st_ino % (1 << 30) if root and self._kind != "podman" else None
         order: dict[str, Any] = {"backend": self._kind, "box": str(box), "user": user, "command": [], "given": {}}
@@ -189,8 +189,8 @@ class LocalBackend:
         return order | {"command": _podman(box, binds, bounds, self._image, base)}
 
     async def _ask(self, request: dict[str, Any], content: bytes = b"", cgroup: int | None = None) -> dict[str, Any]:
-        """Return the launcher's answer, with its bytes as `data`. Raises OSError if the launcher refuses the request,
-        and NoSandbox if it fails or is gone."""
+        """Return the launcher's answer to the request, with the bytes after it as `data`. Raises OSError if the
+        launcher refuses the request, and NoSandbox if the launcher fails or is gone."""
         ours, theirs = socket.socketpair()
         with theirs:
             if self._control is None:
@@ -235,8 +235,8 @@ class LocalBackend:
             if joined is not None:
                 os.close(joined)
             if folder is not None:
-                # The cgroup is added only now, because calls that end remove every empty cgroup in the set, and it is
-                # also empty before its snippet joins it.
+                # The cgroup is added to the set only now. Every call that ends removes the empty cgroups in the set,
+                # and this cgroup was empty until its snippet joined it.
                 self._cgroups.add(folder)
             self._remove_cgroups()
         text: str = reply["data"].decode("utf-8", "replace")
@@ -273,10 +273,10 @@ class LocalBackend:
 def _delete(box: Path) -> None:
     """Delete the box. Raises NoSandbox if something is left of it.
 
-    Without isolation, it is a tree on disk that snippets made. Otherwise the folder is empty, and deleting it needs
-    neither a process nor a descriptor, of which there may be none left. `find` and `rm` follow no link, and neither a
-    deep path nor many files stop them. Root needs no `find`. Other users must be able to read and write a folder before
-    they can empty it.
+    Without isolation, the box is a tree on disk that snippets made. Otherwise it is an empty folder, and deleting it
+    needs neither a process nor a descriptor, because none may be left. `find` and `rm` follow no links, and deep paths
+    or many files don't stop them. Users other than root need `find`, which makes folders readable and writable so that
+    they can be emptied.
     """
     with contextlib.suppress(OSError):
         return box.rmdir()
@@ -300,8 +300,8 @@ def _program(name: str) -> str:
 
 @functools.cache
 def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return the interpreter and the folders that it needs. None stands for the current interpreter. If this process is
-    root and other users can't run that one, it stands for the system's."""
+    """Return the interpreter and the folders that it needs. If `python` is None, this is the current interpreter, or
+    the system's if this process is root and other users can't run the current one."""
     if python is None:
         way = (Path(sys.executable).resolve(), *Path(sys.executable).resolve().parents)
         ours = os.getuid() != 0 or all(place.stat().st_mode & stat.S_IXOTH for place in way)
@@ -315,16 +315,16 @@ def _interpreter(python: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def _roots() -> dict[str, str]:
-    """Map each folder in the root directory to its target if it is a link, otherwise to an empty string."""
+    """Map each folder in the root directory to the link's target if it is a link, otherwise to an empty string."""
     system = [Path("/", name) for name in ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")]
     links = {path.name: os.readlink(path) if path.is_symlink() else "" for path in system if path.exists()}
     return links | dict.fromkeys(("proc", "dev", "sys", "tmp", "run", "home", "work", "etc"), "")
 
 
 def _binds(paths: Sequence[str], *, image: bool) -> list[str]:
-    """Return the host's paths that a snippet may read, leaving out paths below others.
+    """Return the host's paths that a snippet may read. A path that lies below an earlier one is left out.
 
-    Raises NoSandbox for a path that exposes too much. An image has system folders of its own.
+    Raises NoSandbox for a path that exposes too much or is relative. An image brings its own system folders.
     """
     system = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
     found = [name for name in system if not image and Path(name).is_dir() and not Path(name).is_symlink()]
@@ -360,13 +360,13 @@ def _bubblewrap(box: Path, binds: list[str]) -> list[str]:
 def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) -> list[str]:
     """Return podman's command line, up to the snippet's command. `base` is the host's id for the container's root."""
     runtime = shutil.which("runc", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or _program("crun")
-    # The snippet has this process's pipe itself, as descriptor 3. Podman forwards output, and on a busy machine it may
-    # lose the output of a command that ends at once.
+    # The snippet writes directly to this process's pipe, as descriptor 3. If podman forwarded the output, it might lose
+    # the output of a command that ends at once, on a busy machine.
     words = ["/bin/sh", "-c", 'exec "$@" 3>&1', "sh", _program("podman"), "--runtime", runtime, "run"]
     words += ["--rm", "--preserve-fds=1", "--pidfile", "{pidfile}", "--log-driver", "none"]
     words += ["--network", "none", "--no-hosts", "--hostname", "sandbox", "--http-proxy=false", "--unsetenv-all"]
     words += ["--read-only", "--read-only-tmpfs=false", "--cap-drop", "all", "--user", f"{_UID}:{_UID}"]
-    # The container has its own user namespace, so that its limit on processes doesn't count those of other containers.
+    # The container has its own user namespace, so that its process limit doesn't count other containers' processes.
     words += ["--uidmap", f"0:{base}:65536", "--gidmap", f"0:{base}:65536", "--workdir", "/work"]
     words += ["--security-opt", "no-new-privileges", "--security-opt", f"seccomp={box}/filter"]
     words += ["--security-opt", "mask=/proc/keys:/proc/key-users:/sys", "--oom-score-adj", "1000"]
@@ -379,8 +379,8 @@ def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) 
     volumes += [] if image else [f"{box}/{name}:/etc/{name}:ro" for name in ("passwd", "group")]
     words += [word for volume in volumes for word in ("--volume", volume)]
     words += [image] if image else ["--rootfs", f"{box}/root"]
-    # podman sets no limit on address space, so the shell does. The command is passed as the shell's arguments, which it
-    # runs and doesn't interpret.
+    # podman can't limit the address space, so the shell does. The shell gets the command as its arguments and runs it
+    # without interpreting it.
     script = 'ulimit -v "$1"; shift; exec >&3 3>&- 2>/dev/null; "$@" 2>&1; exit $?'
     return [*words, "/bin/sh", "-c", script, "sh", str(bounds.memory // 1024)]
 
@@ -413,7 +413,7 @@ def _new_cgroup(parent: Path, memory: int) -> Path:
 
 @functools.cache
 def _cgroup_parent() -> Path | None:
-    """Return the cgroup in which this process can make others and move processes into them, or None if there isn't one.
+    """Return a cgroup in which this process can make cgroups and move processes into them, or None if there isn't one.
 
     The search runs only once.
     """
@@ -430,7 +430,7 @@ def _cgroup_parent() -> Path | None:
                 finally:
                     moved.kill()
                     moved.wait()
-                for left in parent.glob("tapereel-*-*"):  # this one, and those that killed processes left behind
+                for left in parent.glob("tapereel-*-*"):  # this folder, and those that killed processes left behind
                     if left == folder or not Path("/proc", left.name.split("-")[1]).exists():
                         left.rmdir()
                 return parent

@@ -4,10 +4,10 @@
 
 The box is a file system of bounded size in memory, with the folders that a snippet may write to. It exists in the mount
 namespace of the launcher, so nothing is left of it when the last process of the sandbox ends, however that happens.
-Each message on stdin carries a socket with one request. The first request sets the box up, and the launcher forks a
-keeper for every later one. The keeper ends a snippet when its time is up or the runner closes the request's socket. As
-the snippets' user, it enters folders that snippets wrote, and it follows no link there. Only the standard library is
-imported, before privileges are dropped, because the snippets' user may not be able to read the interpreter's files.
+Each message on stdin carries a socket with one request. The first request sets the box up, and for every later request
+the launcher forks a keeper. The keeper ends a snippet when its time is up or the runner closes the request's socket. It
+enters folders that snippets wrote only as the snippets' user, and follows no links there. Only the standard library is
+imported, and before privileges are dropped, because the snippets' user may not be able to read the interpreter's files.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ KEYCTL, JOIN_SESSION_KEYRING = {"x86_64": 250, "aarch64": 219}, 1
 SNIPPET_UID = 65534
 """The user id of a snippet, as it sees itself."""
 START_SECONDS = 30.0
-"""Time limit for the start of a snippet's namespaces, in seconds. The snippet's own time limit begins after it."""
+"""Time limit for the start of a snippet's namespaces, in seconds. The snippet's own time limit begins afterwards."""
 KILL_SECONDS = 20.0
-"""Time limit for ending all processes of a snippet, in seconds. It is generous, for a loaded machine."""
+"""Time limit for terminating all of a snippet's processes, in seconds. It is generous because machines may be busy."""
 POLL_SECONDS = 0.02
 Order = dict[str, Any]
-"""What `LocalBackend` asks for. `user` is the id to become at once, or None. `owner` is the snippets' id in the box."""
+"""Instructions from `LocalBackend`. `user` is the user id to take, or None. `owner` is the snippets' id in the box."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -59,8 +59,8 @@ def set_up(order: Order) -> None:
     """Give up the runner's privileges and keys, and make the box. Raises OSError if that fails."""
     with contextlib.suppress(OSError, KeyError):
         # The runner's session keyring may hold Kerberos tickets and keys for encrypted folders, so join an empty one.
-        # This fails in a kernel without keys, and when a user's quota is used up. The filter refuses keyctl in any
-        # case.
+        # Joining fails if the kernel has no keys or the user's quota is used up. That does no harm, because the filter
+        # refuses keyctl anyway.
         check(libc.syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None), "keyctl")
     box: str = order["box"]
     if order["backend"] == "bubblewrap":
@@ -97,10 +97,10 @@ def become(user: int | None) -> None:
 
 
 def new_user(uid: int, gid: int) -> None:
-    """Enter a new user namespace, in which `uid` and `gid` of the present one are SNIPPET_UID.
+    """Enter a new user namespace, which maps the present namespace's `uid` and `gid` to SNIPPET_UID.
 
-    The kernel counts processes by user and namespace, so RLIMIT_NPROC counts no process outside if it is set
-    afterwards.
+    The kernel counts processes by user and namespace, so an RLIMIT_NPROC that is set afterwards doesn't count any
+    process outside the new namespace.
     """
     check(libc.unshare(CLONE_NEWUSER), "this system allows no user namespaces: unshare")
     # `setgroups` comes first, because the kernel refuses an unprivileged `gid_map` until setgroups(2) is denied.
@@ -156,7 +156,7 @@ def read(order: Order, path: str, limit: int) -> bytes:
 
 
 def enter(order: Order, cgroup: int | None) -> None:
-    """Bring the process that will be the command into its cgroup, namespace and limits. Raises OSError on failure."""
+    """Put the command's process into its cgroup and namespace, and set its limits. Raises OSError if that fails."""
     if cgroup is not None:
         os.write(cgroup, b"0")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
@@ -171,7 +171,7 @@ def enter(order: Order, cgroup: int | None) -> None:
     else:
         new_user(SNIPPET_UID, SNIPPET_UID)
     for what, value in (
-        # This is 2 s more than the wall clock, so that a command with one thread reaches the wall clock's limit first.
+        # The CPU time may exceed the time limit by 2 s, so that a command with one thread reaches the time limit first.
         (resource.RLIMIT_CPU, int(order["seconds"]) + 2),
         (resource.RLIMIT_AS, order["memory"]),
         (resource.RLIMIT_FSIZE, order["disk"]),
@@ -185,7 +185,7 @@ def enter(order: Order, cgroup: int | None) -> None:
 
 
 def run(order: Order, connection: socket.socket, request: Order, cgroup: int | None) -> tuple[Order, bytes]:
-    """Run one command to its end, its time limit or the end of the connection. Return how it ended, and its output."""
+    """Run a command until it ends, its time is up or the connection is closed. Return how it ended, and its output."""
     backend, pidfile = order["backend"], f"{order['box']}/pid-{os.getpid()}"
     passed: list[int] = []
     if backend != "podman":  # makes orphans children of this process, which then learns when the last one ends
@@ -201,7 +201,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
         stderr=subprocess.STDOUT,
         pass_fds=passed,
         start_new_session=True,
-        # This process was started with the order's variables, and `podman unshare` has added its own.
+        # podman inherits this process's variables: those in the order, and those that `podman unshare` added.
         env=None if backend == "podman" else order["environment"],
         preexec_fn=functools.partial(enter, order, cgroup),  # safe: this process has one thread
     )
@@ -236,7 +236,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
     facts: Order = {}
     for line in (said + available(status)).splitlines():
         facts |= json.loads(line)
-    # If a signal ended bwrap, only the kernel, for lack of memory, or an administrator can have sent it.
+    # A signal that ended bwrap came from an administrator or, for lack of memory, from the kernel.
     done = {"bubblewrap": "exit-code" in facts or code > 128, "podman": os.path.exists(pidfile), "none": True}[backend]
     with contextlib.suppress(FileNotFoundError):
         os.unlink(pidfile)
@@ -247,7 +247,7 @@ def run(order: Order, connection: socket.socket, request: Order, cgroup: int | N
 
 
 def available(pipe: int) -> bytes:
-    """Return the bytes that can be read from a pipe now. They are empty if there are none, or if the pipe has ended."""
+    """Return the bytes that can be read from a pipe now. There are none if the pipe is empty or has ended."""
     try:
         return os.read(pipe, 1 << 16)
     except BlockingIOError:
@@ -255,7 +255,7 @@ def available(pipe: int) -> bytes:
 
 
 def end(order: Order, child: subprocess.Popen[bytes], ended: int, pidfile: str) -> int:
-    """End the command, if it is running, with all its processes. Return its exit code, or 128 + n for signal n."""
+    """End the command, if it is still running, and all its processes. Return its exit code, or 128 + n for signal n."""
     until = time.monotonic() + KILL_SECONDS
     # podman's client ends after the first process in its container. When that process ends, the kernel ends all others.
     while order["backend"] == "podman" and time.monotonic() < until and not select.select([ended], [], [], 0)[0]:
@@ -268,7 +268,7 @@ def end(order: Order, child: subprocess.Popen[bytes], ended: int, pidfile: str) 
     child.kill()
     code = child.wait()
     while order["backend"] != "podman" and time.monotonic() < until:
-        # Namespaces end with their first process. Without them, the next pass finds the children of a killed process.
+        # A namespace ends with its first process. Otherwise, the next pass finds the children of killed processes.
         if order["backend"] == "none":
             with open(f"/proc/self/task/{os.getpid()}/children", encoding="utf-8") as file:
                 for pid in map(int, file.read().split()):
@@ -283,7 +283,7 @@ def end(order: Order, child: subprocess.Popen[bytes], ended: int, pidfile: str) 
 
 
 def processes_of(uid: int) -> int:
-    """Return how many processes and threads the user has now. Outside a namespace, RLIMIT_NPROC counts them too."""
+    """Return how many processes and threads the user has now. Without a new namespace, RLIMIT_NPROC counts them all."""
     total = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -296,7 +296,7 @@ def processes_of(uid: int) -> int:
 
 
 def keep(order: Order | None, connection: socket.socket, cgroup: int | None) -> Order | None:
-    """Answer the request on a connection: a line of JSON, then `size` bytes. Return the order if it made the box."""
+    """Answer a request: a line of JSON, then `size` bytes. Return the request if it is the order that made the box."""
     stream = connection.makefile("rb")
     request: Order = json.loads(stream.readline())
     content, data, reply = stream.read(request["size"]), b"", {}

@@ -14,7 +14,7 @@ from errno import EAFNOSUPPORT, ENOSYS, EPERM
 ARCHITECTURES = {"x86_64": (0, 0xC000003E, "SCMP_ARCH_X86_64"), "aarch64": (1, 0xC00000B7, "SCMP_ARCH_AARCH64")}
 """Maps `platform.machine()` to the column in the tables below, the kernel's AUDIT_ARCH number and libseccomp's name."""
 X32 = 0x40000000
-"""This bit in a number selects the x32 calls on x86_64, which would bypass a filter for x86_64 numbers."""
+"""On x86_64, this bit in a call's number selects an x32 call, which would bypass a filter for x86_64 numbers."""
 NEWEST = 462
 """Calls above this number are newer than this table. The filter answers them with ENOSYS, as an older kernel does."""
 FAMILIES = (1, 2, 10)
@@ -24,8 +24,8 @@ NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x2000
 TERMINAL = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX, the ioctl requests that type into a terminal."""
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-# Each entry has a name, the number on x86_64 and the number on aarch64, or `-` if the processor lacks the call. The
-# flags of clone3 are in memory, which a filter can't read. libc falls back to clone.
+# Each entry has a name, the number on x86_64 and the number on aarch64, or `-` if the processor lacks the call. clone3
+# is refused because its flags are in memory, which a filter can't read. libc then falls back to clone.
 ABSENT = """
     clone3 435 435, memfd_create 319 279, memfd_secret 447 447, shmget 29 194, msgget 68 186, semget 64 190
 """

@@ -118,11 +118,11 @@ def tool(
     timeout: float = SECONDS,
     limit: int = CHARACTERS,
 ) -> Tool:
-    """Make a tool from a function or bound method, with its name, its docstring, and its parameters by type hints.
+    """Make a tool from a function or bound method, whose name, docstring and type hints describe the tool.
 
-    Arguments are validated before the function runs. A sync function runs in its own thread, since it may block. After
-    its time limit the thread is abandoned, because Python can't stop it. An entry under `Args:` in the docstring
-    (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
+    Arguments are validated before the function runs. A sync function runs in its own thread, since it may block. If the
+    time limit is exceeded, the thread is abandoned, because Python can't stop it. An entry under `Args:` in the
+    docstring (`name: text`) describes a parameter, as `Annotated[int, Field(description=...)]` does.
     """
     known = name or getattr(function, "__name__", type(function).__name__)
     text = description if description is not None else inspect.getdoc(function) or ""
@@ -217,11 +217,11 @@ def _image_in(value: Any) -> Any:
 async def with_pictures(messages: Sequence[Message], row: object) -> tuple[list[Message], list[Visual]]:
     """Return the messages with a content part for each picture and video in the row, and these visuals in order.
 
-    The content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have none, the parts go before the
-    text of the first user message, as in TRL. Raises BadPicture if the number of parts differs.
+    The content part is `{"type": "image"}` or `{"type": "video"}`. If the messages have no such parts, these go before
+    the text of the first user message, as in TRL. Raises BadPicture if there are more or fewer parts than visuals.
     """
     shown = [one if isinstance(one, Visual) else await Picture.read(one) for one in _shown(row)]
-    # An Arrow column gives every part the keys of all parts, with None as the value.
+    # In an Arrow column, every part has the keys of all parts. A key that it lacked has the value None.
     parts: list[list[Any]] = [
         [{k: v for k, v in p.items() if v is not None} for p in content_parts(m)] for m in messages
     ]
@@ -266,8 +266,8 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     `ChatAgent(actions=[ToolCalls], plain=Answer)`. The tools stay the same for the whole episode, and the first step on
     the tape lists them.
 
-    An episode that ends without any answer, at a limit or because of calls that can't be read, is scored as the answer
-    "". Without a score it would not be trained on, and a model that calls tools forever would never learn to stop.
+    An episode that ends without any answer, at a limit or because of unreadable calls, is scored as if the answer were
+    "". Without a score, it would not be trained on, and a model that calls tools forever would never learn to stop.
     """
 
     varies: Mapping[str, str | None] = {"tool_offer.sources": None}
@@ -279,8 +279,8 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
 
     @check_arguments
     def __init__(self, tools: Sequence[Callable[..., object] | Tool | ToolSource], *, parallel: int = 8) -> None:
-        """`tools` are functions, `Tool`s, or sources that are opened at `reset`. `parallel` is how many calls in one
-        action run at once. Further calls wait."""
+        """`tools` are functions, `Tool`s, or sources that are opened at `reset`. At most `parallel` of the calls in one
+        action run at once."""
         if parallel < 1:
             raise ValueError(f"parallel must be at least 1, not {parallel}")
         self._sources = [t for t in tools if not isinstance(t, Tool) and isinstance(t, ToolSource)]
@@ -296,7 +296,7 @@ class ToolEnvironment(Environment[ToolCalls | Answer]):
     async def prompt(self, task: Task) -> str:
         """Return the question to the agent.
 
-        By default it is the public part of the task, or its `prompt` (see `dataset.columns`).
+        By default, the question is the task's public part, or the `prompt` in it (see the setting `dataset.columns`).
         """
         public = task.filled(task.public)
         if isinstance(public, dict) and (set(public) == {"prompt"} or _shown(public)):

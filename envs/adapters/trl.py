@@ -3,15 +3,15 @@
 An environment class has `reset(**row)`, which may return text that is appended to the prompt. Its other public methods
 are the tools, described by type hints and docstrings. `get_reward()`, if defined, gives the final score. A reward
 function is `f(prompts, completions, completion_ids, **columns)` and returns a list with one number, or None, for each
-completion. TRL need not be installed.
+completion. TRL need not be installed. Some details differ from TRL:
 
-1. Every episode has its own instance. TRL resets one instance repeatedly.
+1. Every episode has its own instance, while TRL resets one instance repeatedly.
 2. A reward function receives a batch of one. Functions that compare the completions in a batch can't be used.
 3. A row's `images`, `image`, `videos` or `video` are the pictures and videos in the prompt. `reset` and reward
    functions get PIL images. TRL has no column for videos.
-4. Missing values are not passed as None. These are `completion_ids` if an episode has no token ids, `environments` if
-   an episode has ended, and `trainer_state`, since no TRL trainer runs. A function that requires one of them fails with
-   an error that names it. A function with a default for it doesn't receive it.
+4. Values that don't exist here are not passed as None: `completion_ids` if an episode has no token ids, `environments`
+   if an episode has ended, and `trainer_state`, since no TRL trainer runs. A function with a default for such a
+   parameter uses the default. Otherwise it fails with an error that names the parameter.
 5. Arguments of `log_metric` and `log_extra` are kept as the evidence of the score.
 """
 
@@ -58,8 +58,8 @@ _NO_STATE = "no TRL trainer runs here, so there is no trainer state"
 def trl_row(row: Mapping[str, JsonValue]) -> Task:
     """Convert a row of TRL data to a task. The prompt, its images and its videos are public, other columns private.
 
-    Raises BadArgument if the row has no `prompt`, or if the prompt is neither text nor messages. Use None if `reset`
-    returns the whole prompt.
+    Raises BadArgument if the row has no `prompt`, or if the prompt is neither text nor messages. If `reset` returns the
+    whole prompt, set it to None in the row.
     """
     if not isinstance(row, Mapping) or "prompt" not in row:
         has = f"the columns {', '.join(map(repr, row))}" if isinstance(row, Mapping) and row else f"{row!r:.80}"
@@ -92,9 +92,9 @@ class TRLEnvironment(ToolEnvironment):
     """An environment of TRL, for tasks made by `trl_row`: `TRLEnvironment(WordGame, rewards=[exact])`.
 
     The agent for it is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the episode, as in
-    TRL. `factory` is the `environment_factory` of `GRPOTrainer`. It is a class, or a dict of classes from which a row's
-    `environment` selects. None is for tasks with one turn. `rewards` are its `reward_funcs`, each of which becomes a
-    component under its name.
+    TRL. `factory` corresponds to `environment_factory` of `GRPOTrainer`. It is a class, a dict of classes from which a
+    row's `environment` selects one, or None for tasks with one turn. `rewards` corresponds to `reward_funcs`. Each
+    function becomes a reward component with the function's name.
     """
 
     def __init__(
