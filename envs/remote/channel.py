@@ -1,7 +1,7 @@
 """The client side of one WebSocket to an untrusted server.
 
 A channel receives text messages of bounded length, one at a time, and stops reading from a peer that sends unrequested
-messages. It answers pings between calls too. Compression is off, so a message is never longer than the data that was
+messages. It also answers pings between calls. Compression is off, so a message is never longer than the data that was
 transferred. Redirects are refused, so no other server receives the token.
 """
 
@@ -35,7 +35,7 @@ class Full(Busy):
     def __init__(self, message: str, after: float | None) -> None:
         super().__init__(message)
         self.after = after
-        """Seconds to wait before the next attempt, or None if the server doesn't state it."""
+        """Seconds to wait before the next attempt, or None if the server doesn't state a time."""
 
 
 class Dropped(Unreachable):
@@ -58,7 +58,7 @@ class Channel:
 
     @classmethod
     async def open(cls, url: str, *, headers: dict[str, str], largest: int, protocols: tuple[str, ...] = ()) -> Channel:
-        """Connect to the server. A retry can help after Unreachable and Full, but not after Refused and SessionLost."""
+        """Connect to the server. A retry can help after Unreachable or Full, but not after Refused or SessionLost."""
         session = aiohttp.ClientSession(trace_configs=[_no_redirects()], trust_env=False)
         try:
             async with asyncio.timeout(_CONNECT):
@@ -93,7 +93,7 @@ class Channel:
             raise self._end or Dropped(f"{self.url}: {error}") from error
 
     async def receive(self) -> str:
-        """Return the next message. Raises Dropped, SessionLost (the server is shutting down) or BadAnswer."""
+        """Return the next message. Raises Dropped, SessionLost (the server shut down), Refused or BadAnswer."""
         message = await self._received.get()
         if isinstance(message, Exception):
             raise message
@@ -102,8 +102,7 @@ class Channel:
     async def close(self, *, goodbye: bool = True) -> None:
         """Close the connection. Without `goodbye`, don't wait for the peer's closing handshake.
 
-        If the caller is cancelled meanwhile, this returns only after the connection is closed, because it would
-        otherwise stay open.
+        Even if the caller is cancelled, this returns only after the connection is closed. Otherwise it would stay open.
         """
         closing = asyncio.create_task(self._close(goodbye))
         try:

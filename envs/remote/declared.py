@@ -1,7 +1,7 @@
 """Declares the kinds of actions and observations of an environment, for other processes.
 
-A message can only become a step of a declared kind, because no class is imported by a name from a message. Two sides
-agree if their kinds have the same fields. They compare a digest of each kind's JSON Schema.
+A message can only become a step of a declared kind, and a class that a message names is never imported. Both sides must
+declare kinds with the same fields, so they compare a digest of each kind's JSON Schema.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Declared:
     varies: Mapping[str, str | None] = field(default_factory=dict)
     """Like `Environment.varies`."""
     rewards: Any = None
-    """Like `Environment.rewards`, if the class has them. They read the tape, so they score on the client's side."""
+    """Like `Environment.rewards`, if the class sets it. Rewards read the tape, so they are computed by the client."""
     pixels: bool = False
     """Like `Environment.pixels`, read from the class, or from the instance if the declaration was made from one."""
 
     @classmethod
     def of(cls, thing: object) -> Declared:
-        """Return the declaration of an Environment class or instance, or of a function whose return type names one.
+        """Return the declaration of an Environment class or instance, or of a function that returns an Environment.
 
         The kinds are those named by `Environment[...]`, by the return type of `reset` and by `Environment.kinds`. If
         `reset` returns `str`, the kind is `Text`. An environment that names no action type accepts `Answer`.
@@ -108,7 +108,7 @@ class Declared:
         return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:
-        """Return whether the exact class of `step` is declared. The other side would read a subclass as its base."""
+        """Return whether the exact class of `step` is declared. A subclass would be read as its base class."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 

@@ -1,4 +1,4 @@
-"""The messages between an environment and its remote clients. Each is one JSON object in a closed union on `t`.
+"""The messages between an environment and its remote clients. Each is one JSON object, whose field `t` names its type.
 
 A call has a number, and its answer has the same number. A step is sent as its kind and its pydantic dump. The same
 messages are carried by a WebSocket (`env_service.py`), by a pipe (`host.py`) and, if they fit, by OpenEnv's protocol
@@ -56,8 +56,8 @@ class Item(Message):
     kind: str
     content: dict[str, JsonValue]
     files: dict[str, str] = Field(default={}, exclude_if=operator.not_)
-    """The PNGs of its pictures in base64, by name. They count towards the size limit of a message, and the steps of a
-    `restore` have none."""
+    """Maps the name of each picture in the step to its PNG in base64. These files count towards the size limit of a
+    message. The steps in a `restore` have no files."""
 
     @classmethod
     def of(cls, step: Action | Observation, *, files: bool = True) -> Item:
@@ -171,7 +171,7 @@ class RestoreCall(_Begins):
     t: Literal["restore"] = "restore"
     rng: RandomState | None = None
     tape: str
-    """The id of the tape, for messages."""
+    """The id of the tape, for error messages."""
     env_seed: int
     steps: tuple[Item, ...]
     """The observations and actions on the tape, in order. Thoughts, calls and rewards are not sent."""
@@ -187,8 +187,8 @@ Call = ResetCall | StepCall | FinishCall | RestoreCall | CloseCall
 
 
 class Result(Numbered):
-    """The call succeeded. The result holds the observation after `reset` or the outcome after `step` or `finish`. It is
-    empty after the other calls."""
+    """The call succeeded. The result holds the observation after `reset`, the outcome after `step` or `finish`, and
+    nothing after other calls."""
 
     t: Literal["result"] = "result"
     observation: Item | None = None
@@ -234,7 +234,7 @@ class Welcome(Message):
     t: Literal["welcome"] = "welcome"
     protocol: str
     session: str
-    """Identifies the episode after a lost connection. It is a secret of this client. It is empty over pipes."""
+    """The id for resuming the episode after a lost connection. It is the client's secret. Over pipes, it is empty."""
     resumed: bool = False
     name: str
     kinds: dict[str, str]

@@ -1,15 +1,15 @@
 """Serves an environment on a port, with one instance for each WebSocket session.
 
 Every client needs the token. `HttpService` checks each request, including one that opens a WebSocket. `ServiceLimits`
-bounds the resources that clients can use, and a client over a limit is refused before it costs resources. Messages are
-JSON and can only become steps of declared kinds. OpenEnv's clients are served too, at `/ws`, `/schema` and `/metadata`
-(`openenv_service.py`).
+bounds the resources that clients can use, and a client that exceeds a limit is refused before it costs resources.
+Messages are JSON and can only become steps of declared kinds. OpenEnv's clients are served too, at `/ws`, `/schema` and
+`/metadata` (`openenv_service.py`).
 
 A session is one episode with one environment. Its calls are numbered from 1. A call with the next number is carried
 out. A call that repeats the last number and content gets the same answer and is not carried out twice, even if the
-first one is still running. Other numbers are refused. A session without a connection waits for a new one. It is closed
-after `window_seconds`, or earlier if a new client needs its place. OpenEnv's messages have no numbers, so its sessions
-end with their connection.
+first call is still running. Other numbers are refused. A session that lost its connection waits for a new connection.
+The session is closed after `window_seconds`, or earlier if a new client needs its place. OpenEnv's messages have no
+numbers, so a session with OpenEnv's protocol ends with its connection.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RECONNECT_SECONDS = 5.0
 """Seconds for which a session that has made a call keeps its place without a connection. Its client tries to reconnect
 within this time."""
 _AT_ONCE = 4
-"""Unanswered calls allowed on one connection. A correct client has one, and one more when it closes."""
+"""Unanswered calls allowed on one connection. A correct client has at most one, plus one when it closes."""
 
 
 class ServiceLimits(Value):
@@ -62,7 +62,7 @@ class ServiceLimits(Value):
     call_seconds: float = Field(default=60.0, gt=0)
     """Time limit for a call, in seconds. The session ends if a call exceeds it."""
     idle_seconds: float = Field(default=900.0, gt=0)
-    """The longest time between two calls in a session, in seconds. The model samples in this time."""
+    """The longest time between two calls in a session, in seconds. The model samples an action in this time."""
     window_seconds: float = Field(default=30.0, gt=0)
     """Seconds for which a session waits for its client after a connection broke."""
     heartbeat_seconds: float = Field(default=20.0, gt=0)
@@ -80,12 +80,12 @@ class Session:
         self.id = secrets.token_hex(16)
         """The session's id. It is a secret, because a client that sends it may continue the episode."""
         self.connection: object | None = None
-        """The current connection, or None if there is none at the moment."""
+        """The current connection, or None if no client is connected."""
         self.expires: asyncio.TimerHandle | None = None
         self.left_at = 0.0
         """When the last connection ended, in the event loop's time."""
         self.over = False
-        """Whether the session accepts no more calls, because its environment was closed or hung."""
+        """True if the session accepts no more calls, because its environment was closed or hung."""
         self.work: asyncio.Task[Answer] | None = None
         """The last call."""
         self._host = host
@@ -98,14 +98,14 @@ class Session:
         return self.work is not None and not self.work.done()
 
     def abandoned(self, now: float) -> bool:
-        """Return whether a new client may take this session's place. It may if the session has no connection and has
-        either made no call or lost its connection a while ago."""
+        """Return whether a new client may take this session's place. This is so if the session has no connection, and
+        either has received no call or lost its connection at least RECONNECT_SECONDS ago."""
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:
-        """Carry out the call, or return the answer that its number already has. Raises BadAnswer for a wrong number.
+        """Carry out the call, or return its answer if it was sent before. Raises BadAnswer for a wrong number.
 
-        A client that repeats a call after a broken connection gets its answer, so a retry doesn't act twice.
+        Thus a client can repeat a call after a broken connection, and the action isn't carried out twice.
         """
         digest = hashlib.sha256(text.encode()).digest()
         if call.id == self._last and self.work is not None:
@@ -141,7 +141,7 @@ class Session:
             await asyncio.wait({self.work}, timeout=GRACE + 1)  # the host leaves a call behind after GRACE
 
     async def close(self) -> None:
-        """Cancel the running call and release the environment. A further call would get a fresh one."""
+        """Cancel the running call and release the environment. A further call would get a new environment."""
         await self.stop()
         await self._host.close()
 
@@ -163,9 +163,9 @@ class Service(HttpService):
     ) -> None:
         """`make` makes an instance for each session. It is a class, a function or a `Pool`.
 
-        `declared` is the declaration, if neither the class nor a return type provides it. `token` is required from
-        every client. If it is None, a new token is made, which clients of this user on this machine can find. `tasks`
-        are used for OpenEnv's clients that bring none.
+        `declared` is needed if neither the class nor a return type provides the declaration. Every client must send
+        `token`. If it is None, a new token is made, which clients of this user on this machine can find. `tasks` are
+        used for those clients of OpenEnv that bring no tasks.
         """
         super().__init__(host, token)
         self.declared = declared or Declared.of(make)
@@ -213,9 +213,9 @@ class Service(HttpService):
         return len(self.sessions) + len(self._closing)
 
     def _refusal(self) -> web.Response | None:
-        """Return the refusal of a new client if no place is free, otherwise None.
+        """Return None if a place is free for a new client, otherwise the response that refuses the client.
 
-        If none is free, end the session that was abandoned first. Its place is free after that.
+        In the latter case, the session that was abandoned first is ended, so that its place becomes free for a retry.
         """
         if not self._ending and self.occupied < self.limits.sessions:
             return None
@@ -232,7 +232,7 @@ class Service(HttpService):
         return session
 
     def _finish(self, session: Session) -> None:
-        """End the episode. The environment is released in the background, and its place is free after that."""
+        """End the episode. The environment is released in the background. Only then is the place free."""
         session.over = True
         if self.sessions.pop(session.id, None) is None:
             return
@@ -244,7 +244,7 @@ class Service(HttpService):
 
     @contextmanager
     def _connected(self, session: Session) -> Iterator[None]:
-        """Give the session this connection inside the block. It replaces any other connection.
+        """Give the session a new connection inside the block. This connection replaces any earlier one.
 
         Afterwards the session waits `window_seconds` for a new connection.
         """
@@ -264,7 +264,6 @@ class Service(HttpService):
     # Connections
 
     async def _open(self, request: web.Request, *protocols: str) -> web.WebSocketResponse:
-        """Accept a WebSocket."""
         socket = web.WebSocketResponse(
             heartbeat=self.limits.heartbeat_seconds,
             max_msg_size=self.limits.message_bytes,
@@ -277,7 +276,7 @@ class Service(HttpService):
         return socket
 
     async def _heard(self, socket: web.WebSocketResponse, session: Session) -> str | None:
-        """Return the next message, or None if the connection has ended. Exceeding `idle_seconds` also ends it."""
+        """Return the next message. Return None if the connection has ended or was idle for more than `idle_seconds`."""
         while True:
             try:
                 async with asyncio.timeout(self.limits.idle_seconds):
@@ -295,8 +294,8 @@ class Service(HttpService):
             return None
 
     def has_token(self, request: web.Request) -> bool:
-        """Return whether the request has the token. It may also be the password of Basic authentication, because
-        OpenEnv's own client can send a token only in its address."""
+        """Return whether the request carries the token. The token is also accepted as the Basic authentication
+        password, because OpenEnv's own client can send it only as part of the URL."""
         try:
             sent = BasicAuth.decode(request.headers.get("Authorization", "")).password
         except ValueError:

@@ -1,6 +1,6 @@
 """Carries out the calls to one environment instance and reports its errors as `Fault` messages.
 
-A server (`env_service.py`) uses it, and so do the processes in a pool. Any exception from the environment except
+Servers (`env_service.py`) and the processes in a pool use this module. Any exception from the environment except
 KeyboardInterrupt becomes a `Fault`. After a call that exceeds its time limit, the host accepts no more calls.
 
 This module is also the worker process in a pool. Calls and answers are lines of JSON on stdin and stdout:
@@ -205,7 +205,7 @@ def main(name: str, largest: int) -> None:
     lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(asked, lines, largest), daemon=True).start()
     _write(answers, Welcome.to(declared, message_bytes=largest))
-    with contextlib.redirect_stderr(sys.stderr):  # the environment may replace it
+    with contextlib.redirect_stderr(sys.stderr):  # the environment may replace sys.stderr
         _serve(make, declared, lines, answers)
 
 

@@ -85,7 +85,7 @@ class OpenEnvironment(RemoteEnvironment):
 
     Without your own classes, actions are `OpenEnvAction(data={...})` and observations are `OpenEnvObservation`. A task
     is None, an int (the seed) or a dict (arguments of `reset`). The public and private parts of a `Task` are merged. If
-    the task has no seed, it is drawn from `self.rng`. A subclass sets `effect` to the effect of its actions on the
+    the task has no seed, a seed is drawn from `self.rng`. A subclass sets `effect` to the effect of its actions on the
     outside world. Tasks and actions with pictures are refused.
     """
 

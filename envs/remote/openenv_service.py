@@ -2,9 +2,9 @@
 
 An action is sent as its fields, plus its `kind` if the environment accepts several kinds. The same holds for an
 observation. `reset` takes `seed` (for the environment's generator) and `task`. Without a task, the seed is used to draw
-one of the service's tasks. The reward is the sum of an outcome's components. The reward from `finish` is added to the
-last step. `done` means `terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection may
-play several episodes in turn, each with a fresh environment.
+one of the service's tasks. The reward is the sum of an outcome's components. The reward from `finish` is added to that
+of the last step. `done` means `terminated` or `truncated`, which OpenEnv's protocol doesn't distinguish. One connection
+may play several episodes in turn, each with a fresh environment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class OpenEnvEpisodes:
         carry_out: Callable[[Call], Awaitable[Answer]],
         release: Callable[[], Awaitable[None]],
     ) -> None:
-        """`carry_out` answers one call to the environment. `release` closes it, and the next call gets a new one."""
+        """`carry_out` answers a call to the environment. `release` closes it, so that the next call gets a new
+        environment."""
         self._declared, self._tasks = declared, tasks
         self._carry_out, self._release = carry_out, release
         self._turn = asyncio.Lock()

@@ -1,8 +1,8 @@
 """Runs environments in separate processes, for environments that block, compute, hang or crash.
 
 `with Pool(Simulator, processes=4) as pool:` makes a factory. Each episode has a process to itself. If a call takes too
-long, its process and its child processes are killed, and the episode fails. A new process replaces it, and other
-episodes are not affected. The messages in `env_protocol.py` are sent over pipes as lines, and nothing is pickled.
+long, its process and all child processes are killed, and the episode fails. A new process replaces the killed one, and
+other episodes are not affected. The messages in `env_protocol.py` are sent over pipes as lines, and nothing is pickled.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Pool:
 
         A class or function must be at the top level of a module. A name is `package.module:name` or `file.py:name`.
         `seconds` is the time limit for a call, after which the process is killed. `patience` is how long an episode
-        waits for a free process, in seconds. None means no limit for either. `largest` is the size limit for a message,
-        in bytes.
+        waits for a free process, in seconds. If either is None, there is no limit. `largest` is the size limit for a
+        message, in bytes.
         """
         if processes < 1:
             raise ValueError(f"processes is {processes}; a pool needs at least one")
@@ -142,7 +142,7 @@ class Pool:
     def _discard(self, worker: LineProcess) -> None:
         worker.kill()
         self._all.discard(worker)
-        if not self._closed:  # otherwise `close` reaps it, and the threads accept no more work
+        if not self._closed:  # otherwise `close` reaps the process, and the threads accept no work
             self._threads.submit(worker.reap)
 
     async def _worker(self) -> LineProcess:
@@ -188,7 +188,6 @@ class PooledEnvironment(Proxy):
         self._worker: LineProcess | None = None
 
     async def acquire(self) -> None:
-        """Wait for a process."""
         if self._worker is None and self._over is None:
             self._worker = await self._pool.take()
 
@@ -220,7 +219,7 @@ class PooledEnvironment(Proxy):
         return self._read(call, answer)
 
     async def _abandon(self, cut: bool) -> None:
-        # A cancelled call has its answer still to come, and the next episode would read that answer as its own.
+        # The answer to a cancelled call is still to come, and the next episode would read that answer as its own.
         worker, self._worker = self._worker, None
         if worker is not None:
             self._pool.lose(worker)
@@ -243,7 +242,7 @@ class LineProcess:
         )
 
     def ask(self, line: bytes) -> bytes:
-        """Send one line and return the answer. It is empty if the process has ended."""
+        """Send one line and return the answer, which is empty if the process has ended."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line)
@@ -253,7 +252,7 @@ class LineProcess:
         return self.read()
 
     def read(self) -> bytes:
-        """Return the next line. It is empty if the process has ended, even in the middle of a line.
+        """Return the next line, which is empty if the process has ended, even in the middle of a line.
 
         Raises BadAnswer if the line is too long.
         """
@@ -323,7 +322,6 @@ class Places:
         self._lock = threading.Lock()
 
     async def acquire(self) -> None:
-        """Wait for a place."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._count > 0:
@@ -356,7 +354,7 @@ class Places:
 
 
 def _name_of(make: Any) -> str:
-    """Return the name by which `load_named` finds `make` in another process. Raises ValueError if it has none."""
+    """Return the name by which `load_named` finds `make` in another process. Raises ValueError if it has no name."""
     path = getattr(make, "__qualname__", "<")
     if "<" in path:
         raise ValueError(

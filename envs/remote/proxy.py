@@ -55,7 +55,7 @@ class Proxy(Environment[Action]):
         self._number = 0
         """The number of the last call that was sent."""
         self._over: str | None = None
-        """Why the episode accepts no more calls, or None while it does."""
+        """The reason why the episode accepts no more calls, or None while it accepts calls."""
 
     async def reset(self, task: JsonValue | Task) -> Observation:
         """Begin the episode, and send the state of the local `rng`."""
@@ -67,7 +67,6 @@ class Proxy(Environment[Action]):
         return result.observation.observation(self._declared)
 
     async def step(self, action: Action) -> Outcome:
-        """Carry out the action remotely."""
         if self._declared.actions.get(action.kind) is not type(action):
             raise TypeError(
                 f"{self.environment} accepts {', '.join(sorted(self._declared.actions))}, not "
@@ -80,7 +79,7 @@ class Proxy(Environment[Action]):
         return await self._outcome(FinishCall(id=self._number + 1, status=status))
 
     async def restore(self, task: JsonValue | Task, tape: Tape) -> None:
-        """Call the environment's own `restore`. The actions and observations on the tape are sent."""
+        """Send the actions and observations on the tape, for the remote environment's own `restore`."""
         steps = [step for step in tape if isinstance(step, Action | Observation)]
         foreign = next((step for step in steps if not self._declared.holds(step)), None)
         if foreign is not None:

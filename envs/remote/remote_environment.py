@@ -31,7 +31,7 @@ from .proxy import Proxy
 from .remote_errors import BadAnswer, Busy, Hung, Refused, RemoteError, SessionLost, Unreachable
 
 _CLOSING, _CLOSING_AFTER_FAILURE = 10.0, 1.0
-"""Time limits for closing on the server, in seconds: normally, and after a call that had no answer."""
+"""Time limits for closing the remote environment, in seconds: normally, and after a call without an answer."""
 _FIRST, _LONGEST = 0.05, 5.0
 """Seconds between attempts: the first pause, and the longest one."""
 
@@ -49,11 +49,11 @@ class RemoteEnvironment(Proxy):
         patience: float = 30.0,
         largest: int = 4 << 20,
     ) -> None:
-        """`environment` is the class, or a `Declared`, with the expected kinds of steps.
+        """`environment` declares the expected kinds of steps. It is the environment's class or a `Declared`.
 
         `key_variable` names the environment variable that holds the server's token. `seconds` is the time limit for an
-        answer after the server has received the call. `patience` is the longest time, in seconds, that each call waits
-        for a free place or an unreachable server. `largest` is the size limit for a message, in bytes. Raises
+        answer after the server has received the call. `patience` is the longest time, in seconds, for which each call
+        waits if the server is full or unreachable. `largest` is the size limit for a message, in bytes. Raises
         ValueError if the address is invalid or contains a secret.
         """
         if not url.startswith(("http://", "https://", "ws://", "wss://")):
@@ -98,9 +98,9 @@ class RemoteEnvironment(Proxy):
             raise self._error(answer)
 
     async def _exchange(self, call: Call, text: str) -> Answer:
-        """Return the answer to the call, which is repeated after Unreachable and Full for `patience` seconds.
+        """Return the answer to the call. After Unreachable or Full, the call is repeated for up to `patience` seconds.
 
-        After that time, Unreachable or Busy is raised.
+        When this time is over, Unreachable or Busy is raised.
         """
         loop = asyncio.get_running_loop()
         until, pause = loop.time() + self._patience, _FIRST

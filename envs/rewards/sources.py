@@ -39,7 +39,7 @@ class Scored:
 
     score: float | Mapping[str, float] | None
     evidence: JsonValue = None
-    """The reason for the score, such as a judge's question and answer. Only the first record gets it."""
+    """The reason for the score, such as a judge's question and answer. It is kept in the score's first record."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weights of named numbers, by name. A missing name has the weight 1. The source's weight is multiplied in."""
 
@@ -101,7 +101,6 @@ class Rewards(Generic[SubjectT]):
 
     @property
     def names(self) -> list[str]:
-        """The names of all sources."""
         return [source.name for source in (*self.sources, *self.relative)]
 
     async def score(self: Rewards[Tape], tape: Tape, *, layer: str | None = None) -> list[Reward]:
