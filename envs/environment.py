@@ -204,9 +204,8 @@ class Environment(Generic[ActionT, TaskT]):
     to ignore the whole field."""
 
     kinds: ClassVar[tuple[type[Action] | type[Observation], ...]] = ()
-    """Further kinds of actions and observations, besides those named by `Environment[...]` and the return type of
-    `reset`. An environment that is served to other processes must list them, because messages hold only declared
-    kinds."""
+    """Kinds of actions and observations beyond those in `Environment[...]` and in the return type of `reset`. An
+    environment that is served to other processes must list them, because messages hold only declared kinds."""
 
     rewards: TapeScorer | None = None
     """Sources that score the whole tape after the episode has ended and `finish` has returned. Their rewards are
@@ -232,7 +231,7 @@ class Environment(Generic[ActionT, TaskT]):
     async def finish(self, status: Status) -> Outcome | None:
         """Return a final score. This method is called once, if the episode ends in a way that can be trained on.
 
-        The reward in the outcome is recorded for the episode as a whole. Its observation is ignored.
+        The outcome's reward is recorded for the episode as a whole, and its observation is ignored.
         """
         return None
 

@@ -21,7 +21,7 @@ from ..tapes.common.text import logger
 log = logger("loop")
 
 STALL_SECONDS = 5.0
-"""Seconds for which the event loop may be blocked before a warning names the line. A forward pass takes far less."""
+"""Seconds that the event loop may be blocked before a warning names the blocking line. A forward pass is shorter."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class Supervised:
     """Runs coroutines, one at a time: `await code(coroutine, "what")`.
 
     All calls run in the same task, because context variables and the cancel scopes of anyio belong to one task. A new
-    task is made only if a call was left running in the old one.
+    task is made only if a call was left running in the old task.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Supervised:
     async def __call__(
         self, work: Coroutine[object, Never, ResultT], what: str, seconds: float | None = None
     ) -> ResultT:
-        """Return the result of `work` or raise its error. Its own CancelledError becomes StrayCancellation.
+        """Return the result of `work` or raise its error. A CancelledError of `work` becomes a StrayCancellation.
 
         `what` names the work in messages. Raises TimedOut after `seconds`, Stopped if `stop` was called, and
         CancelledError if the caller was cancelled. By that time, `work` has ended or is listed in `left`.
@@ -95,8 +95,7 @@ class Supervised:
         return result
 
     def stop(self, why: type[Exception] = Stopped) -> None:
-        """Cancel the call in progress. It raises `why` when its code has ended, or after `GRACE` seconds at the
-        latest."""
+        """Cancel the call in progress. It raises `why` when its code has ended, but at the latest after `GRACE` s."""
         if not self._busy or self._task is None or self._done is None:
             return
         self._stopped = why

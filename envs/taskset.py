@@ -297,9 +297,9 @@ def columns(
 ) -> Row:
     """Make a `row` for tasksets: `Taskset.load("qa.jsonl", row=columns("question", "answer", id="name"))`.
 
-    If `public` or `private` is a single name, that part is the value in this column. Several names, or a mapping from
-    new names to columns, make an object. `seed` names a column that the private part gets as `seed`, and a single
-    private value then becomes `answer`. The `row` raises BadTasks if a column is missing.
+    If `public` or `private` is a single name, that part of the task is the value in this column. Several names, or a
+    mapping from new names to columns, make an object. `seed` names a column that the private part gets as `seed`, and a
+    single private value then becomes `answer`. The `row` raises BadTasks if a column is missing.
     """
 
     def row(record: Any) -> Task:
@@ -333,9 +333,9 @@ def hub_tasks(
 def dataset_rows(name: str, split: str = "train", *, config: str | None = None) -> Iterable[Mapping[str, object]]:
     """Return the rows of a dataset on the hub (`org/name` or `org/name@revision`), in its local cache, or in a folder.
 
-    `config` is the subset of the dataset. None takes the only one, or the one called `default` or `main`. Give a
-    revision (a commit) to pin the rows. Loading scripts in datasets never run, because `datasets` refuses them. Raises
-    BadTasks with a remedy if the dataset can't be reached.
+    `config` is the subset of the dataset. If it is None, the only subset is taken, or the one called `default` or
+    `main`. Give a revision (a commit) to pin the rows. Loading scripts in datasets never run, because `datasets`
+    refuses them. Raises BadTasks with a remedy if the dataset can't be reached.
     """
     try:
         import datasets  # noqa: F401

@@ -20,7 +20,7 @@ from ..environment import Environment, Outcome
 from ..taskset import BadTasks, Taskset
 from .reasoning import reasoning_scorer, reasoning_tasks
 
-# The operands are bounded. A product has at most 24 digits, so a call takes microseconds.
+# The operands are bounded, so a product has at most 24 digits and a call takes microseconds.
 _BINARY = re.compile(r"(-?[0-9]{1,12})([+*-])(-?[0-9]{1,12})")
 _NUMBER = re.compile(r"-?[0-9]{1,24}")
 _WORDED = re.compile(r"([0-9]{1,12})([-+*]|[a-z]+)([0-9]{1,12})")

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Observe = Callable[[Any, Any], Observation]
 """Converts an observation to the agent's. The second argument is the gymnasium environment, for calls of `render`."""
 Act = Callable[[Any, Any], Any]
-"""Converts an action to the argument of `env.step`. The second argument is the gymnasium environment. After a
-ValueError, `env.step` is not called, and the agent sees the error's message as a `GymRefusal`."""
+"""Converts an action to the argument of `env.step`. The second argument is the gymnasium environment. If the function
+raises ValueError, `env.step` is not called, and the agent sees the message as a `GymRefusal`."""
 
 
 class GymObservation(Observation, kind="gym_observation"):

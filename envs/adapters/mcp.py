@@ -36,7 +36,7 @@ CONNECTION_CLOSED = -32000
 """The SDK's error code for a connection that the other side closed."""
 
 Connect = Callable[[], AbstractAsyncContextManager[Any]]
-"""Opens an initialized session of the SDK: a `ClientSession`, or an object with its `list_tools` and `call_tool`."""
+"""Opens an initialized SDK session: a `ClientSession`, or an object with the same `list_tools` and `call_tool`."""
 
 
 class McpOptions(TypedDict, total=False):
@@ -103,7 +103,7 @@ class McpServer:
         cwd: str | os.PathLike[str] | None = None,
         **options: Unpack[McpOptions],
     ) -> McpServer:
-        """Return a server that is a program. The program gets `env` and the SDK's short list of safe variables."""
+        """Return a server that is a program. Its environment is `env` and the SDK's short list of safe variables."""
         options.setdefault("name", command)
         return cls(partial(_over_stdio, command, args, env, cwd), **options)
 
@@ -147,8 +147,7 @@ class McpServer:
             await session.end()
 
     def _lock(self) -> asyncio.Lock:
-        """Return this loop's lock. Each event loop has one, because a shared server outlives the loop that opened
-        it."""
+        """Return this event loop's lock. A shared server outlives the loop that opened it, so each loop has one."""
         loop = asyncio.get_running_loop()
         if self._opening is None or self._opening[0] is not loop:
             self._opening = loop, asyncio.Lock()
@@ -251,9 +250,9 @@ class _Session:
     async def call(self, tool: str, arguments: dict[str, JsonValue]) -> str | Sequence[str | Picture]:
         """Return the tool's result.
 
-        Raises ToolFailed for an error of the tool or a bad picture, and ToolsLost if the server is gone. After any
-        other exception, a ping decides which of them is raised. Without the ping, a dead server would look like a
-        failing tool, and the episode would be trained on.
+        Raises ToolFailed if the tool reports an error or returns a bad picture, and ToolsLost if the server is gone.
+        After any other exception, a ping decides which of the two is raised. Without the ping, a dead server would look
+        like a failing tool, and the episode would be trained on.
         """
         if not self.alive:
             raise ToolsLost(f"MCP server {self.name} is gone")
@@ -307,7 +306,7 @@ async def _listed(client: Any) -> list[Any]:
 
 
 def _field(thing: Any, new: str, old: str) -> Any:
-    """Return a field by its name in version 2 of the SDK or in version 1."""
+    """Return the field that is called `new` in version 2 of the SDK and `old` in version 1."""
     return getattr(thing, new, None) if hasattr(thing, new) else getattr(thing, old, None)
 
 

@@ -55,7 +55,7 @@ def reasoning_tasks(
 
 
 def reasoning_scorer(name: str) -> Callable[[str | None, Task], float]:
-    """Return the dataset's own scorer, with its partial credit. It maps an answer and its task to a score in [0, 1]."""
+    """Return the dataset's own scorer, which maps an answer and its task to a score in [0, 1], with partial credit."""
     score = _score(name)
 
     def scored(answer: str | None, task: Task) -> float:

@@ -117,7 +117,7 @@ class Sandbox:
         for path, content in self._files.items():
             await self.write(path, content)
         offered = {"python": self.python, "shell": self.shell}
-        # The tool's own timeout is the outermost one, so the backend ends a snippet first.
+        # The tool's timeout is longer than the backend's, so the backend ends a snippet first.
         slack = self._bounds.seconds + 2 * GRACE_SECONDS
         return [tool(offered[name], timeout=slack, limit=self._limit + 1000) for name in self._names]
 
@@ -218,7 +218,7 @@ _starting = threading.Lock()
 
 
 async def _working(named: str | None) -> str:
-    """Return the named backend, or the first that passes its self-test. Raises NoSandbox if no backend passes."""
+    """Return a backend that passes its self-test: `named`, or one of BACKENDS. Raises NoSandbox if none does."""
     tried: list[str] = []
     for name in BACKENDS if named is None else (named,):
         try:

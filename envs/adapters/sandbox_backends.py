@@ -31,7 +31,7 @@ GRACE_SECONDS = sandbox_launcher.START_SECONDS + sandbox_launcher.KILL_SECONDS
 FIRST_UID = 1 << 20
 """The first user id for snippets on the machine, if this process is root. It is above the ids of the system's users."""
 BYTES_PER_FILE = 16 << 10
-"""Bytes of `disk` for each file, folder or link that the folders may hold."""
+"""The folders may hold one file, folder or link for this many bytes of `disk`."""
 _UID = str(sandbox_launcher.SNIPPET_UID)
 _PLAIN = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -58,7 +58,7 @@ class Ran:
     """The result of a snippet."""
 
     output: str
-    """Standard output and standard error, interleaved as written. It is cut after `limit` characters, with a note."""
+    """Standard output and standard error, interleaved as written, and cut after `limit` characters with a note."""
     code: int | None
     """The exit code, or 128 + n if signal n killed the process. It is None if the time limit was reached."""
 
@@ -254,7 +254,7 @@ class LocalBackend:
         if self._process is not None:
             try:
                 async with asyncio.timeout(GRACE_SECONDS):
-                    await self._process.wait()  # it waits for its keepers, which wait for all processes of the snippets
+                    await self._process.wait()  # the launcher waits for its keepers, which wait for snippets' processes
             except TimeoutError:
                 self._process.kill()
         self._remove_cgroups()
@@ -274,8 +274,8 @@ def _delete(box: Path) -> None:
     """Delete the box. Raises NoSandbox if something is left of it.
 
     Without isolation, the box is a tree on disk that snippets made. Otherwise it is an empty folder, and deleting it
-    needs neither a process nor a descriptor, because none may be left. `find` and `rm` follow no links, and deep paths
-    or many files don't stop them. Users other than root need `find`, which makes folders readable and writable so that
+    needs neither a process nor a descriptor, which may be used up. `find` and `rm` follow no links, and deep paths or
+    many files don't stop them. Users other than root need `find`, which makes folders readable and writable so that
     they can be emptied.
     """
     with contextlib.suppress(OSError):
@@ -360,8 +360,8 @@ def _bubblewrap(box: Path, binds: list[str]) -> list[str]:
 def _podman(box: Path, binds: list[str], bounds: Bounds, image: str, base: int) -> list[str]:
     """Return podman's command line, up to the snippet's command. `base` is the host's id for the container's root."""
     runtime = shutil.which("runc", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or _program("crun")
-    # The snippet writes directly to this process's pipe, as descriptor 3. If podman forwarded the output, it might lose
-    # the output of a command that ends at once, on a busy machine.
+    # The snippet writes directly to this process's pipe, as descriptor 3. If podman forwarded the output, on a busy
+    # machine it might lose the output of a command that ends at once.
     words = ["/bin/sh", "-c", 'exec "$@" 3>&1', "sh", _program("podman"), "--runtime", runtime, "run"]
     words += ["--rm", "--preserve-fds=1", "--pidfile", "{pidfile}", "--log-driver", "none"]
     words += ["--network", "none", "--no-hosts", "--hostname", "sandbox", "--http-proxy=false", "--unsetenv-all"]

@@ -65,7 +65,7 @@ RULES: list[Rule] = [
 
 
 def architecture() -> tuple[int, int, str]:
-    """Return this machine's entry in ARCHITECTURES. Raises OSError if it has no entry."""
+    """Return this machine's entry in ARCHITECTURES. Raises OSError if the machine has no entry."""
     if platform.machine() not in ARCHITECTURES:
         raise OSError(f"the filter of system calls is for {' and '.join(ARCHITECTURES)}, not {platform.machine()}")
     return ARCHITECTURES[platform.machine()]

@@ -84,22 +84,22 @@ class Tool:
 class ToolSource(Protocol):
     """A source of tools that must be opened first.
 
-    A source may have a dict `described`, which is read after `open` and describes how its tools run in this episode. It
-    is recorded on the tape in `ToolOffer.sources`. Its values may differ between two machines, so re-execution doesn't
-    compare them.
+    A source may have a dict `described`, which is read after `open` and describes how its tools run in this episode.
+    The dict is recorded on the tape in `ToolOffer.sources`. Its values may differ between machines, so re-execution
+    doesn't compare them.
     """
 
     @property
     def effect(self) -> Effect:
-        """The most harmful known effect of its tools."""
+        """The most harmful effect that is known of the source's tools."""
         ...
 
     async def open(self) -> Sequence[Tool]:
-        """Return the tools. It is called before an episode."""
+        """Return the tools. This method is called before an episode."""
         ...
 
     async def close(self) -> None:
-        """Release the tools. It is called after the episode, even if `open` failed or was never called."""
+        """Release the tools. This method is called after the episode, even if `open` failed or was never called."""
         ...
 
 

@@ -195,7 +195,7 @@ async def _score(function: TRLReward, tape: Tape, environments: list[Any] | None
 
 
 def _accepted(function: TRLReward, arguments: dict[str, Any], missing: Mapping[str, str]) -> dict[str, Any]:
-    """Return the arguments that the function accepts. Raises BadArgument if it requires a missing one."""
+    """Return the arguments that the function accepts. Raises BadArgument if a required argument is missing."""
     parameters = _parameters(function)
     for name, why in missing.items():
         if name in parameters and parameters[name].default is inspect.Parameter.empty and name not in arguments:

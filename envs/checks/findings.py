@@ -12,7 +12,7 @@ class Finding(Value):
     """One fault, described for the maintainer of the checked object."""
 
     check: str
-    """The check that found it, a key of `CheckReport.checks`."""
+    """The check that found the fault, which is a key of `CheckReport.checks`."""
     severity: Literal["error", "warning"] = "error"
     sentence: str
     """What happened and how to correct it."""
@@ -31,7 +31,7 @@ class CheckReport(Value):
     seconds: float
 
     def shown(self, head: str, meaning: Mapping[str, str]) -> str:
-        """Return the report as lines of text. `meaning` maps each check to the statement that holds if it is ok."""
+        """Return the report as lines of text. `meaning` maps a check to what holds if the check is ok."""
         lines = [head]
         for name, state in self.checks.items():
             state, _, reason = state.partition(": ")

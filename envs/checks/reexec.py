@@ -299,7 +299,7 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Merge pairs of (field, part to ignore) into one declaration. If proposals for a field differ, all of it is
+    """Merge pairs of (field, part to ignore) into one declaration. A field with different proposals is wholly
     ignored."""
     merged: dict[str, str | None] = {}
     for name, rule in proposals:

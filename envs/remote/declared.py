@@ -31,7 +31,7 @@ class Declared:
     """The interface of an environment: its kinds of steps, and the effect of its actions."""
 
     name: str
-    """The name of the class, for messages."""
+    """The name of the class, for error messages."""
     actions: Mapping[str, type[Action]]
     """Maps each kind of action that the environment accepts to its class."""
     observations: Mapping[str, type[Observation]]
@@ -108,7 +108,7 @@ class Declared:
         return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:
-        """Return whether the exact class of `step` is declared. A subclass would be read as its base class."""
+        """Return whether the exact class of `step` is declared. A subclass would be received as its base."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 

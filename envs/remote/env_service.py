@@ -103,9 +103,9 @@ class Session:
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:
-        """Carry out the call, or return its answer if it was sent before. Raises BadAnswer for a wrong number.
+        """Return the call's answer. A repeated call isn't carried out again. Raises BadAnswer for a wrong number.
 
-        Thus a client can repeat a call after a broken connection, and the action isn't carried out twice.
+        Thus a client can safely repeat a call after a broken connection.
         """
         digest = hashlib.sha256(text.encode()).digest()
         if call.id == self._last and self.work is not None:

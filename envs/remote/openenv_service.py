@@ -38,7 +38,7 @@ class _Asked(BaseModel):
 
 
 class OpenEnvEpisodes:
-    """The episodes on one connection. `reply` answers its messages."""
+    """The episodes on one connection, whose messages `reply` answers."""
 
     def __init__(
         self,
@@ -47,8 +47,7 @@ class OpenEnvEpisodes:
         carry_out: Callable[[Call], Awaitable[Answer]],
         release: Callable[[], Awaitable[None]],
     ) -> None:
-        """`carry_out` answers a call to the environment. `release` closes it, so that the next call gets a new
-        environment."""
+        """`carry_out` answers a call. `release` closes the environment, so that the next call gets a new one."""
         self._declared, self._tasks = declared, tasks
         self._carry_out, self._release = carry_out, release
         self._turn = asyncio.Lock()

@@ -76,7 +76,7 @@ class Pool:
         self._closed = False
 
     def __call__(self) -> PooledEnvironment:
-        """Return an environment for one episode. Its first call takes a process."""
+        """Return an environment for one episode. The environment takes a process at its first call."""
         return PooledEnvironment(self)
 
     def __enter__(self) -> Self:
@@ -86,7 +86,7 @@ class Pool:
         self.close()
 
     def close(self) -> None:
-        """End all processes. Idle ones are asked to exit, and the others are killed."""
+        """End all processes. Idle processes are asked to exit, and the others are killed."""
         with self._lock:
             self._closed = True
             idle, workers = list(self._idle), list(self._all)

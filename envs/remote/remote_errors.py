@@ -58,7 +58,7 @@ class RemoteFault(RemoteError, RuntimeError):
 
     @staticmethod
     def named(error: str, message: str) -> RemoteFault:
-        """Return a fault with the class name `error`, or a RemoteFault if that is not a valid class name."""
+        """Return a fault with the class name `error`, or a RemoteFault if `error` is not a valid class name."""
         name = error if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.]{0,99}", error) else "RemoteFault"
         cls = type(name.rpartition(".")[2] or name, (RemoteFault,), {"__qualname__": name, "__module__": __name__})
         return cls(message)

@@ -1,7 +1,7 @@
 """A local reward model: a transformers model for sequence classification, in this process.
 
 Torch is imported and the model is loaded at the first score. For each batch of scores, the model is moved to its device
-and afterwards back, so that sampling and training can use the device's memory.
+and back afterwards, so that sampling and training can use the device's memory.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class MathVerifier:
         finally:
             timer.cancel()
             late = time.monotonic() - began >= seconds
-            # End it after Ctrl-C too, because its late reply would otherwise be read as the reply to the next question.
+            # End the process after Ctrl-C too. Otherwise its late reply would be taken for the next one.
             if late or not reply:
                 self._end()
         if not reply:

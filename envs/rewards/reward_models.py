@@ -194,7 +194,7 @@ def model_source(
 
 
 class RewardServerFailed(TapereelError, ConnectionError):
-    """No try got an answer from the reward model. The message names the server and the cause of the last failure."""
+    """Every try of a request failed. The message names the reward model's server and the cause of the last failure."""
 
 
 class HttpOptions(TypedDict, total=False):

@@ -1,8 +1,8 @@
 """Rewards: named, weighted functions that score an episode or each of its actions.
 
-A source returns a number, named numbers, or None for no score, which differs from a score of zero. If a source fails,
-the whole tape stays unscored and the cause is recorded, because a sum without one of its parts would be a wrong reward
-that looks right.
+A source returns a number, named numbers, or None for no score, which is not the same as a score of zero. If a source
+fails, the whole tape stays unscored and the cause is recorded, because a sum without one of its parts would be a wrong
+reward that looks right.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Scored:
     evidence: JsonValue = None
     """The reason for the score, such as a judge's question and answer. It is kept in the score's first record."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """The weights of named numbers, by name. A missing name has the weight 1. The source's weight is multiplied in."""
+    """The weight of each named number, by default 1. Each weight is multiplied by the weight of the source."""
 
 
 Score = float | Mapping[str, float] | Scored | None
-"""A number (the component `source`), named numbers (components `source/name`), a `Scored`, or None for no score."""
+"""A number, recorded under the source's name, or named numbers (`source/name`), a `Scored`, or None for no score."""
 Scorer = Callable[[SubjectT], Score | Sequence[Score] | Awaitable[Score | Sequence[Score]]]
 
 
@@ -59,8 +59,7 @@ class RewardSource(Generic[SubjectT]):
     name: str = ""
     """The name of the reward component. By default, it is the function's name."""
     weight: float = 1.0
-    """The weight of the score in the reward, which is a sum. With weight 0, the score is a metric and is only
-    reported."""
+    """The weight of the score in the reward, which is a sum. A score with weight 0 is only reported, as a metric."""
     per: Literal["episode", "step", "group"] = "episode"
     """The unit that is scored. With `step`, the function returns one score for each action on the tape, in order. With
     `group`, it receives the closed tapes of all attempts in a group and returns one score for each tape, which is
@@ -300,8 +299,7 @@ def _parts(source: RewardSource[Any], score: Any, place: int | None) -> list[_Pa
 
 
 def reference_of(tape: Tape) -> JsonValue:
-    """Return `answer`, or else `reference`, from the task's private part. If this part is not a dict, return all of
-    it."""
+    """Return `answer`, or else `reference`, from the task's private part, or all of this part if it isn't a dict."""
     private = tape.begin.task.private
     if not isinstance(private, dict):
         return private
@@ -329,8 +327,7 @@ def ensemble(
     weight: float = 1.0,
     timeout: float | None = 600.0,
 ) -> RewardSource[Tape]:
-    """Return a source that weights its parts by `recipe[label]`. Raises ValueError if a recipe names an unknown
-    part."""
+    """Return a source that weights its parts by `recipe[label]`. Raises ValueError if a recipe has unknown parts."""
     for kind, weights in recipe.items():
         strange = [part for part in weights if part not in parts]
         if strange:
