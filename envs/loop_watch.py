@@ -21,7 +21,8 @@ from ..tapes.common.text import logger
 log = logger("loop")
 
 STALL_SECONDS = 5.0
-"""Seconds that the event loop may be blocked before a warning names the blocking line. A forward pass is shorter."""
+"""Seconds that the event loop may be blocked before a warning names the blocking line. A forward pass takes far less
+time."""
 
 
 @dataclass(frozen=True, slots=True)

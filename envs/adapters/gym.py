@@ -108,7 +108,7 @@ class GymEnvironment(Environment[Action]):
         if pixels and observe is not None:
             raise TypeError("pixels=True shows the rendered frame, and `observe` decides otherwise: give one of them")
         self.env = env
-        if pixels:  # otherwise unset, so that recorded configurations of such environments don't change
+        if pixels:  # set only then, so that recorded configurations of environments without pixels don't change
             self.pixels = True
         self.observe = observe
         self.act = act

@@ -1,8 +1,8 @@
 """Tools of an MCP server, over stdio or streamable HTTP, as tools of an environment.
 
-This module uses the official SDK, versions 1 and 2 (the extra `mcp`). If the server is lost, the environment has failed
-(`ToolsLost`). An error that a tool reports is a result. Text from the server (names, descriptions, results) is
-untrusted and is only shown to the model. The server's hints are used only for tools without a declared effect.
+This module uses the official SDK, versions 1 and 2 (the extra `mcp`). If the server is lost, this is an error of the
+environment (`ToolsLost`). An error that a tool reports is a result. Text from the server (names, descriptions, results)
+is untrusted and is only shown to the model. The server's hints are used only for tools without a declared effect.
 """
 
 from __future__ import annotations

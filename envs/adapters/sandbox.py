@@ -40,8 +40,8 @@ class Sandbox:
     A snippet runs as user 65534 in its own namespaces. It sees no network except its own loopback interface, no
     processes except its own, none of this process's environment variables and none of this user's keys. Its file system
     has `/usr`, the interpreter and `paths`, all read-only, and the folders `/work`, `/tmp` and `/dev/shm`. A filter
-    refuses system calls that would expose the kernel. The three folders are kept in memory until the episode ends and
-    hold `disk` bytes in total. When a snippet ends, all its processes are killed.
+    refuses system calls that would expose the kernel. The folders `/work`, `/tmp` and `/dev/shm` are kept in memory
+    until the episode ends and hold `disk` bytes in total. When a snippet ends, all its processes are killed.
 
     Some things are not guaranteed. The sandbox is not a virtual machine, so a flaw in the kernel breaks it. Without a
     writable cgroup, `memory` limits each process separately, so all processes together may use `processes` times as
@@ -73,7 +73,8 @@ class Sandbox:
         seconds: Time limit for a snippet, in seconds of wall-clock time.
         memory: Memory limit for a snippet, in bytes.
         processes: The maximum number of processes and threads that a snippet has at once.
-        disk: Size limit for all files together, in bytes. It allows one file per 16 KiB, but never fewer than 1000.
+        disk: Size limit for all files together, in bytes. The number of files is limited to one per 16 KiB of `disk`,
+            but at least 1000 files are allowed.
         limit: The maximum number of characters in the output.
         files: The initial files in the folder.
         paths: Further absolute paths that a snippet may read.

@@ -208,7 +208,7 @@ async def as_parts(result: object) -> str | list[str | Visual]:
 
 def _image_in(value: Any) -> Any:
     """Return a picture, a video, or the image (PIL, array, bytes) in a content part, or None for any other value. A
-    path or URL isn't read as an image, because it may be text that a tool got from somewhere."""
+    path or URL isn't read as an image, because a tool may have got that text from an untrusted source."""
     image = value.get("image") if isinstance(value, dict) and value.get("type") == "image" else None
     known = isinstance(image, bytes) or hasattr(type(image), "__array_interface__")
     return value if isinstance(value, Visual) else image if known else None

@@ -10,9 +10,9 @@ completion. TRL need not be installed. Some details differ from TRL:
 3. A row's `images`, `image`, `videos` or `video` are the pictures and videos in the prompt. `reset` and reward
    functions get PIL images. TRL has no column for videos.
 4. Values that don't exist here are not passed as None: `completion_ids` if an episode has no token ids, `environments`
-   if an episode has ended, and `trainer_state`, since no TRL trainer runs. A function with a default for such a
-   parameter uses the default. Otherwise it fails with an error that names the parameter.
-5. Arguments of `log_metric` and `log_extra` are kept as the evidence of the score.
+   if an episode has ended, and `trainer_state`, since no TRL trainer runs. If the function has a default for such a
+   parameter, the default is used. Without a default, the function fails with an error that names the parameter.
+5. The values that a function passes to `log_metric` and `log_extra` are kept as evidence of its score.
 """
 
 from __future__ import annotations

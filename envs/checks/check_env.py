@@ -203,7 +203,8 @@ async def _replayed(probe: Probe, play: Play, prefix: Tape | None = None) -> Pla
 
 
 def _check_same(probe: Probe, check: str, sentence: str, plays: list[Play]) -> None:
-    """Replay the episodes, all at once, and compare. The first difference fills the placeholder in `sentence`."""
+    """Replay the episodes, all at once, and report each that differs. The difference fills the placeholder in
+    `sentence`."""
     results = probe.run(*(partial(_replayed, probe, play) for play in plays))
     for first, second in zip(plays, results, strict=True):
         if difference := _difference(first, second):

@@ -299,8 +299,8 @@ def _variation(runs: Sequence[Sequence[Moment]], rules: Normalisers) -> dict[str
 
 
 def _merged(proposals: Iterable[tuple[str, str | None]]) -> dict[str, str | None]:
-    """Merge pairs of (field, part to ignore) into one declaration. A field with different proposals is wholly
-    ignored."""
+    """Merge pairs of (field, part to ignore) into one declaration. If the proposals for a field differ, the field gets
+    None, so that all of it is ignored."""
     merged: dict[str, str | None] = {}
     for name, rule in proposals:
         merged[name] = rule if merged.get(name, rule) == rule else None
@@ -355,10 +355,11 @@ def reexec_run(
 ) -> Verdicts:
     """Execute the actions on the named tapes of a run again, or those on all closed tapes in a split.
 
-    `env` is the `module:name` of an environment class or factory. If it is None, the environment in the run's
-    configuration is used. `masks` maps a field to the regular expression for the part that may differ, or to None for
-    the whole field. `times` is the number of executions of each tape. If it is 2 or more, the verdicts name the fields
-    that vary (see `proposed_masks`). One execution may take `seconds` of wall-clock time.
+    `env` is the `module:name` of an environment class or factory. If it is None, the run's configuration names the
+    environment, or each tape names one of the demo environments. `masks` maps a field to the regular expression for the
+    part that may differ, or to None for the whole field. `times` is the number of executions of each tape. If it is 2
+    or more, the verdicts name the fields that vary (see `proposed_masks`). One execution may take `seconds` of
+    wall-clock time.
     """
     if times < 1 or seconds <= 0:
         raise UsageError(f"times is {times} and seconds {seconds}; times must be 1 or more, and seconds above 0")

@@ -108,7 +108,8 @@ class Declared:
         return _read(self.observations, "observation", kind, content, files)
 
     def holds(self, step: Step) -> bool:
-        """Return whether the exact class of `step` is declared. A subclass would be received as its base."""
+        """Return whether the exact class of `step` is declared. The other side would read an instance of a subclass as
+        one of the base class."""
         return type(step) in (self.actions.get(step.kind), self.observations.get(step.kind))
 
 

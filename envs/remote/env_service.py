@@ -103,9 +103,10 @@ class Session:
         return self.expires is not None and (self._last == 0 or now - self.left_at >= RECONNECT_SECONDS)
 
     async def answer(self, call: Call, text: str) -> Answer:
-        """Return the call's answer. A repeated call isn't carried out again. Raises BadAnswer for a wrong number.
+        """Carry out the call and return its answer. Raises BadAnswer if the number is wrong.
 
-        Thus a client can safely repeat a call after a broken connection.
+        A call that repeats the last number gets the same answer and isn't carried out again, so a client can safely
+        repeat a call after a broken connection.
         """
         digest = hashlib.sha256(text.encode()).digest()
         if call.id == self._last and self.work is not None:

@@ -45,7 +45,7 @@ class Proxy(Environment[Action]):
         """The class name of the remote environment."""
         self.effect = declared.effect
         self.varies = dict(declared.varies)
-        if declared.pixels:  # otherwise unset, so that recorded configurations of such environments don't change
+        if declared.pixels:  # set only then, so that recorded configurations without pixels don't change
             self.pixels = True
         if declared.rewards is not None:
             self.rewards = declared.rewards

@@ -75,7 +75,8 @@ class MathVerifier:
         finally:
             timer.cancel()
             late = time.monotonic() - began >= seconds
-            # End the process after Ctrl-C too. Otherwise its late reply would be taken for the next one.
+            # After Ctrl-C, the process must end too, because its late reply would be read as the reply to the next
+            # question.
             if late or not reply:
                 self._end()
         if not reply:
