@@ -2,7 +2,7 @@
 
 Tasks fall into pools (`easy`, `normal`, `hard`) by the share of recorded attempts that passed. Tasks without a scored
 attempt form the pool `new`. Task k depends only on the tasks, the rates, the weights, the seed and k, so a resumed run
-draws the same tasks as an uninterrupted one.
+draws the same tasks as an uninterrupted run.
 """
 
 from __future__ import annotations

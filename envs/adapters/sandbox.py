@@ -219,7 +219,8 @@ _starting = threading.Lock()
 
 
 async def _working(named: str | None) -> str:
-    """Return a backend that passes its self-test: `named`, or one of BACKENDS. Raises NoSandbox if none does."""
+    """Return the name of a backend that passes its self-test: `named`, or one of BACKENDS. Raises NoSandbox if none
+    does."""
     tried: list[str] = []
     for name in BACKENDS if named is None else (named,):
         try:

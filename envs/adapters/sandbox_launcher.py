@@ -58,9 +58,9 @@ def check(result: int, what: str) -> None:
 def set_up(order: Order) -> None:
     """Give up the runner's privileges and keys, and make the box. Raises OSError if that fails."""
     with contextlib.suppress(OSError, KeyError):
-        # The runner's session keyring may hold Kerberos tickets and keys for encrypted folders, so join an empty one.
-        # Joining fails if the kernel has no keys or the user's quota is used up. That does no harm, because the filter
-        # refuses keyctl anyway.
+        # The runner's session keyring may hold Kerberos tickets and keys for encrypted folders, so join an empty
+        # keyring. Joining fails if the kernel has no keys or the user's quota is used up. That does no harm, because
+        # the filter refuses keyctl anyway.
         check(libc.syscall(KEYCTL[platform.machine()], JOIN_SESSION_KEYRING, None), "keyctl")
     box: str = order["box"]
     if order["backend"] == "bubblewrap":

@@ -18,7 +18,7 @@ X32 = 0x40000000
 NEWEST = 462
 """Calls above this number are newer than this table. The filter answers them with ENOSYS, as an older kernel does."""
 FAMILIES = (1, 2, 10)
-"""Socket families that a snippet may use: AF_UNIX, AF_INET, AF_INET6. Its network namespace has its own loopback."""
+"""Socket families that a snippet may use: AF_UNIX, AF_INET, AF_INET6. A snippet has its own loopback interface."""
 NAMESPACES = (0x80, 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 """The CLONE_NEW* flags: time, mount, cgroup, UTS, IPC, user, pid, network."""
 TERMINAL = (0x5412, 0x541C)

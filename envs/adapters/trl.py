@@ -91,10 +91,10 @@ def _back(value: Any) -> Any:
 class TRLEnvironment(ToolEnvironment):
     """An environment of TRL, for tasks made by `trl_row`: `TRLEnvironment(WordGame, rewards=[exact])`.
 
-    The agent for it is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the episode, as in
-    TRL. `factory` corresponds to `environment_factory` of `GRPOTrainer`. It is a class, a dict of classes from which a
-    row's `environment` selects one, or None for tasks with one turn. `rewards` corresponds to `reward_funcs`. Each
-    function becomes a reward component with the function's name.
+    The agent for this environment is `ChatAgent(actions=[ToolCalls], plain=Answer)`. An answer without a call ends the
+    episode, as in TRL. `factory` corresponds to `environment_factory` of `GRPOTrainer`. It is a class, a dict of
+    classes from which a row's `environment` selects one, or None for tasks with one turn. `rewards` corresponds to
+    `reward_funcs`. Each function becomes a reward component with the function's name.
     """
 
     def __init__(

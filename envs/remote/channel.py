@@ -102,7 +102,8 @@ class Channel:
     async def close(self, *, goodbye: bool = True) -> None:
         """Close the connection. Without `goodbye`, don't wait for the peer's closing handshake.
 
-        Even if the caller is cancelled, this returns only after the connection is closed. Otherwise it would stay open.
+        Even if the caller is cancelled, this returns only after closing the connection, which would otherwise stay
+        open.
         """
         closing = asyncio.create_task(self._close(goodbye))
         try:

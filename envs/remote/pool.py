@@ -30,7 +30,7 @@ from .proxy import Proxy
 from .remote_errors import BadAnswer, Busy, SessionLost, Unreachable
 
 _STARTING = 120.0
-"""Time limit for a process to start, in seconds. It imports the packages of its environment in this time."""
+"""Time limit for a process to start and to import the packages of its environment, in seconds."""
 ResultT = TypeVar("ResultT")
 _ENDING = 5.0
 """Seconds in which a process must exit before it is killed."""

@@ -33,7 +33,7 @@ from .remote_errors import BadAnswer, Busy, Hung, Refused, RemoteError, SessionL
 _CLOSING, _CLOSING_AFTER_FAILURE = 10.0, 1.0
 """Time limits for closing the remote environment, in seconds: normally, and after a call without an answer."""
 _FIRST, _LONGEST = 0.05, 5.0
-"""Seconds between attempts: the first pause, and the longest one."""
+"""Seconds between attempts: the first pause, and the longest pause."""
 
 
 class RemoteEnvironment(Proxy):

@@ -33,7 +33,7 @@ LARGEST = 64 << 20
 PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 """HTTP statuses for which a retry of the same request may succeed."""
 LONGEST_WAIT = 60.0
-"""The longest wait between two tries, in seconds, even if the server asks for a longer one."""
+"""The longest wait between two tries, in seconds, even if the server asks for a longer wait."""
 
 
 ModelScore = float | Mapping[str, float] | None
