@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         replay: ReplayEngine,
         team: TeamEngine,
     ) -> tuple[tuple[Engine, ...], tuple[TrainableEngine, ...]]:
-        """This function is never called. The type checker reports here if an engine deviates from its protocol."""
+        """This function is never called. It lets the type checker report an engine that deviates from its protocol."""
         return (scripted, hosted), (embedded, remote, replay, team)
 
 

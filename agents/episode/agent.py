@@ -1,6 +1,6 @@
 """An agent is a function from the tape so far to the next steps. It keeps no state except its tape.
 
-No tape records the local variables inside one `act`, so resume, fork and replay cut between turns.
+A tape doesn't record the local variables of a running `act`, so resume, fork and replay begin between two turns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _json: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 
 class Agent:
-    """Base class of agents. Write `async def act(self, tape, llm)` that yields any thoughts, then one Action."""
+    """Base class of agents. `async def act(self, tape, llm)` yields any number of thoughts, then one Action."""
 
     name: str = ""
 
     patience: ClassVar[float] = 0.0
-    """Seconds for which a replay holds an answer back until answers that were recorded before it are given. Set it for
-    an agent that asks concurrently from another process, because its requests may arrive in any order."""
+    """Maximum seconds for which a replay holds back an answer until all earlier recorded answers are given. Set this
+    for an agent that asks concurrently from another process, because its requests may arrive in any order."""
 
     def act(self, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
         """Take one turn. Write it as `async def act(...)` with `yield`, which makes it an async generator."""
@@ -76,7 +76,7 @@ def agent(function: Callable[[Tape, LLM], AsyncIterator[Step]]) -> FunctionAgent
 async def delegate(name: str, agent: Agent, tape: Tape, llm: LLM) -> AsyncIterator[Step]:
     """Run a sub-agent's turn: `async for step in delegate("searcher", self.searcher, tape, llm): yield step`.
 
-    Its steps and calls carry the path `<this agent>/<name>`, so each of several agents can be trained separately.
+    The sub-agent's steps and calls have the path `<this agent>/<name>`, so each agent can be trained separately.
     """
     if not name or "/" in name or name == "env":
         raise UsageError(f"sub-agent name {name!r} is invalid: it must be non-empty, without '/', and not 'env'")
@@ -100,9 +100,9 @@ def qualified(thing: type | Callable[..., object]) -> str:
 
 
 def configuration(thing: object) -> dict[str, JsonValue]:
-    """Return the public attributes of an instance that are plain values, without secrets.
+    """Return the public attributes of an instance as JSON values, with secrets hidden.
 
-    Sub-agents and pydantic models are represented by their own configuration.
+    A sub-agent or pydantic model is represented by its own configuration, and any other object by a name.
     """
     config: dict[str, JsonValue] = {}
     for key, value in vars(thing).items():

@@ -26,17 +26,17 @@ class TooManyParseErrors(ValueError):
 class ChatAgent(Agent):
     """An agent that asks the model once per turn and parses the answer as an action.
 
-    `ChatAgent("You are helpful.")` answers with the model's text as an `Answer`. In an environment with tools it also
-    makes function calls. (This is the same as `actions=[ToolCalls], plain=Answer`.) Otherwise one of these parameters
-    decides:
+    `ChatAgent("You are helpful.")` answers with the model's text as an `Answer`. If the environment offers tools, the
+    agent also makes function calls. (The default is the same as `actions=[ToolCalls], plain=Answer`.) One of these
+    parameters replaces the default:
 
-    - `parse`: a function from the answer's text to an Action. If it raises a ValueError, the model gets its message.
+    - `parse`: a function from the answer's text to an Action. If it raises a ValueError, the model reads the message.
     - `actions`: Action classes that are offered to the model as tools. A function call (`Reply.tool_calls`) becomes an
-      instance of one of them. `ToolCalls` in `actions` accepts any calls unchanged, and also offers the tools of the
-      episode's `ToolOffer`. `plain` is the class for an answer without a call: an Action with one field, `text`.
-      Without `plain`, such an answer is a `ParseError`.
+      instance of one of them. If `ToolCalls` is one of them, any calls are accepted unchanged, and the tools in the
+      episode's `ToolOffer` are offered too. An answer without a call becomes an instance of `plain`, an Action with one
+      field, `text`. If `plain` is None, such an answer becomes a `ParseError`.
 
-    Either all calls in an answer are made or none. If one of them can't be read, the answer becomes a `ParseError`.
+    Either all calls in an answer are made or none. If one can't be read, the whole answer becomes a `ParseError`.
     """
 
     @check_arguments
@@ -53,8 +53,8 @@ class ChatAgent(Agent):
         temperature: float | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        """`system` is the system prompt. `misreads` is how many answers in one turn may fail to parse before the turn
-        fails. `temperature` and `max_tokens` apply to this agent's calls. None means the episode's own value."""
+        """`system` is the system prompt. If an answer can't be parsed, the model is asked again, at most `misreads`
+        times per turn. `temperature` and `max_tokens` are for this agent's calls. None means the episode's value."""
         if parse is not None and actions:
             raise UsageError("ChatAgent takes `parse` or `actions`, not both: each defines how an answer is parsed")
         if plain is not None and (not actions or list(plain.model_fields) != ["text"]):

@@ -26,7 +26,8 @@ class Clock:
     def now(self, tape: Tape) -> datetime:
         """Return the time (UTC) of the newest record that this agent knows: an observation, or its own step or call.
 
-        The time stands still between records. It is never read from the machine, because a replay couldn't repeat that.
+        Between two records the time doesn't change. It never comes from the machine's clock, which a replay couldn't
+        repeat.
         """
         path, log = tape.scope, self._recorder.log
         entry = next((entry for entry in reversed(log.entries) if entry.by in (ENV, path)), None)
@@ -35,10 +36,10 @@ class Clock:
         return datetime.fromtimestamp(at, UTC)
 
     def random(self, tape: Tape) -> Random:
-        """Return this agent's generator for the current turn. A second request in the turn gets the same generator.
+        """Return this agent's random generator for the current turn. A turn has only one, however often this is called.
 
-        Each turn has a new generator, so that a fork or a replay that begins at a turn draws the same numbers. The seed
-        is the episode's sampling seed, so the attempts of a group draw different numbers.
+        Each turn has a new generator, so that a fork or a replay that begins at a later turn draws the same numbers. It
+        is seeded with the episode's sampling seed, so the attempts in a group draw different numbers.
         """
         key = (tape.scope, self._recorder.log.turn)
         if key not in self._random:

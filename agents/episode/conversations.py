@@ -1,8 +1,8 @@
-"""Holds the conversations between one episode and its model. Renders each prompt and records each call.
+"""Holds the conversations of one episode with its model, renders each prompt and records each call.
 
-A conversation is identified by an agent's path and an optional name. Its calls form a tree, in which a call extends an
-earlier call (its base) or starts a new row. The leaves of the tree are the tracks. The next prompt continues the track
-that fits best.
+A conversation is identified by an agent's path and an optional name. Its calls form a tree: each call extends an
+earlier call, which is its base, or starts a new row. The leaves of this tree are called tracks. The next prompt
+continues the track that fits it best.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ from ..rendering.renderer import Rendered, Renderer, Track
 from .recorder import Recorder
 
 AUTHORED = "authored"
-"""Engine name in calls whose text the agent wrote itself, without a model."""
+"""Engine name that is recorded in calls whose text the agent wrote without a model."""
 
 
 @dataclass(slots=True)
 class TextTrack:
-    """A leaf in a conversation whose engine has no renderer."""
+    """A leaf of a conversation's tree, for an engine without a renderer."""
 
     call: str
     messages: Sequence[Message]
-    """The messages of the request. The reply follows them."""
+    """The messages of the request, without the reply."""
     reply: Message
 
     def shared(self, messages: Sequence[Message]) -> int:
-        """Return how many leading messages of `messages` belong to this conversation, including its reply."""
+        """Return how many messages at the start of `messages` are those of this track, the last of which is its
+        reply."""
         n = shared_prefix(messages, self.messages)
         if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
             return n + 1
@@ -82,9 +83,9 @@ class Conversations:
         return renderer.prompt(messages, tools, self._tokens[path, conversation]) if renderer is not None else None
 
     def tools_record(self, schemas: tuple[dict[str, JsonValue], ...] | None) -> Tools | None:
-        """Return the offered tools in the form that a call records.
+        """Return the record of the tools that a call offers.
 
-        The schemas are written once per tape. Later calls have only the hash.
+        Only the first call on a tape that offers these tools records their schemas. Later calls record only the hash.
         """
         if schemas is None:
             return None
@@ -187,15 +188,15 @@ class Conversations:
         assert renderer is not None
         track = renderer.track(rendered, call=pending.call, reply=record.reply, completion=ids)
         tracks = self._tokens[pending.path, pending.conversation]
-        # A call that extends its base takes the base's place. After a split the base is kept, because a later prompt
-        # may return to it.
+        # A call that extends its base replaces the base as a leaf. After a split the base stays a leaf, because a later
+        # prompt may return to it.
         if base is not None and rendered.split is None and base in tracks:
             tracks[tracks.index(base)] = track
         else:
             tracks.append(track)
 
     def _ids(self, rendered: Rendered, completion: Completion) -> array[int]:
-        """Return the sampled ids. For text without ids, return the ids that an engine would have sampled."""
+        """Return the sampled ids. For an answer that is only text, return the ids that an engine would have sampled."""
         if completion.ids is not None:
             return completion.ids
         if completion.text is None:
@@ -213,7 +214,7 @@ class Conversations:
         request = Request(
             messages=messages, prompt=rendered.ids if rendered is not None else None, sampling=Sampling(), seed=0
         )
-        # Without token ids, only the step contains the function calls.
+        # If there is no renderer, only the step records the function calls.
         calls = reply.get("tool_calls") if rendered is not None else None
         completion = Completion(text=reply["content"], tool_calls=tuple(calls) if calls else None)
         self.write(PendingCall(call, path, "", request, rendered, None), completion, finish="stop", engine=AUTHORED)

@@ -1,12 +1,12 @@
-"""FIRE sampling gives the first token of an answer its own temperature, often 10. The rest has the usual one.
+"""FIRE sampling samples an answer's first token at its own temperature, often 10, and the rest at the usual one.
 
-A high first temperature spreads the attempts of a group over more beginnings than the model would choose. The cost is
-that some of these are beginnings that it would never choose. This module implements the published algorithm with these
-deviations:
+With a high first temperature, the attempts in a group begin in more different ways than the model would choose. The
+cost is that some of these beginnings are ones that the model would never choose. This module implements the published
+algorithm with these deviations:
 
 1. It makes two requests to the engine, one for the prompt and one for the prompt with the first token, so every engine
-   that handles tokens supports it. The second request has its own seed. With the same seed, both tokens would be drawn
-   with the same random number.
+   that handles tokens supports it. The second request has its own seed, because otherwise its first token would be
+   drawn with the same random number as the answer's first token.
 2. The log-prob of the first token is measured at its own temperature, and training scores it at that temperature. Both
    parts are sampled exactly, so the answer is on-policy data like any other.
 3. If the first token ends the answer or reaches the token limit, it is the whole answer. There is no second request.
@@ -56,7 +56,7 @@ async def complete(engine: Engine, request: Request) -> Completion:
 class _Rest:
     """Reports the first token together with the tokens of the second request.
 
-    So a retry of the second request also withdraws the first token, as the listener's `again` promises.
+    A retry of the second request therefore withdraws the first token too, as `Listener.again` promises.
     """
 
     def __init__(self, listener: Listener, first: array[int]) -> None:
@@ -78,7 +78,7 @@ def _part(request: Request, sampling: Sampling, **changes: float) -> Request:
 async def _with_rest(engine: Engine, request: Request, first: Completion, rest: Request) -> Completion:
     """Return the first token followed by the second request's completion.
 
-    If the second request is cancelled, at least the first token is kept.
+    If the second request is cancelled, `on_partial` still gets at least the first token.
     """
     reported = False
 
@@ -125,7 +125,7 @@ def _joined(engine: Engine, first: Completion, rest: Completion) -> Completion:
 
 
 def _spans(first: Spans, rest: Sequence[tuple[str, int, int]], n: int) -> Spans:
-    """Return the spans of both parts, with `rest` moved by `n` tokens. Adjacent spans of one version are merged."""
+    """Return the spans of both parts. `rest` begins after `n` tokens. Adjacent spans of one version are merged."""
     spans = list(first)
     for version, start, end in rest:
         if spans and spans[-1][0] == version and spans[-1][2] == start + n:

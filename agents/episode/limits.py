@@ -21,27 +21,29 @@ class Limits(Value):
     calls: int | None = Field(default=None, ge=1)
     """Maximum number of model calls. Reaching this limit is recorded as a limit of turns."""
     tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens sampled in all calls. A call in flight counts with all tokens that it may still sample."""
+    """Maximum tokens sampled in all calls together. A call in flight counts with the maximum that it may sample."""
     context: int | None = Field(default=None, ge=2)
     """Maximum tokens in one call's prompt and completion. The engine's own limit applies too."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens in one call's prompt. A longer prompt reaches the context limit, unless `keep_prompt` is set."""
+    """Maximum tokens in one call's prompt. A longer one is cut if `keep_prompt` is set, or else reaches the context
+    limit."""
     keep_prompt: Literal["start", "end"] | None = None
-    """The part of a long prompt that is kept. The prompt is cut to `prompt_tokens`, and to leave space in the context
-    for an answer of `max_tokens`. None means that no prompt is cut."""
+    """The part of a long prompt that is kept. The prompt is cut to at most `prompt_tokens` tokens, and so that the
+    context has space for an answer of `max_tokens`. None means that no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
-    """Seconds used by the agent's own code, by its tools, and by its model calls while the model computes. An episode
+    """Maximum seconds for the agent's own code, its tools, and its model calls while the model computes. An episode
     that reaches this limit is scored and trained on, like one that reaches the limit of turns."""
     system_seconds: float | None = Field(default=1800.0, gt=0)
-    """All other seconds in an episode up to its last step, as used by the engine's queue, the environment and Tapereel.
-    The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this limit is
-    never trained on, and is repeated."""
+    """Maximum seconds for everything else up to the episode's last step: the engine's queue, the environment and
+    Tapereel. The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this
+    limit is never trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
-    """Wall-clock seconds per `reset`, `restore`, `step`, `finish` or `close`. A longer call is an environment error."""
+    """Wall-clock limit for each `reset`, `restore`, `step`, `finish` or `close`, in seconds. Exceeding it is an
+    environment error."""
 
     @classmethod
     def recorded(cls, limits: dict[str, JsonValue] | None, **changes: JsonValue) -> Self:
-        """Return the limits on a tape, with `changes`. A limit that is missing there is unlimited.
+        """Return the limits that a tape records, with `changes`. If a limit isn't recorded, there is no such limit.
 
         Raises UsageError if a limit can't be read.
         """
@@ -56,8 +58,8 @@ class Limits(Value):
 class LimitReached(BaseException):
     """`LLM` raises this in the agent when a limit is reached.
 
-    It is not an Exception, so that an agent's `except Exception` doesn't swallow it. `LLM` also latches the limit, so
-    every later call raises it again.
+    This class doesn't derive from Exception, so that an agent's `except Exception` doesn't catch it. `LLM` also
+    remembers the limit, and every later call raises it again.
     """
 
     def __init__(self, limit: CauseType, message: str) -> None:
@@ -68,14 +70,14 @@ class LimitReached(BaseException):
 class TokenBudget:
     """Tokens that an episode may sample, shared by its concurrent calls.
 
-    Invariant: the sum of `used` and the tokens held by calls in flight never exceeds `limit`. A call that finds no
-    token left waits in order of arrival until another call returns some. Without this wait, concurrent calls would
-    together sample more than the limit, or one would fail although tokens remain.
+    Invariant: the sum of `used` and the tokens held by calls in flight never exceeds `limit`. If no tokens are left, a
+    call waits until another call returns some. Waiting calls are served in order of arrival. Without this wait,
+    concurrent calls would together sample more than the limit, or a call would fail although tokens are returned later.
     """
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
-        """None means that there is no limit and no call waits."""
+        """Maximum number of tokens. None means that there is no limit and no call waits."""
         self.used = 0
         """Number of tokens sampled so far."""
         self._held = 0
@@ -84,14 +86,11 @@ class TokenBudget:
 
     @property
     def spent(self) -> bool:
-        """Whether all tokens of the limit were sampled."""
+        """Whether the sampled tokens have reached the limit."""
         return self.limit is not None and self.used >= self.limit
 
     async def take(self, wanted: int) -> int:
-        """Take at least one token and at most `wanted`. Return how many were taken, or 0 if all are spent.
-
-        The caller gives them back with `give`.
-        """
+        """Take 1 to `wanted` tokens and return their number, or 0 if all are spent. Give them back with `give`."""
         if self.limit is None:
             return wanted
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -100,18 +99,18 @@ class TokenBudget:
         try:
             return turn.result() if turn.done() else await turn
         except asyncio.CancelledError:
-            # A call may be cancelled after it got its tokens but before it ran. Without this, they would be lost.
+            # The call may be cancelled after it got tokens and before it resumed. Its tokens must not be lost.
             if not turn.cancelled():
                 self.give(turn.result())
             raise
 
     def hold(self, tokens: int) -> int:
-        """Take `tokens` without regard to the limit, as a replay does. Return their number."""
+        """Take `tokens` tokens, even if fewer are left, as a replay does. Return their number."""
         self._held += tokens
         return tokens
 
     def give(self, tokens: int) -> None:
-        """Return the tokens that `take` or `hold` gave. The caller must first add the sampled ones to `used`."""
+        """Give back the tokens from `take` or `hold`. The caller must first add the sampled tokens to `used`."""
         if self.limit is not None:
             self._held -= tokens
             self._next()

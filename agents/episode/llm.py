@@ -1,7 +1,7 @@
 """`LLM` is an agent's interface to its model for one episode.
 
-It determines from the tape which agent speaks, renders the conversation into the tokens that follow earlier sampled
-ones, and derives the seed. It counts tokens, enforces limits, and records every call with its attempts. An agent never
+For each call, it determines from the tape which agent asks, renders a prompt that continues the tokens sampled earlier,
+and derives the seed. It also counts tokens, enforces limits, and records the call with its attempts. An agent never
 sees more than its own conversation.
 """
 
@@ -56,20 +56,20 @@ class Reply:
     """A model's answer."""
 
     text: str
-    """The answer's text without the turn-ending token. It is empty if the model ended at once."""
+    """The answer's text without the token that ends the turn. It is empty if the model ended its turn at once."""
     finish: str
-    """`stop`, `length`, `tool_calls` or `abort`. A `length` answer was cut off."""
+    """`stop`, `length`, `tool_calls` or `abort`. `length` means that the answer was cut off."""
     call: str
     """Id of the call on the tape."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The function calls in the answer, if tools were offered. They are read from the text or parsed by the engine."""
     content: str = ""
-    """The text around the calls, or the whole text if there are no calls."""
+    """The answer's text without the function calls, or the whole text if there are none."""
     problem: str = ""
-    """Sentences for the model that explain why a call can't be read. It is empty if all calls could be read. Yield it
-    as `ParseError(problem=...)` and ask again."""
+    """An explanation for the model of why a function call can't be read. It is empty if all calls could be read. To let
+    the model try again, yield `ParseError(problem=reply.problem)` and ask again."""
     chat_calls: tuple[Message, ...] = ()
-    """All calls in the chat format (`CallsRead.chat`)."""
+    """All function calls in the chat format (`CallsRead.chat`)."""
 
     def __str__(self) -> str:
         return self.text
@@ -97,7 +97,7 @@ class LLM(Clock):
         sampling: Sampling,
         retries: int = 2,
     ) -> None:
-        """`retries` is the number of further requests after an engine's error that may be temporary."""
+        """`retries` is the maximum number of further requests after engine errors that may be temporary."""
         super().__init__(recorder, seed)
         self.recorder, self.engine, self.sampling = recorder, engine, sampling
         self._recorded = cast(CapableEngine, engine) if engine is not None and "recorded" in engine.can else None
@@ -113,9 +113,9 @@ class LLM(Clock):
         """Seed stream -> number of its newest call."""
         self._cache_keys: set[str] = set()
         self._delegated: list[tuple[Step, str]] = []
-        """(step, path) of steps that a sub-agent is about to yield."""
+        """(step, path) for each step that the sub-agent at this path is about to yield."""
         self._read: list[tuple[Step, str]] = []
-        """(step, call) for each step whose agent named the call that it was read from."""
+        """(step, call) for each step whose agent stated that it was read from this call."""
         self._unread: dict[str, list[str]] = {}
         """Path -> the calls of that agent from which no step has been read yet."""
         self._newest: dict[str, str] = {}
@@ -123,9 +123,9 @@ class LLM(Clock):
         self.asked = 0
         """Number of questions that were put to the engine in this episode."""
         self.latched: LimitReached | None = None
-        """The limit that was reached. Every later call raises it again."""
+        """The limit that was reached, or None. Every later call raises this limit again."""
         self.stopped: EngineStopped | None = None
-        """The error after which no engine answers any more. It ends the episode and the run."""
+        """The error after which the engine can't answer any request, or None. It ends the episode and the run."""
 
     @property
     def sampled(self) -> int:
@@ -154,12 +154,12 @@ class LLM(Clock):
 
         The prompt is `system` and the tape's conversation, or `messages` unchanged. `tools` are step classes or
         function schemas. `conversation` names a further conversation of the same agent, with its own history and seeds.
-        If one agent asks several questions concurrently, each needs its own name, or their order depends on the event
-        loop. `sampling` replaces the episode's sampling parameters for this call, and `seed` is mixed into the call's
-        own seed. `listener` receives tokens while they are sampled. It is for display only, because not every engine
-        reports them.
-        The call waits while concurrent calls hold the rest of a token limit. Raises LimitReached (don't catch it),
-        ModelFailed and RenderFailed.
+        If one agent asks several questions concurrently, each question needs its own conversation name. Otherwise the
+        order of the calls would depend on the event loop. `sampling` replaces the episode's sampling parameters for
+        this call, and `seed` is mixed into the call's own seed. `listener` receives tokens while they are sampled. Use
+        it only for display, because not every engine reports tokens before the answer is complete.
+        While concurrent calls hold all tokens that are left of a token limit, this call waits. Raises LimitReached
+        (don't catch it), ModelFailed and RenderFailed.
         """
         if self.engine is None:
             raise ValueError(
@@ -180,13 +180,13 @@ class LLM(Clock):
             self._delegated.append((step, path))
 
     def read_from(self, step: Step, call: str) -> None:
-        """Note that the step about to be yielded was read from this call alone, whatever else was asked."""
+        """Note that the step about to be yielded was read from this call alone, even if the agent made other calls."""
         self._read.append((step, call))
 
     def attribute(self, step: Step, outermost: str) -> tuple[str, tuple[tuple[str, int, int], ...]]:
         """Return (path, calls) of a step that was just yielded.
 
-        If its turn has no new calls, the step shares the newest call.
+        If the agent made no call since its previous step, the step is attributed to its newest call in this turn.
         """
         path = next((p for seen, p in self._delegated if seen is step), outermost)
         self._delegated.clear()
@@ -202,15 +202,15 @@ class LLM(Clock):
         return path, tuple((call, 0, self._completion_tokens(call)) for call in calls)
 
     def end_turn(self) -> None:
-        """Note that the turn's Action is done, so that later steps are attributed to new calls only."""
+        """Note that the turn has ended, so that later steps are attributed only to calls in their own turn."""
         self._newest.clear()
         self._unread.clear()
 
     def authored(self, tape: Tape, step: Step, path: str) -> tuple[tuple[str, int, int], ...]:
-        """Record a step that the agent wrote without a model, as a scripted agent does. Return the step's calls.
+        """Record a step that the agent wrote without a model, as scripted agents do, as a call. Return its calls.
 
-        The step is recorded as a call. With a renderer the call has tokens, so the tape can be used for training like
-        one that a model wrote.
+        If the engine has a renderer, the call has token ids, so the tape can be trained on like a tape that a model
+        wrote.
         """
         messages = tape.messages(path=path)
         rendered = self._render(path, "", messages, None)
@@ -239,12 +239,11 @@ class LLM(Clock):
         self._conversations.inherit(prefix, calls)
 
     def number(self, stream: str, n: int) -> None:
-        """Set the number of the stream's newest call (from 0). A replay that begins at a later turn needs this."""
+        """Set the number (from 0) of a stream's newest call. A replay that begins at a later turn needs this."""
         self._numbers[stream] = n
 
     async def close(self) -> None:
-        """End the calls that helper tasks still make, and let the engine drop the KV cache, because the episode has
-        ended."""
+        """Cancel the calls that the agent's helper tasks still make, and let the engine drop the episode's KV cache."""
         self._closed = True
         asking = [task for task in self._asking if task is not asyncio.current_task()]
         for task in asking:
@@ -273,7 +272,7 @@ class LLM(Clock):
         return self.latch(LimitReached(limit, message))
 
     def latch(self, reached: LimitReached) -> LimitReached:
-        """Make every later call raise `reached`, unless an earlier limit was reached."""
+        """Make every later call raise `reached`, or the limit that was reached before it. Return the one to raise."""
         self.latched = self.latched or reached
         return self.latched
 
@@ -289,8 +288,8 @@ class LLM(Clock):
         return ModelFailed(error_text(error))
 
     def _answered(self, path: str, call: str) -> None:
-        """Attribute later steps of `path` to this call. Unanswered calls are never attributed, since no agent saw an
-        answer."""
+        """Let later steps of `path` be attributed to this call. This isn't done for a call without an answer, because
+        the agent saw nothing to read a step from."""
         self._unread.setdefault(path, []).append(call)
         self._newest[path] = call
         if self._budget.spent:
@@ -306,7 +305,7 @@ class LLM(Clock):
 
 
 class _Exchange:
-    """One call of the model. `prepare` the request, `sample` and record the answer, then `read` the reply."""
+    """One model call. `prepare` makes the request, `sample` gets and records the answer, `read` makes the reply."""
 
     def __init__(
         self,
@@ -322,7 +321,7 @@ class _Exchange:
         self._timer = CallTimer(llm.timers)
         self._listener: _SafeListener | None = None
         self._partial: list[Completion] = []
-        """The tokens sampled before a cancellation."""
+        """The completion up to a cancellation, if the engine reported one."""
 
     # prepare
 
@@ -365,8 +364,8 @@ class _Exchange:
         self._pending = PendingCall(call, path, conversation, request, rendered, tools)
 
     def _check_sight(self) -> None:
-        """Raise RenderFailed if the messages show a picture or video that the engine can't see, or one that comes from
-        no step or request, such as a part that a model wrote."""
+        """Raise RenderFailed if the engine can't see a picture or video in the messages. Also raise it if no step or
+        request has shown the picture or video, for example because a model wrote the message part."""
         engine, known = self._engine, self._llm.recorder.shown
         for part in (part for message in self._messages for part in content_parts(message)):
             shown = video_in(part) or known.get(str(part.get("media")))
@@ -380,8 +379,8 @@ class _Exchange:
     def _fit(
         self, rendered: Rendered | None, base: Sampling, temperature: float | None, max_tokens: int | None
     ) -> tuple[Rendered | None, Sampling]:
-        """Return (prompt, sampling). The prompt is cut if the limits ask for that. The sampling asks for at most as
-        many tokens as fit into the context."""
+        """Return (prompt, sampling), fitted into the limits. The prompt is cut if `Limits.keep_prompt` is set, and
+        max_tokens is at most the number of tokens that still fit into the context."""
         limits = self._llm._limits
         wanted = base.max_tokens if max_tokens is None else max_tokens
         context = min((size for size in (limits.context, self._engine.context) if size), default=None)
@@ -444,10 +443,11 @@ class _Exchange:
         return completion
 
     async def _take_tokens(self) -> int:
-        """Take tokens from the episode's limit for this call. Raises LimitReached if all are spent.
+        """Take tokens from the episode's limit for this call, and return how many. Raises LimitReached if all are
+        spent.
 
-        In a replay, the engine knows how many tokens the recorded call had. How long a call waited for the tokens of
-        others depended on how long their answers took, which no tape records.
+        In a replay, the engine says how many tokens the recorded call got. That number can't be computed again, because
+        it depended on how long the answers to concurrent calls took, which no tape records.
         """
         llm, request = self._llm, self._pending.request
         if llm._recorded is not None and llm._limits.tokens is not None:
@@ -461,7 +461,7 @@ class _Exchange:
         return held
 
     async def _complete(self) -> tuple[Completion, tuple[Attempt, ...]]:
-        """Return the completion and every attempt at it. Raises _Failed if no retry helps or no retry is left."""
+        """Return the completion, and all attempts to get it. Raises _Failed if no retry would help or none is left."""
         request, timer = self._pending.request, self._timer
         attempts: list[Attempt] = []
         timer.call()
@@ -522,16 +522,15 @@ class _Failed(Exception):
 
 
 class _SafeListener:
-    """Passes tokens to an agent's listener until it raises, and keeps its first error.
+    """Passes tokens to an agent's listener until the listener raises an error, and keeps this error.
 
-    The engine calls this object. If an agent's error escaped there, it would break the engine's loop for all episodes
-    that share it.
+    The engine calls this object. If the listener's error reached the engine, it would break the engine's loop for all
+    episodes that share the engine.
     """
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self.error: Exception | None = None
-        """The listener's first error."""
 
     def tokens(self, ids: array[int]) -> None:
         self._call(self._listener.tokens, ids)
@@ -548,7 +547,7 @@ class _SafeListener:
 
 
 def _limited(request: Request, tokens: int) -> Request:
-    """Return the request with a limit of at most `tokens` tokens."""
+    """Return the request with its max_tokens reduced to `tokens`, if it is larger."""
     sampling = request.sampling
     if sampling.max_tokens <= tokens:
         return request

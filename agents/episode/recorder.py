@@ -50,7 +50,7 @@ class Recorder:
     async def keep(self, step: Step) -> None:
         """Store the files of the step's pictures without blocking the event loop.
 
-        A file is durable before a record names it. Without this method, `write` would wait for that.
+        A file must be durable before a record names it. Without this method, `write` would block until it is durable.
         """
         await asyncio.to_thread(self._show, step)
 
@@ -60,7 +60,7 @@ class Recorder:
         self.asked.add(picture.name)
 
     def asked_in(self, messages: Sequence[Message]) -> tuple[str, ...]:
-        """Return the names of the pictures in the messages that came with a program's request."""
+        """Return the names of those pictures in `messages` that a program sent in a request."""
         if not self.asked:
             return ()
         names = (str(part.get("media")) for part in image_parts(messages))
@@ -76,12 +76,12 @@ class Recorder:
     def picture(self, name: str) -> bytes:
         """Return the PNG of a picture on the tape. Blocks.
 
-        Raises BadPicture for any other name, so that no text can name an arbitrary file.
+        Raises BadPicture for a name that isn't on the tape, so that no text can name an arbitrary file.
         """
         return Tape(self.log).picture(name)
 
     def add_layer(self, record: Record) -> None:
-        """Write a record about the tape that is not part of it. The tape's digest doesn't cover it."""
+        """Write a record about the tape that isn't part of the tape, so the tape's digest doesn't cover it."""
         self.log.layers.append(record)
         if self.journal is not None:
             self.journal.append(record.body())
@@ -92,7 +92,7 @@ class Recorder:
 
     @property
     def every_turn(self) -> bool:
-        """Whether each action waits until it is durable, even if the environment is pure."""
+        """Whether each action must be durable before it is carried out, even if the environment is pure."""
         return self.journal is not None and self.journal.durability is Durability.STEP
 
     async def durable(self) -> None:
@@ -102,7 +102,7 @@ class Recorder:
 
 
 def keep_pictures(shown: Task | Picture, journal: Journal | None) -> None:
-    """Store the files of a picture or of a task's pictures, if there is a journal. Blocks."""
+    """Store the file of a picture, or the files of all pictures in a task, if there is a journal. Blocks."""
     if journal is None:
         return
     for picture in pictures_of(shown):

@@ -1,9 +1,9 @@
 """The rollout runs one episode from `reset` to `end`.
 
-Errors of the agent, the environment and the model are not raised. Each becomes a typed end on the tape, because a
-failed episode is data. Only three conditions raise. A failing store does, because an episode that can't be recorded
-must stop. Cancellation by the caller and an engine that can't answer any episode (`EngineStopped`) raise after the tape
-was closed.
+Errors of the agent, the environment and the model are not raised. They end the episode, and the tape records their
+type, because a failed episode is data too. Three errors of a running episode are raised: a failure of the store is
+raised at once, because an episode that can't be recorded must stop. A cancellation by the caller and `EngineStopped`,
+after which the engine can't answer any episode, are raised after the tape is closed.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _FLOORS = ("tapes", "envs", "agents", "finetune", "cli")
 
 
 NOT_FAULTS = (StoreFailed, asyncio.CancelledError, KeyboardInterrupt)
-"""Exceptions that leave an episode: a failing store, the caller's cancellation (`Supervised` raises no other),
-Ctrl-C."""
+"""Exceptions that aren't recorded as an error of the agent or the environment: a failing store, a cancellation by the
+caller (`Supervised` passes on no other cancellation) and Ctrl-C."""
 
 
 class AgentFault(Exception):
-    """The agent broke the contract of `act`. It yielded no Action, or an object that isn't a thought or an Action."""
+    """The agent broke the contract of `act`. It yielded no Action, or something that is neither thought nor Action."""
 
 
 @check_arguments
@@ -95,14 +95,15 @@ async def rollout(
 ) -> Tape:
     """Run one episode of `agent` in `env` on `task`, and return its closed tape.
 
-    `env` is an instance for this episode alone, or a factory. If `task` is a bare value, it is the task's private part:
-    `reset` sees it, the agent never does. `seed` drives sampling, and `env_seed` drives the environment. By default
-    `env_seed` is derived from `seed`.
-    `fork` is a prefix made by `tape.at_turn(k)`. The environment is restored to it, and the episode continues there. If
-    the environment doesn't reach the recorded state, the episode ends with an error, unless `unverified` gives a reason
-    to continue, which is recorded.
-    With a `journal` every record is written as it happens. If the environment isn't `pure`, the intent of an action is
-    durable before the action is carried out. If the engine waits for its servers, the episode begins after that wait.
+    `env` is an instance that no other episode uses, or a factory. If `task` isn't a Task, it becomes the task's private
+    part, which `reset` gets and the agent never sees. `seed` is the seed of the sampling, and `env_seed` that of the
+    environment. By default `env_seed` is derived from `seed`.
+    `fork` is a prefix made by `tape.at_turn(k)`. The environment is restored to the state after this prefix, and the
+    episode continues from there. If the environment doesn't reach the recorded state, the episode ends with an error,
+    unless `unverified` gives a reason to continue. The reason is recorded.
+    If there is a `journal`, each record is written as soon as it is made. If the environment isn't `pure`, the record
+    of an action is durable before the action is carried out. If the engine is waiting for its servers, the episode
+    begins after that wait.
     Raises NotAnEnvironment before the episode begins, and StoreFailed, EngineStopped, CancelledError and
     KeyboardInterrupt during it. Every other error is recorded on the tape and ends the episode.
     """
@@ -135,15 +136,15 @@ async def rollout(
 
 
 def parent_of(fork: Tape, unverified: str | None = None) -> Parent:
-    """Return the reference to `fork` for its continuation. `unverified` explains why the environment may differ."""
+    """Return the `Parent` of a tape that continues `fork`. `unverified` explains why the environment may differ."""
     return Parent(tape=fork.id, digest=fork.digest, records=len(fork.bodies), turn=fork.turns, unverified=unverified)
 
 
 class Caller:
-    """`await caller("step", action)` calls the environment's method, for at most `seconds`.
+    """`await caller("step", action)` calls a method of the environment, with a time limit of `seconds`.
 
-    A TimeoutError that the environment itself raises passes unchanged. A blocking environment runs in one daemon thread
-    for the whole episode. A call that exceeds its time leaves that thread running, because Python can't stop a thread.
+    A TimeoutError from the environment itself is passed on unchanged. A blocking environment runs in one daemon thread
+    for the whole episode. If a call exceeds its time limit, this thread keeps running, because Python can't stop it.
     """
 
     def __init__(self, env: AnyEnvironment, seconds: float | None) -> None:
@@ -167,14 +168,14 @@ class Caller:
         return await (coroutine if self._thread is None else self._thread.run(coroutine))
 
     def stop(self) -> None:
-        """End the task, and let the thread end after its current call. Called when the episode ends."""
+        """End the task that runs the calls, and let the thread end after its current call."""
         self.code.close()
         if self._thread is not None:
             self._thread.stop()
 
 
 class Episode:
-    """One episode, with the settings in its recorder's `begin`. Await `episode.run()` once."""
+    """One episode. Its settings are in the recorder's `begin` record. Await `episode.run()` once."""
 
     def __init__(
         self,
@@ -256,10 +257,10 @@ class Episode:
         return Tape(self.log)
 
     def _warn(self, cause: Cause, *, kept: bool = False) -> None:
-        """Log each distinct fault once, not once per episode.
+        """Log a fault, unless the same fault of another episode was already logged.
 
-        Scored answers that can't be parsed are training data, so they cause no warning. Any other error of the agent is
-        a bug to repair, whatever its episode earned.
+        An episode that ended with TooManyParseErrors and has a reward is training data, so it causes no warning. Any
+        other error of the agent is a bug to repair, even if its episode has a reward.
         """
         misread = cause.error == TooManyParseErrors.__name__ and Tape(self.log).reward is not None
         if not misread and _first_time(cause.type.value, cause.error, cause.frame):
@@ -273,8 +274,8 @@ class Episode:
             )
 
     def _out_of_time(self, reached: LimitReached) -> None:
-        """End what is running, because a timer reached its limit. If nothing is running, the next check of
-        `timers.reached` ends the episode."""
+        """Stop the agent or the environment, because a timer reached its limit. If neither of them is running, the next
+        check of `timers.reached` ends the episode."""
         self.llm.latch(reached)
         self.acting.stop()
         self.call.code.stop()
@@ -321,7 +322,7 @@ class Episode:
                 raise
 
     async def _act(self) -> tuple[Action | None, tuple[Status, Cause | None] | None]:
-        """Run one turn of the agent. Return (its Action, None), or (None, how the episode ends)."""
+        """Run one turn of the agent. Return (the Action, None), or (None, the end's status and cause)."""
         view = Tape(self.log, scope=self.agent.path, agent_view=True)
         try:
             with self.timers.acting():
@@ -387,7 +388,7 @@ class Episode:
         return None
 
     def _ended(self, kind: CauseType, error: BaseException) -> tuple[Status, Cause | None]:
-        """Return how an error in the code of `kind` ends the episode."""
+        """Return the status and cause with which an error ends the episode. `kind` says whose code raised the error."""
         if isinstance(error, Stopped) and self.timers.reached is not None:
             return _limit(self.timers.reached)
         # An agent's TaskGroup wraps the exceptions that its model calls raise.
@@ -417,7 +418,7 @@ class Episode:
         )
 
     async def _score_all(self, status: Status, cause: Cause | None) -> tuple[Status, Cause | None]:
-        """Record the final rewards: the environment's, from `finish`, then those of sources that read the whole tape.
+        """Record the rewards from the environment's `finish`, then those from sources that read the whole tape.
 
         Only an episode that can be trained on is scored.
         """
@@ -442,7 +443,7 @@ class Episode:
         return status, cause
 
     async def _close(self) -> None:
-        """Close the environment. The episode keeps its result, and an error while closing is recorded in `End`."""
+        """Close the environment. An error while closing is recorded in `End` and doesn't change the result."""
         try:
             await self.call("close")
         except NOT_FAULTS:
@@ -466,9 +467,9 @@ class Episode:
 
 
 def _recorded_limits(limits: Limits, engine: Engine | None) -> dict[str, JsonValue]:
-    """Return the limits that `begin` records, which are those that are set.
+    """Return the limits that `begin` records. Limits that aren't set are left out.
 
-    `context` is the smaller of the limit and the engine's.
+    `context` is the smaller of the episode's limit and the engine's own limit.
     """
     recorded = limits.model_dump(exclude_none=True)
     contexts = [c for c in (limits.context, engine.context if engine is not None else None) if c]
@@ -490,7 +491,7 @@ def _parts(error: BaseException) -> Iterator[BaseException]:
 
 def _cause(kind: CauseType, error: BaseException) -> Cause:
     frames = traceback.extract_tb(error.__traceback__)
-    # Use the innermost line of the user's code, because the user corrects a library's error where it is called.
+    # Use the innermost line of the user's code, because that is where the user can correct an error from a library.
     at = next((f for f in reversed(frames) if _is_user_code(f.filename)), frames[-1] if frames else None)
     frame = f"{at.filename}:{at.lineno} in {at.name}" if at is not None else None
     message = storable(without_secrets(error_message(error)))
@@ -499,16 +500,16 @@ def _cause(kind: CauseType, error: BaseException) -> Cause:
 
 @functools.lru_cache(maxsize=4096)
 def _is_user_code(file: str) -> bool:
-    """Whether a file belongs neither to Python, nor to an installed package, nor to Tapereel.
+    """Return whether a file is the user's, because it is no part of Python, of an installed package or of Tapereel.
 
-    Code typed into an interpreter or a notebook counts as the user's. `<string>` doesn't, because dataclasses compile
-    under it.
+    Code typed into an interpreter or a notebook counts as the user's. Code from `<string>` doesn't, because this is the
+    file name of the methods that dataclasses generate.
     """
     if file.startswith(tuple(f"{_PACKAGE / name}/" for name in _FLOORS)):
         return False
     if file.startswith("<"):
         return file.startswith(("<stdin", "<ipython"))
-    # The folder of a user's project may hold the virtual environment, so the project's path alone decides nothing.
+    # A project's folder may hold the virtual environment, so a file inside it may still belong to a package.
     libraries = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return not file.startswith(tuple(f"{path}/" for path in libraries))
 
@@ -524,7 +525,7 @@ def _first_time(*fault: str | None) -> bool:
 
 
 class _Unmade(Environment[Action]):
-    """Replaces an environment whose constructor raised. The episode ends with that error."""
+    """Takes the place of an environment whose constructor raised an error. The episode ends with this error."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -546,7 +547,7 @@ def _new_environment(factory: EnvironmentFactory) -> AnyEnvironment:
 
 
 def _identity(env: AnyEnvironment, factory: object) -> Identity:
-    """Return the identity of the environment, or of the factory if it raised."""
+    """Return the identity of the environment, or of its factory if the factory raised an error."""
     if isinstance(env, _Unmade):
         return Identity(name=getattr(factory, "__name__", type(factory).__name__))
     config = configuration(env)

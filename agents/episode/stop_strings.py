@@ -12,11 +12,11 @@ from ..engines.engine import Completion
 def cut_at_stop(
     completion: Completion, stops: Sequence[str], decode: Callable[[Sequence[int]], str] | None
 ) -> Completion:
-    """Return the completion up to the first stop string, for engines that only know stop ids.
+    """Return the completion, cut at its first stop string.
 
     `decode` turns ids into text. It is None for an engine without a renderer. Sampling goes from left to right, so the
-    kept ids are those that an engine with stop strings would have sampled. The text ends before the stop string. The
-    ids include it, because the model chose them.
+    kept ids are those that an engine with stop strings would have sampled. The returned text ends before the stop
+    string. The returned ids include the stop string, because the model sampled it.
     """
     at = _first_stop(completion.text or "", stops)
     if at is None:

@@ -1,12 +1,12 @@
-"""The two timers of an episode measure the agent's time and the system's time. One of them runs at any moment.
+"""The two timers of an episode measure agent time and system time. At any moment, one of them runs.
 
 Agent time is the time that the policy causes: the agent's own code, its tools, and its model calls while the model
-computes. An episode that reaches this limit is scored, like one that reaches the limit of turns. System time is
-everything else: the engine's queue, retries, the environment and Tapereel, but not the wait for servers that don't
-answer. If an episode reaches this limit, the policy is not at fault, so the episode is repeated.
+computes. An episode that reaches the limit of agent time is scored, like one that reaches the limit of turns. System
+time is everything else: the engine's queue, retries, the environment and Tapereel, but not the wait for servers that
+don't answer. If an episode reaches the limit of system time, the policy is not at fault, so the episode is repeated.
 
-An engine calls `Request.on_start` when the model begins to compute. If it doesn't, the whole call is system time,
-because a policy must not be punished for time in a queue that wasn't measured.
+An engine calls `Request.on_start` when the model begins to compute. If an engine doesn't call it, the whole call is
+system time, because a policy must not be punished for time in a queue that wasn't measured.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Timers:
         """Whether the agent's timer runs."""
         self._acting = False
         self._calls = self._working = 0
-        """The number of model calls in flight, and how many of them a model is computing."""
+        """The number of model calls in flight, and the number of these calls that a model is computing."""
         self._since = time.monotonic()
         self._alarm: asyncio.TimerHandle | None = None
         self._running = False
@@ -61,7 +61,7 @@ class Timers:
 
     @contextmanager
     def acting(self) -> Iterator[None]:
-        """The agent's code or one of its tools runs inside this context."""
+        """A context in which the agent's code or one of its tools runs."""
         self._acting = True
         self._change()
         try:
@@ -71,22 +71,22 @@ class Timers:
             self._change()
 
     def called(self) -> None:
-        """A model call begins."""
+        """Note that a model call begins."""
         self._calls += 1
         self._change()
 
     def worked(self, more: int) -> None:
-        """A model begins (1) or ceases (-1) to work on a call."""
+        """Note that a model begins (1) or ceases (-1) to work on a call."""
         self._working += more
         self._change()
 
     def answered(self) -> None:
-        """A model call ends. No model works on it any more."""
+        """Note that a model call ends. The model must have ceased to work on it."""
         self._calls -= 1
         self._change()
 
     def _change(self) -> None:
-        """Charge the time since the last change, and start the timer that applies now."""
+        """Add the time since the last change to the timer that ran, and start the timer that applies now."""
         if not self._running:
             return
         now = self._now()
@@ -102,8 +102,8 @@ class Timers:
         limit = self._limits[self._agents]
         if limit is None or self.reached is not None:
             return
-        # The alarm may ring early, and then it is set again, so most changes leave it alone. It rings at most 10 ms
-        # late. Without this minimum it would ring continuously if servers go away in the last moment before the limit.
+        # An alarm that rings too early is set again, so most changes leave it alone. It may ring 10 ms late, but
+        # without this minimum it would ring continuously if servers go away just before the limit.
         loop = asyncio.get_running_loop()
         due = loop.time() + max(limit - self._spent[self._agents], 0.01)
         if self._alarm is None or due < self._alarm.when():
@@ -133,7 +133,7 @@ class Timers:
 
 
 class CallTimer:
-    """Reports one call and its attempts to the episode's timers. An engine may report a late start, after a
+    """Reports a call and its attempts to the episode's timers. Ignores a start that is reported after a
     cancellation."""
 
     def __init__(self, timers: Timers) -> None:
@@ -141,28 +141,28 @@ class CallTimer:
         self._over = False
 
     def call(self) -> None:
-        """The call begins, with its first attempt."""
+        """Note that the call begins with its first attempt."""
         self._timers.called()
         self.begin()
 
     def begin(self) -> None:
-        """An attempt begins."""
+        """Note that an attempt begins."""
         self._begun, self._queued = time.perf_counter(), None
 
     def start(self) -> None:
-        """`Request.on_start`: the model begins to work on the attempt."""
+        """Note that the model begins to work on the attempt. Engines call this as `Request.on_start`."""
         if self._queued is None and not self._over:
             self._queued = time.perf_counter() - self._begun
             self._timers.worked(1)
 
     def attempt(self, error: str | None = None) -> Attempt:
-        """Return the attempt, which has ended. The model no longer computes."""
+        """Return the record of the attempt, which has ended. The model no longer works on it."""
         found = Attempt(seconds=time.perf_counter() - self._begun, error=error, queued=self._queued)
         self._wait()
         return found
 
     def end(self) -> None:
-        """The call has ended."""
+        """Note that the call has ended."""
         self._wait()
         self._over = True
         self._timers.answered()

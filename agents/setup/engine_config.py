@@ -41,18 +41,18 @@ class RendererConfig(Config):
     """`sampled`: a prompt keeps the exact token ids that the model sampled. `template`: the chat template renders each
     prompt again from its messages."""
     special_text: Literal["split", "refuse"] = "split"
-    """What happens to text in the content that equals a control token. `split`: it becomes ordinary tokens. `refuse`:
-    it ends the episode."""
+    """What happens to text in a message's content that equals a control token. `split`: the text becomes ordinary
+    tokens. `refuse`: the text ends the episode."""
     template_kwargs: dict[str, JsonValue] = Field(default={})
     """Arguments for the chat template, such as `{"enable_thinking": False}`."""
     end_tokens: tuple[str, ...] = ()
     """Tokens that end an answer, in addition to the template's own."""
     video: VideoTokens = "frames"
-    """How the model reads a video. `frames`: each frame is a picture, and its time comes before it as text. `native`:
-    the model reads the video tokens of Qwen2.5-VL or Qwen3-VL, in an embedded engine, with the extra `video`."""
+    """How the model reads a video. `frames`: each frame is a picture, preceded by its time as text. `native`: the video
+    becomes the video tokens of Qwen2.5-VL or Qwen3-VL, which needs an embedded engine and the extra `video`."""
 
     def make(self, tokenizer: ChatTokenizer, pictures: PictureTokens | None = None) -> Renderer:
-        """Create the renderer for `tokenizer`, and for the `pictures` of a model that sees.
+        """Create the renderer for `tokenizer`. If the model sees pictures, `pictures` makes their tokens.
 
         Raises UsageError if the tokenizer has no chat template.
         """
@@ -81,7 +81,7 @@ class ComputeConfig(Config):
     device: str = "auto"
     """The device, such as `cpu`, `cuda` or `cuda:1`. `auto` is a GPU if torch finds one."""
     dtype: Dtype = "float32"
-    """The dtype of the model's weights. In training, `bfloat16` is only for a model that is trained by its adapters."""
+    """The dtype of the model's weights. In training, `bfloat16` is allowed only if just adapters are trained."""
     threads: int = Field(default=1, ge=1)
     """Number of torch threads in the process. If several policies or embedded engines set it, the largest number
     applies. With one thread, the speed doesn't drop while other work runs on the machine."""
@@ -91,9 +91,9 @@ class OptionsConfig(Config):
     """An engine with options that Tapereel passes on."""
 
     options: dict[str, JsonValue] = Field(default={})
-    """Further arguments, by `kind`. `vllm`: flags for a server that the run starts, such as `{"max_model_len": 8192}`.
-    `litellm`: arguments for its `completion`, such as `{"reasoning_effort": "low"}`. `module:name`: arguments for the
-    class or function. The run records them, so keep API keys in environment variables."""
+    """Further arguments. `vllm`: flags for a server that the run starts, such as `{"max_model_len": 8192}`. `litellm`:
+    arguments for `litellm.completion`, such as `{"reasoning_effort": "low"}`. `module:name`: arguments for the class or
+    function. The run records them, so keep API keys in environment variables."""
 
     @model_validator(mode="after")
     def _no_keys(self) -> Self:
@@ -110,17 +110,17 @@ class RenderedConfig(Config):
     """An engine whose requests are rendered to tokens in this process."""
 
     renderer: RendererConfig = RendererConfig()
-    """How conversations become tokens. An engine of kind `module:name` has its own renderer. This is the trainer's."""
+    """How the engine and the trainer render conversations. An engine of kind `module:name` has its own renderer."""
 
 
 class SlotsConfig(RenderedConfig):
-    """An engine whose model can be trained. In training, an embedded engine may sample with a copy of its weights."""
+    """An engine whose model can be trained. In training, a second engine may sample with a copy of its weights."""
 
     slots: int = Field(default=64, ge=1)
-    """Maximum number of concurrent completions in an embedded engine. Further requests wait. For other engines, this
-    applies to the embedded engine that samples held-out tasks in training with evaluation.engine=own."""
+    """Maximum number of concurrent completions in an embedded engine. Further requests wait. For other engines, the
+    limit applies to the embedded engine that samples held-out tasks in training if evaluation.engine=own."""
     capacity: int | None = Field(default=None, ge=2)
-    """Maximum tokens of prompt and completion together, in that engine. None means the model's limit, at most 4,096."""
+    """Maximum tokens of a prompt and its completion in the embedded engine. None: the model's limit, at most 4,096."""
 
 
 class ScriptedConfig(RenderedConfig):
@@ -128,7 +128,7 @@ class ScriptedConfig(RenderedConfig):
 
     kind: Literal["scripted"] = "scripted"
     answers: tuple[str, ...] = ()
-    """The engine returns the k-th answer for the k-th request in every conversation."""
+    """In every conversation, the engine answers the k-th request with the k-th answer."""
     policy: str | None = None
     """`module:name` of a function from a Request to the answer. It replaces `answers`."""
     tokenizer: str | None = None
@@ -147,21 +147,20 @@ class ScriptedConfig(RenderedConfig):
 class EmbeddedConfig(SlotsConfig, ComputeConfig):
     """Settings of an engine that samples a transformers model inside this process.
 
-    In training, the engine uses the trainer's device. Then only `trainer` has the settings `device`, `dtype` and
-    `threads`.
+    In training, the engine uses the trainer's device, and `device`, `dtype` and `threads` are set only in `trainer`.
     """
 
     kind: Literal["embedded"] = "embedded"
     model: str
     """A folder in Hugging Face format (model and tokenizer, with a chat template), or a model on the Hugging Face hub
-    as `org/name` or `org/name@revision`. A folder of that name takes precedence."""
+    as `org/name` or `org/name@revision`. If there is a folder of that name, it is used."""
 
 
 class ServerConfig(SlotsConfig, OptionsConfig, ServerSettings):
     """vLLM or SGLang servers that serve one model.
 
-    `tapereel serve model` starts vLLM with the required flags. If `urls` is empty, the run starts it. No test has run
-    against a real SGLang server yet.
+    `tapereel serve model` starts vLLM with the required flags. If `urls` is empty, the run starts vLLM itself. No test
+    has run against a real SGLang server yet.
     """
 
     kind: Literal["vllm", "sglang"] = "vllm"
@@ -221,12 +220,12 @@ class LiteLLMConfig(RequestConfig, OptionsConfig):
     retries: int = Field(default=5, ge=0)
     """Maximum retries of one request after a rate limit, a timeout or a server error."""
     budget: float | None = Field(default=None, gt=0)
-    """Spending limit of this process in US dollars. Requests in flight at the limit are still paid. None: no limit."""
+    """Spending limit of this process in US dollars, or None. Requests in flight at the limit still cost money."""
     prices: tuple[float, float] | None = None
     """US dollars per million prompt tokens and per million completion tokens. None means litellm's prices."""
 
     def cost(self, turns: int | None, tokens: int) -> str:
-        """Describe the most that an episode costs, with answers of `tokens` tokens that each later turn reads again."""
+        """Describe an episode's maximum cost, if answers have `tokens` tokens and all later turns read them."""
         if self.prices is None or turns is None:
             return f"dollars for {self.model}: unknown without {'a limit of turns' if self.prices else 'engine.prices'}"
         prompt, completion = (price / 1e6 for price in self.prices)
@@ -247,7 +246,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
         """Create an engine.
 
         Raises UsageError if `kind` names no callable that accepts `options`, or if the result isn't an Engine with the
-        capabilities in `needs`. `use` names what needs them.
+        capabilities in `needs`. `use` is what needs the capabilities, for the error message.
         """
         factory = load_function(self.kind, "a class or a function that makes an engine (engine.kind)")
         try:
@@ -266,7 +265,7 @@ class CustomConfig(SlotsConfig, OptionsConfig):
 
 
 def engine_kind(settings: object) -> str | None:
-    """Return the tag in the union of engine settings. It is `custom` for `module:name`, otherwise `kind`."""
+    """Return the tag of these settings in `EngineConfig`: `custom` if `kind` is `module:name`, otherwise `kind`."""
     kind = settings.get("kind") if isinstance(settings, dict) else getattr(settings, "kind", None)
     return "custom" if isinstance(kind, str) and ":" in kind else kind
 
@@ -286,8 +285,8 @@ EngineConfig = Annotated[
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     """Find the models and tokenizers of these engines, and download the ones that are only on the hub.
 
-    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError for a name without a
-    model, and MissingExtra for native video without torchvision.
+    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError if no model has one
+    of the names, and MissingExtra if native video is set and torchvision is missing.
     """
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model
@@ -305,7 +304,7 @@ class Made:
 
     engine: Engine
     publish: Publish | None
-    """Version and digest of the weights. None if the engine has no weights or this process can't read them."""
+    """Version and digest of the weights, or None if the engine has no weights or this process can't read them."""
 
 
 async def make_engine(config: AnyEngineConfig) -> Made:

@@ -1,4 +1,4 @@
-"""Defaults that fit the model. A profile chosen by its size fills the settings that are unset. Doesn't import torch."""
+"""Fills unset settings with the defaults of a profile, which depends on the model's size. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..engines.embedded.pretrained import ADAPTERS
 
 log = logger("profile")
 TINY, LARGE = 10_000_000, 1_500_000_000
-"""A model with fewer than `TINY` weights, without embeddings, counts as made from scratch. A model with at least
-`LARGE` weights in all is `large`."""
+"""A model with fewer than `TINY` weights, not counting embeddings, is `tiny` and taken to be made from scratch. A model
+with at least `LARGE` weights in all is `large`."""
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
 
 
@@ -26,8 +26,8 @@ class Shape(NamedTuple):
     """A decoder with gated feed-forward layers.
 
     `body` counts the weights without embeddings and output layer, and `parameters` counts all weights, tied ones once.
-    `queries` and `keys` are heads x head size, `feed` is the feed-forward width, and `drops` is true if there is
-    dropout.
+    `queries` and `keys` are the number of heads times the head size, `feed` is the width of the feed-forward layers,
+    and `drops` is true if the model has dropout.
     """
 
     body: int
@@ -47,10 +47,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(model: str | None) -> Shape | None:
-    """Return the shape of a model on this machine, from `config.json` and the headers of its weights.
+    """Return the shape of a model on this machine, as read from `config.json` and the headers of its weight files.
 
-    For adapters, this is the shape of the model below them. Returns None if the model isn't here, or its files don't
-    show the shape.
+    For adapters, this is the shape of their base model. Returns None if the model isn't on this machine, or if its
+    files don't show the shape.
     """
     folder = None if model is None else local_folder(model)
     try:
@@ -93,11 +93,11 @@ class Default(NamedTuple):
     large: Any
     source: str
     far: float
-    """A user's value causes a warning if it is this many times higher or lower. 0 means never."""
+    """A user's value that is this many times higher or lower causes a warning. 0 means no warning."""
     adapted: Any
     """The value for adapters on a pretrained model, or None if it is the same."""
     body: str | None = None
-    """The critic's `body` that the row is for, or None if it isn't a setting of the critic."""
+    """The `body` of the critics that this row is for, or None if the row isn't a setting of the critic."""
 
 
 PROFILES: tuple[Default, ...] = (
@@ -123,11 +123,11 @@ PROFILES: tuple[Default, ...] = (
 
 
 def fitted(config: ConfigT) -> ConfigT:
-    """Return the configuration with the profile's value for each setting that it leaves unset.
+    """Return the configuration in which each unset setting has the profile's value.
 
-    Logs the profile and its reason, and a warning for each number that is far from the profile. Hosted models and
-    models that aren't on this machine have no profile. A trained player without an optimiser gets the loop's optimiser
-    as the user set it, filled by the profile of the player's own model.
+    Logs which profile applies and why, and a warning for each number that is far from the profile's. Hosted models and
+    models that aren't on this machine have no profile. A trained player without an optimiser gets the loop's optimiser,
+    with the user's settings. The optimiser's unset settings come from the profile of the player's own model.
     """
     whole: Any = config
     made: Any = _filled(config, [row for row in PROFILES if row.body is None], config)
@@ -142,8 +142,8 @@ def fitted(config: ConfigT) -> ConfigT:
 
 
 def fit_critic(config: ConfigT) -> ConfigT:
-    """Return the configuration with `loop.critic`, if there is one, filled by the profile of the largest trained
-    model."""
+    """Return the configuration in which the unset settings of `loop.critic`, if there is one, have the values of the
+    profile for the largest trained model."""
     whole: Any = config
     critic = getattr(getattr(whole, "loop", None), "critic", None)
     if critic is None:
@@ -154,14 +154,14 @@ def fit_critic(config: ConfigT) -> ConfigT:
 
 
 def _trained(config: Any) -> dict[str, Any]:
-    """Return the players that learn. In `run` there are none."""
+    """Return the players that are trained. The configuration of `run` has none."""
     return {name: one for name, one in getattr(config, "players", {}).items() if not getattr(one, "frozen", True)}
 
 
 def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = "") -> ConfigT:
-    """Return the configuration with `rows` filled from the profile of `policy`'s model.
+    """Return the configuration with the unset settings in `rows` filled from the profile of `policy`'s model.
 
-    `above` is the place of the settings, for messages.
+    `above` is the prefix of the settings' names in log messages.
     """
     engine, trainer = policy.engine, getattr(policy, "trainer", None)
     model = None if engine.kind == "litellm" else getattr(engine, "model", None)
@@ -175,7 +175,7 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
         size = f"{shape.parameters:,} weights"
     filled: list[str] = []
     for key, tiny, small, large, source, factor, adapted, _ in rows:
-        # In `run`, the limits and the sampling of the loop are settings at the top level.
+        # In the configuration of `run`, the loop's limits and sampling are settings at the top level.
         key = key if "loop" in type(config).model_fields else key.removeprefix("loop.")
         if "checkpointing" in key and (shape is None or shape.drops):
             continue  # the trainer refuses checkpointing for a model with dropout
@@ -193,9 +193,9 @@ def _filled(config: ConfigT, rows: Iterable[Default], policy: Any, above: str = 
 
 
 def _put(group: Any, path: list[str], value: Any, unset: bool = False) -> tuple[Any, Any]:
-    """Return (the group, with `value` if the setting was unset, and the value that was set).
+    """Set the setting at `path` to `value` if it is unset. Return (the group, the setting's previous value).
 
-    `unset` means that the whole group is a default.
+    `unset` means that the whole group is a default, so none of its settings was set.
     """
     name, *below = path
     if group is None or name not in type(group).model_fields:

@@ -1,7 +1,7 @@
 """Reads from a run directory how its tapes were recorded: the agent, the environment and the tokenizer.
 
 The functions import code that the run's configuration names, as a resumed run does. They never import names from a
-tape, since a tape may come from an untrusted source. The demos' agents are recognised by their names.
+tape, since a tape may come from an untrusted source. The demos' agents are recognised by their recorded names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .engine_config import RendererConfig
 
 PARSERS: Mapping[str, Callable[[str], Action]] = {qualified(parse): parse for parse in (read_action, read_way)}
-"""Path on a tape -> the parser. This covers the demos' agents."""
+"""Recorded name of a parser -> the parser, for the agents of the demos."""
 
 
 def tokenizer_folder(run: str | Path) -> str | None:
@@ -46,7 +46,7 @@ def tokenizer_folder(run: str | Path) -> str | None:
 def recorded_renderer(run: str | Path, folder: str | None = None) -> Renderer | None:
     """Return the renderer with the run's settings and the tokenizer in `folder`, or None if there is no tokenizer.
 
-    By default `folder` is the run's own.
+    By default `folder` is the folder of the run's tokenizer.
     """
     folder = folder or tokenizer_folder(run)
     if folder is None:
@@ -64,8 +64,8 @@ def recorded_rendering(run: str | Path) -> RendererConfig:
 def recorded_agent(run: str | Path, name: Agent | str | None, identity: Identity | None) -> Agent:
     """Return the agent that `name` is or names.
 
-    Without a name, return the agent in the run's configuration, or the demo's agent on the tape. Raises UsageError if
-    none of them exists.
+    If `name` is None, return the agent that the run's configuration names, or else the demo's agent that `identity`
+    describes. Raises UsageError if there is neither.
     """
     if isinstance(name, Agent):
         return name
@@ -88,7 +88,7 @@ def import_steps(run: str | Path) -> None:
 
 
 def _own(identity: Identity) -> Agent | None:
-    """Return a demo's agent, which is a `ChatAgent` with one of `PARSERS`. Return None for any other agent.
+    """Return the demo's agent that `identity` describes, a `ChatAgent` with one of `PARSERS`, or else None.
 
     The function compares the names on the tape with known names and never imports them.
     """

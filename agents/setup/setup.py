@@ -1,8 +1,8 @@
 """The agent, the environment and the tasks of a run, as names in a configuration or as Python objects.
 
 A name is `package.module:name` or `file.py:name`. Loading a name runs the user's code, as an import does. `run`,
-`train` and `evaluate` share `Setup.resolve`. It accepts names and objects, and returns the settings that the run's
-`config.yaml` records.
+`train` and `evaluate` use `Setup.resolve`, which accepts names and objects. It also returns the settings that are
+recorded in the run's `config.yaml`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from ...envs.remote.pool import Pool
 
 UNNAMED = "<object "
-"""Prefix of the name that is recorded for an object that no import returns."""
+"""Prefix of the name that is recorded for an object that can't be imported by name."""
 LOAD_SECONDS = 60.0
-"""Seconds that the constructor and `close` of the instance made when loading an environment may take."""
+"""Time limit, in seconds, for creating and closing the instance that checks an environment when it is loaded."""
 LISTED = 100
-"""Maximum length of a list of plain values that is recorded whole. A longer list is recorded by its digest."""
+"""Maximum length of a list of plain values that is recorded as it is. For a longer list, a digest is recorded."""
 
 AgentSource = Annotated[
     str | Agent | type[Agent] | Callable[[], Agent], "an Agent, its class, a function that makes one, or 'module:name'"
@@ -64,7 +64,7 @@ class LoadedSetup:
 
     @property
     def shows(self) -> str | None:
-        """A sentence about an environment or task that is known to show pictures before an episode begins, or None."""
+        """A sentence about what shows pictures, or None if nothing is known to show any before an episode begins."""
         return shown_by(self.tasks) if self.pixels is None else f"the environment {self.pixels} shows pictures"
 
     def __enter__(self) -> Self:
@@ -82,11 +82,11 @@ class DatasetConfig(Config):
     split: str = "train"
     """The split that is read from a dataset."""
     config: str | None = None
-    """The subset of a dataset. None means the only one, or the one called `default` or `main`."""
+    """The subset of a dataset. None means the only subset, or the subset called `default` or `main`."""
     columns: dict[str, str] = Field(default={})
-    """New name -> column, such as `{prompt: question, answer: answer}`. The new column `prompt`, a string or chat
-    messages, is the public part of the task. The other columns are its private part. If this is empty, the whole row is
-    private."""
+    """New name -> column of the dataset, such as `{prompt: question, answer: answer}`. The new column `prompt`, a
+    string or chat messages, is the public part of the task, and the other new columns are its private part. If there
+    are no names, the whole row is the private part."""
 
 
 class TasksConfig(Config):
@@ -95,7 +95,7 @@ class TasksConfig(Config):
     tasks: str | tuple[JsonValue, ...] | None = None
     """`module:name` of tasks (or of a function that returns them), a JSONL, JSON, Parquet or CSV file, a dataset on the
     Hugging Face hub as `org/name` or `org/name@revision`, a folder with a dataset, or a list. None means that Python
-    code passes the tasks, or there are none of this kind."""
+    code passes the tasks, or that there are no tasks of this kind."""
     dataset: DatasetConfig = DatasetConfig()
     """How rows of files and datasets become tasks."""
     task_row: str | None = None
@@ -120,8 +120,9 @@ class Setup(TasksConfig, SeedConfig):
     """`module:name` of an Environment class, or of a function without arguments that creates an instance. None means
     that Python code passes the object."""
     env_processes: int | None = Field(default=None, ge=1)
-    """Number of processes for the environments. Each runs one episode at a time, and further episodes wait. None means
-    that environments run in this process, where one that exits or computes without awaiting ends or blocks the run."""
+    """Number of processes for the environments. Each process runs one episode at a time, and further episodes wait.
+    None means that environments run in this process, where one that exits ends the run, and one that computes without
+    awaiting blocks it."""
     count: int | None = Field(default=None, ge=1)
     """Number of tasks to use, starting with the first. None means all tasks."""
     rewards: tuple[str, ...] = ()
@@ -138,9 +139,9 @@ class Setup(TasksConfig, SeedConfig):
     ) -> tuple[Self, LoadedSetup]:
         """Load the objects. Return (the configuration to record, the objects).
 
-        An argument, which is an object or a name, replaces a setting that is None. The recorded configuration names an
-        object `module:qualname` if an import returns this object, and `<object of module.Class>` otherwise. Raises
-        UsageError if the setting and the argument differ.
+        Each argument is an object or a name, and replaces a setting that is None. The recorded configuration names an
+        object `module:qualname` if importing this name returns the same object, and `<object of module.Class>`
+        otherwise. Raises UsageError if a setting and its argument differ.
         """
         made_agent = load_agent(*self._source("agent", agent))
         made_env, pixels = _loaded_env(*self._source("env", env))
@@ -158,7 +159,7 @@ class Setup(TasksConfig, SeedConfig):
         return self.model_copy(update=names), LoadedSetup(made_agent, made_env, made_tasks, pool=pool, pixels=pixels)
 
     def _source(self, key: str, passed: Any) -> tuple[Any, str]:
-        """Return (the object, name or list to load, its name in errors). Raises UsageError if neither is set."""
+        """Return (the object, name or list to load, its name in errors). Raises UsageError if there is none."""
         setting = getattr(self, key)
         source = setting if passed is None else passed
         if source is None:
@@ -168,7 +169,7 @@ class Setup(TasksConfig, SeedConfig):
         return source, f"{key}={_name_of(source)}" if passed is not None else f"the list in `{key}`"
 
     def _recorded(self, key: str, passed: Any, name_of: Callable[[Any], Any]) -> Any:
-        """Return the value that `config.yaml` records for the setting `key`. Raises UsageError if two names differ."""
+        """Return the value of `key` for `config.yaml`. Raises UsageError if the setting and the argument differ."""
         setting = getattr(self, key)
         if passed is None:
             return setting
@@ -198,15 +199,15 @@ def load_agent(source: AgentSource, name: str | None = None) -> Agent:
 
 
 def load_env(source: EnvSource, name: str | None = None) -> EnvironmentFactory:
-    """Return the factory that `source` is or names. It creates a separate instance for each episode.
+    """Return the factory that `source` is or names. Each call of the factory creates an instance for one episode.
 
-    `name` is its name in error messages.
+    `name` is the factory's name in error messages.
     """
     return _loaded_env(source, name)[0]
 
 
 def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory, str | None]:
-    """Return (the factory, the class of its environment if it declares that it shows pictures, otherwise None)."""
+    """Return (the factory, the name of the environment's class if this class sets `pixels`, otherwise None)."""
     name = name or (source if isinstance(source, str) else _name_of(source))
     found = _named(source, "env")
     wanted = "name an Environment class, or a function without arguments that makes an instance"
@@ -222,9 +223,9 @@ def _loaded_env(source: EnvSource, name: str | None) -> tuple[EnvironmentFactory
 
 
 async def _trial(factory: Callable[[], Any], name: str) -> object:
-    """Return the value that the factory makes. If it is an environment, close it again.
+    """Return the value that the factory makes. If it is an environment, close it first.
 
-    Both run in a thread that is abandoned after `LOAD_SECONDS`, so user code that hangs can't hang the load.
+    The factory and `close` run in a thread that is abandoned after `LOAD_SECONDS`, in case the user's code hangs.
     """
     doing = f"{name}()"
 
@@ -248,7 +249,7 @@ async def _trial(factory: Callable[[], Any], name: str) -> object:
 
 
 def _pool(make: EnvironmentFactory, processes: int) -> Pool:
-    """Create a pool without its own limits, because the limits of the episodes apply."""
+    """Create a pool without time limits of its own, because the time limits of the episodes apply."""
     try:
         from ...envs.remote.pool import Pool
 
@@ -267,7 +268,7 @@ def load_tasks(
 ) -> Taskset:
     """Return the tasks that `source` names or holds, or the first `count` of them.
 
-    `row` and `dataset` have the meaning of `Setup.task_row` and `Setup.dataset`. `name` is used in error messages.
+    `row` and `dataset` mean the same as `Setup.task_row` and `Setup.dataset`. `name` is used in error messages.
     """
     dataset = dataset or DatasetConfig()
     name = name or (source if isinstance(source, str) else "the list of tasks")
@@ -308,7 +309,7 @@ def _tasks(
 
 
 def shown_by(tasks: Iterable[Task]) -> str | None:
-    """Return a sentence about the first picture in a task, or None if no task has one."""
+    """Return a sentence about the first task that shows a picture, or None if no task does."""
     return next((f"the task {t.id or t.hash[:12]!r} shows {p}" for t in tasks for p in t.shown), None)
 
 
@@ -318,7 +319,7 @@ def is_unnamed(name: str) -> bool:
 
 
 def _named(source: Any, key: str) -> Any:
-    """Return the object that `source` is or names. Raises UsageError for the recorded name of an unnamed object."""
+    """Return the object that `source` is or names. Raises UsageError if `source` is an `is_unnamed` name."""
     if not isinstance(source, str):
         return source
     if is_unnamed(source):
@@ -330,12 +331,12 @@ def _named(source: Any, key: str) -> Any:
 
 
 def _name_of(thing: Any) -> str:
-    """Return `module:qualname` if an import returns this same object, otherwise `<object of module.Class>`."""
+    """Return `module:qualname` if importing this name returns `thing`, otherwise `<object of module.Class>`."""
     own = thing.function if isinstance(thing, FunctionAgent) else thing
     module, path = getattr(own, "__module__", None), getattr(own, "__qualname__", None)
     if not isinstance(module, str) or not isinstance(path, str):
         return f"{UNNAMED}of {type(thing).__module__}.{type(thing).__qualname__}>"
-    # This is the object that an import of the name finds. It is None, for example, below a function's `<locals>`.
+    # `found` is the object that importing the name returns. It is None, for example, for a function's `<locals>`.
     found = reduce(lambda owner, key: getattr(owner, key, None), path.split("."), sys.modules.get(module))
     # `__main__` is a different module in every process, so a later process can't import this object by that name.
     if module != "__main__" and found is thing:
@@ -344,9 +345,9 @@ def _name_of(thing: Any) -> str:
 
 
 def _name_of_tasks(thing: Any, tasks: Taskset) -> Any:
-    """Like `_name_of`, but a short list of plain values is its own name. An unnamed object also gets its tasks' digest.
+    """Like `_name_of`, but a short list of plain values is recorded as it is, and other unnamed tasks with a digest.
 
-    Without the digest, a resumed run could continue with other tasks without an error.
+    Without the digest, a run could be resumed with other tasks without an error.
     """
     if (
         isinstance(thing, list | tuple)

@@ -1,7 +1,7 @@
-"""The models that sample episodes, and the settings of every verb that records episodes.
+"""The models that sample episodes, and the settings that all verbs which record episodes have in common.
 
-The run's `engine` samples for all agents without a partner. Partners are further models in the episodes. Each samples
-for its own agents, as set in `players`. `finetune` decides which models are trained.
+Partners are further models in the episodes. Each partner samples for the agents that `players` lists for it, and the
+run's `engine` samples for all other agents. `finetune` decides which models are trained.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class ModelConfig(Config):
 class PartnerConfig(ModelConfig):
     """A further model in the episodes, and the agents that it samples for.
 
-    Its engine has the tokenizer and chat template of the run's engine, or returns only text.
+    Its engine must have the same tokenizer and chat template as the run's engine, or return only text.
     """
 
     agents: tuple[str, ...] = Field(min_length=1)
-    """Paths of its agents, such as `pair/seeker`. They include the agents below, except those of another partner."""
+    """Paths of its agents, such as `pair/seeker`. Agents below a path are included, unless another partner has them."""
 
 
 def _distinct(players: Mapping[str, PartnerConfig]) -> Mapping[str, PartnerConfig]:
@@ -120,7 +120,7 @@ def threads_of(engines: Iterable[AnyEngineConfig]) -> int:
 
 
 def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
-    """Return the player for the agent at `path`, by the nearest path above it, or REST for the run's engine."""
+    """Return the player that has the agent at `path` or the nearest agent above it, or REST if there is none."""
     seats = {path: name for name, player in players.items() for path in player.agents}
     above = path
     while above and above not in seats:
@@ -131,7 +131,7 @@ def speaker_of(path: str, players: Mapping[str, PartnerConfig]) -> str:
 def team_of(
     engine: EngineT, players: Mapping[str, PartnerConfig], engines: Mapping[str, Engine], *, lent: Collection[str] = ()
 ) -> EngineT | TeamEngine:
-    """Return `engine` alone, or a team of it and the players' `engines`, by name.
+    """Return `engine` if there are no players, otherwise a team of `engine` and `engines`, which are keyed by player.
 
     The team's `close` doesn't close the engines of the players in `lent`, because the caller owns them.
     """
@@ -142,7 +142,7 @@ def team_of(
 
 
 async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
-    """Create an engine for each player, by name. If one fails, close the others and raise its error."""
+    """Create an engine for each player. If one can't be created, close the others and raise its error."""
     made: dict[str, Made] = {}
     try:
         for name, player in players.items():
@@ -157,11 +157,11 @@ async def make_partners(players: Mapping[str, ModelConfig]) -> dict[str, Made]:
 async def make_team(
     config: AnyEngineConfig, players: Mapping[str, PartnerConfig], *, shows: str | None = None
 ) -> tuple[Engine, dict[str, Publish]]:
-    """Create the engines of `config` and of the players. `shows` has the meaning of `LoadedSetup.shows`.
+    """Create the engines of `config` and of the players. `shows` means the same as `LoadedSetup.shows`.
 
-    Returns (the team, the identity of the weights by the player's name, with REST for `config`). Engines without
-    weights have no entry. Raises UsageError if the engines can't record on one tape, or one can't see the pictures that
-    the run shows.
+    Returns (the team, player name -> identity of the player's weights). REST is the name for `config`, and engines
+    without weights are left out. Raises UsageError if the engines can't record on one tape, or if one of them can't see
+    the pictures that the run shows.
     """
     check_together(config, players)
     models = {REST: ModelConfig(engine=config), **players}
