@@ -72,11 +72,11 @@ async def branch(
 ) -> list[Tape]:
     """Continue `tape` after its first `turn` turns, `n` times, as one group. Return the continuations' closed tapes.
 
-    Settings that aren't passed have their recorded values, and so do seeds. The first continuation by the same agent
-    and model therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is the
-    first continuation's, and the other seeds are derived from it. Another `env_seed` works only if the environment
-    reaches the same state with it. If an attempt's episode can't be trained on, it is retried once, and both tapes are
-    returned.
+    Settings and seeds that aren't passed have their recorded values. The first continuation by the same agent and model
+    therefore repeats the recorded episode, and every difference comes from a changed setting. `seed` is the seed of the
+    first continuation, and the seeds of the others are derived from it. Another `env_seed` works only if the
+    environment reaches the same state with it. If an attempt's episode can't be trained on, it is retried once, and
+    both tapes are returned.
     Raises PrefixUnverified, before anything is rolled out, if the environment doesn't reach the recorded state or acts
     irreversibly, unless `unverified` is given. Raises ValueError if the tape lacks the turn.
     """
@@ -120,7 +120,7 @@ async def _continue(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """Return the prefix of `turn` turns. Raises ValueError if the tape has fewer turns or the episode ended before."""
+    """Return the first `turn` turns. Raises ValueError if the tape has fewer turns or no turn can follow them."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(
@@ -199,7 +199,7 @@ class Branched:
 
     recorded: Tape
     turn: int
-    """The continuations keep the turns before this one."""
+    """Number of the first new turn. The continuations keep the turns before it."""
     tapes: list[Tape]
 
     @property
@@ -229,11 +229,11 @@ def branch_run(
     sets: Sequence[Setting] = (),
     unverified: bool = False,
 ) -> Branched:
-    """Continue a tape of a run from a turn, with something changed, and record the continuations in the same run.
+    """Continue a run's tape from one of its turns, with changed settings, and record the result in the same run.
 
     `tape` is an id or its first characters. `turn` is the first turn that is new, counted from 0. `agent` and `env` are
-    objects or `module:name`. `model` is a folder. If one of these three is None, the agent, environment or engine comes
-    from the run's configuration. `sets` are settings of `BranchConfig`, such as `attempts=16` or
+    objects or `module:name`. `model` is a folder. If `agent`, `env` or `model` is None, the run's configuration names
+    the agent, environment or engine. `sets` are settings of `BranchConfig`, such as `attempts=16` or
     `("sampling.temperature", 0.5)`.
 
     Nothing is written before the engines, the weights and the recorded turns are checked. Raises UsageError, and
@@ -275,7 +275,7 @@ async def _branch(
 ) -> list[Tape]:
     """Return the continuations. The store is opened for writing only after every check has passed.
 
-    `own` is the set that `_check_weights` takes.
+    `own` means the same as in `_check_weights`.
     """
     engine, publishes = await make_team(config.engine, config.players)
     try:
@@ -304,7 +304,7 @@ async def _branch(
 
 
 def reward_since(tape: Tape, step: int) -> float | None:
-    """Sum a tape's rewards for the steps from `step` on and for the whole episode. Return None if there are none.
+    """Return the sum of the tape's rewards for the whole episode and for the steps from `step` on, or None.
 
     A fork doesn't repeat the rewards of its inherited steps, so its ancestors' rewards are counted as well.
     """
@@ -344,18 +344,18 @@ def _config(
 
 
 def _keeps_engine(model: str | None, sets: Sequence[Setting]) -> bool:
-    """Whether the model is the one in the run's configuration."""
+    """Return whether `model` and `sets` leave the model as it is in the run's configuration."""
     return model is None and not _sets_any(sets, "engine.kind", "engine.model", "engine.answers", "engine.policy")
 
 
 def _is_set(player: str, sets: Sequence[Setting]) -> bool:
-    """Whether the settings name another engine for the player."""
+    """Return whether `sets` contain another engine for the player."""
     whole = {"players", f"players.{player}"}.intersection(map(setting_key, sets))
     return bool(whole) or _sets_any(sets, f"players.{player}.engine")
 
 
 def _sets_any(sets: Sequence[Setting], *keys: str) -> bool:
-    """Whether one of these settings, or one inside it, is set."""
+    """Return whether `sets` contain one of the settings `keys`, or a setting inside one of them."""
     return any(f"{setting_key(one)}.".startswith(f"{key}.") for one in sets for key in keys)
 
 
@@ -370,11 +370,11 @@ def _speaking(players: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_weights(tape: Tape, config: BranchConfig, own: set[str], publishes: Mapping[str, Publish]) -> None:
-    """Raise UsageError if the run's configuration names other weights than the ones that sampled the tape.
+    """Raise UsageError if the run's configuration names weights that didn't sample the tape.
 
     The configuration names the weights that training began with. A tape from a later update was sampled by a
-    checkpoint, and a branch from the first weights would compare two policies without saying so. `own` holds the
-    players whose model is the one in the run's configuration, where "" is the run's engine.
+    checkpoint, and a branch that uses the first weights would compare two policies without saying so. `own` contains
+    the players whose model comes from the run's configuration. In it, "" stands for the run's engine.
     """
     for name, publish in publishes.items():
         if name not in own:

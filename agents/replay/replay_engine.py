@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PATIENCE = 64
-"""Rounds of the event loop for which an answer waits for answers that were recorded before it. Only concurrent requests
-wait. The bound exists because an agent may no longer make an earlier request."""
+"""Maximum rounds of the event loop for which an answer waits for the answers recorded before it. Only concurrent
+requests wait. The wait is bounded because the agent may no longer make one of the earlier requests."""
 
 
 class Diverged(EngineError):
     """A request differs from the recorded one, or no recorded request is left.
 
-    `divergence` has the place and both values.
+    `divergence` states where they differ, with both values.
     """
 
     def __init__(self, divergence: Divergence) -> None:
@@ -53,8 +53,8 @@ class ReplayStats:
 class ReplayEngine:
     """Returns the recorded answers from the tapes. With a renderer it also compares the prompts' token ids.
 
-    A request is matched by its path and seed. If its seed isn't recorded and there is only one tape, it is matched by
-    its order within its path. With several tapes the rollouts must use the recorded seeds.
+    A request is matched with a recorded call by path and seed. If no call has its seed and there is only one tape, the
+    request is matched with the next call of its path. With several tapes the rollouts must use the recorded seeds.
     """
 
     name = "replay"
@@ -73,7 +73,7 @@ class ReplayEngine:
         self._queue = [call.call for call in tapes[0].calls if call.engine != "authored"] if self._only else []
         self._order = {call: k for k, call in enumerate(self._queue)}
         self.patience = 0.0
-        """Additional seconds that an answer waits, for agents whose requests come from another process."""
+        """Additional seconds for which an answer waits, because the agent's requests come from another process."""
         self._moved = asyncio.Event()
         self._answered: set[str] = set()
         self._turn_of_answers = 0
@@ -104,7 +104,7 @@ class ReplayEngine:
         return await self.answer(call, request)
 
     def take(self, request: Request) -> tuple[Tape, Call]:
-        """Return the recorded call for this request, and don't return it again. Raises Diverged if none is left."""
+        """Remove the recorded call for this request and return it. Raises Diverged if there is no such call left."""
         found = self._find(request)
         if found is None:
             raise Diverged(_unrecorded(self._only, request))
@@ -113,10 +113,10 @@ class ReplayEngine:
     async def granted(self, request: Request, budget: Budget) -> int | None:
         """Return how many tokens of the episode's limit this request gets in the replay, or None if it wasn't recorded.
 
-        It gets the recorded max_tokens if concurrent calls may have left no more, and its own max_tokens otherwise. An
-        unrecorded request may have been refused because all tokens were spent. So this method waits until they are
-        spent again, as it would for an answer. Without the wait, the replay of a token limit would depend on the speed
-        of answers.
+        The request gets the recorded max_tokens if concurrent calls may have left no more than that, and its own
+        max_tokens otherwise. A request that wasn't recorded may have been refused because all tokens were spent. So
+        this method waits until they are spent again, as it would for an answer. Otherwise the replay would depend on
+        the speed of the answers.
         """
         found = self._find(request)
         if found is None:
@@ -146,10 +146,10 @@ class ReplayEngine:
         return None
 
     def _may_be(self, call: Call, conversation: str) -> bool:
-        """Whether a request in this conversation may be the recorded call.
+        """Return whether a request in this conversation may be the recorded call.
 
-        The first messages of an external program's conversation determine its name. So an unknown name there means a
-        recorded conversation whose first messages changed, and the comparison can say what changed.
+        The name of an external program's conversation is derived from its first messages. If such a name isn't
+        recorded, these messages have changed, and the request is matched so that the comparison can say how.
         """
         if call.conversation == conversation or not self.patience or self._only is None:
             return call.conversation == conversation
@@ -161,9 +161,9 @@ class ReplayEngine:
             raise Diverged(call_divergence(tape, call, found, cause, f"call {call.call} by {call.by!r}: {sentence}"))
 
     async def answer(self, call: Call, request: Request) -> Completion:
-        """Return the recorded answer. Concurrent requests are answered in the recorded order of their answers.
+        """Return the recorded answer, after the answers that were recorded before it.
 
-        The listener gets all tokens before that wait, because it also got them before the answer while recording.
+        The listener gets all tokens before the wait for those, as it also got them before the answer in the recording.
         """
         found = recorded_answer(call)
         if request.listener is not None and found.ids:
@@ -175,7 +175,7 @@ class ReplayEngine:
         while self._turn_of_answers < len(self._queue) and self._queue[self._turn_of_answers] in self._answered:
             self._turn_of_answers += 1
         if call.finish == "cancelled":
-            # The agent cancelled this call while recording, and must cancel it again.
+            # The agent cancelled this call during the recording, so this waits until the agent cancels it again.
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
@@ -224,9 +224,9 @@ def _sampled(call: Call) -> int:
 
 
 def recorded_answer(call: Call) -> Completion:
-    """Return the completion that the engine returned.
+    """Return the completion that the engine returned during the recording.
 
-    If a scripted engine returned only text, `LLM` made the ids, so they are left out.
+    If it was a scripted engine that returned only text, the ids were made by `LLM` and are left out.
     """
     scripted = call.completion is not None and call.logprobs is None and not call.spans
     return Completion(

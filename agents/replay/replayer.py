@@ -38,7 +38,7 @@ from .replay_engine import Diverged, ReplayEngine, recorded_answer
 from .script import Script
 
 SECONDS = 60.0
-"""Wall-clock seconds that one tape may take."""
+"""Time limit for the replay of one tape, in wall-clock seconds."""
 NONDETERMINISM = (
     "Likely causes: the agent's code changed, or it reads a clock, random numbers or the network by itself "
     "(use llm.now, llm.random, llm.uuid, or an action of the environment)"
@@ -54,10 +54,10 @@ async def replay(
     turn: int | None = None,
     seconds: float = SECONDS,
 ) -> Verdict:
-    """Run `agent` again on `tape`, or only on turn number `turn`, and compare.
+    """Run `agent` again on `tape`, or only on the turn with number `turn`, and compare its requests and steps.
 
-    With the renderer of the recorded model, token ids are compared too. An agent that reads a clock, random numbers or
-    the network diverges if that changes a request or a step.
+    If `renderer` is the recorded model's renderer, token ids are compared too. If the agent reads a clock, random
+    numbers or the network by itself and that changes a request or a step, the replay diverges.
     """
     unable = _unable(tape, turn)
     if unable is not None:
@@ -102,8 +102,8 @@ def replay_run(
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
     `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An object is replayed
-    in this process, because worker processes find agents by name. `imports` holds `module:name` of any other object
-    whose module defines steps. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this turn is
+    in this process, because worker processes find agents by name. `imports` lists further objects, as `module:name`,
+    whose modules define steps. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this turn is
     checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
     """
     if seconds <= 0:
@@ -124,12 +124,12 @@ def _plan(
     seconds: float,
     store: Store,
 ) -> Callable[[Tape], Verdict]:
-    """Return the check of one tape. Each worker process calls this function once."""
+    """Return the function that checks one tape. Each worker process calls `_plan` once."""
     first = next(iter(store.summaries()), None)
     for name in imports:
         load_named(name)
-    # If the caller names the agent, the caller chooses all the code that runs, so no code that the run's configuration
-    # names is imported.
+    # If the caller names the agent, the caller chooses all code that runs. So this imports no code that the run's
+    # configuration names.
     if agent is None:
         import_steps(run)
     begin = store.tape(first.id).begin if first is not None else None
@@ -201,7 +201,7 @@ def _episode(script: Script, agent: Agent, renderer: Renderer | None) -> Episode
 
 class _Episode(Episode):
     def _warn(self, cause: Cause, *, kept: bool = False) -> None:
-        """Log nothing, because the fault was logged while recording, or the verdict reports it."""
+        """Log nothing, because the fault was logged during the recording, or the verdict reports it."""
 
 
 class _Engine(ReplayEngine):
@@ -261,7 +261,7 @@ class _World(Environment[Action]):
 
 
 class _Checker(Recorder):
-    """Compares each record with the recorded one and gives it the recorded time, so that `llm.now` is repeated."""
+    """Compares each record with the recorded one, and gives it the recorded time, which `llm.now` then returns."""
 
     def __init__(self, begin: Begin, script: Script) -> None:
         super().__init__(begin, None, script.prefix)

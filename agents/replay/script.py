@@ -22,7 +22,7 @@ from ..episode.seeds import derive_seed, seed_stream
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _PRINTED = re.compile(r"( ended with exit code -?\d+): .*", re.DOTALL)
-"""The error output of a failed program, a log that has different times and ids in each run."""
+"""Matches a failed program's error output, which isn't compared because times and ids in it differ in each run."""
 _RENAMED_ERRORS = {"MisreadTooOften": "TooManyParseErrors"}
 """Exception class as written on older tapes -> its current name, so that the rename isn't a divergence."""
 _FROM_OUTSIDE = {
@@ -48,7 +48,7 @@ class Script:
     """One replay of one tape. Single use."""
 
     def __init__(self, tape: Tape, only: int | None = None) -> None:
-        """Replay the whole tape, or only the turn `only`. If the tape is a fork, only its own turns are replayed."""
+        """Replay all turns of the tape, or only the turn `only`. Turns that a fork inherits are not replayed."""
         self.tape, self.only = tape, only
         log = tape.log
         begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
@@ -63,7 +63,7 @@ class Script:
         """The turns before the replayed ones, or None if there are none."""
         steps, records = (cut.steps, cut.records) if cut is not None else (tape.inherited, 0)
         self.answered = [call for at, call in log.call_order if at < records]
-        """The tape's own calls in those turns."""
+        """The tape's own calls in the turns of `prefix`."""
         self.turns = turns_of_calls(tape)
         self.calls = [call for at, call in log.call_order if at >= records]
         self.due: dict[int, dict[str, Call]] = defaultdict(dict)
@@ -72,7 +72,7 @@ class Script:
             if call.finish != "cancelled":  # the agent may cancel the call before the request
                 self.due[self.turns[call.call]][call.call] = call
         self.steps: dict[str, deque[tuple[int, Entry]]] = defaultdict(deque)
-        """Path -> (index, entry) of this path's steps that are still to come."""
+        """Path -> (index, entry) of each step that the agent at this path must still yield."""
         self.reactions: dict[int, Observation] = {}
         for index, entry in enumerate(tape.entries[steps:], start=steps):
             self.steps[entry.by].append((index, entry))
@@ -82,11 +82,11 @@ class Script:
         self.found: Divergence | None = None
         self.checked = {"calls": 0, "prompts": 0, "steps": 0}
         self.notes: dict[str, None] = {}
-        """The parts that aren't checked. The keys are an ordered set."""
+        """What isn't checked, as sentences. The keys are an ordered set."""
 
     @property
     def cut_off(self) -> bool:
-        """Whether the end came from outside, which can happen at any point in the agent's turn."""
+        """Whether something outside the agent ended the episode, which can happen at any point in the agent's turn."""
         cause = self.tape.cause.type if self.tape.cause is not None else None
         unknown_limit = self.tape.begin.limits is None and self.tape.status is Status.LIMIT
         return (self.tape.status, cause) in _FROM_OUTSIDE or unknown_limit or cause is CauseType.CONTEXT
@@ -97,7 +97,8 @@ class Script:
         return self.cut_off and self.turn > self.last
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """Yield (seed stream, number of calls before the first replayed one). Comparing seeds gives the number."""
+        """Yield (seed stream, number of its calls before the first replayed one), which follows from that call's
+        seed."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:
@@ -175,9 +176,9 @@ class Script:
         self.due[self.turns[call.call]].pop(call.call, None)
 
     def stepped(self, record: StepRecord, calls: list[str]) -> Entry:
-        """Compare a step that the agent yielded, read from `calls`. Return the recorded step.
+        """Compare a step that the agent read from `calls` with the recorded step, and return the recorded one.
 
-        Ends the replay if they differ.
+        Ends the replay by raising Over if the two steps differ.
         """
         by = record.by
         if not self.steps[by]:
@@ -223,7 +224,7 @@ class Script:
         return self.differs(*found, blame, sentence, where=cause.frame if cause is not None else None)
 
     def _left(self, turn: int) -> Over | None:
-        """End the replay at the first record up to the end of that turn that was not repeated, or return None."""
+        """End the replay at the first record up to the end of `turn` that wasn't repeated. Return None if all were."""
         call = next(iter(self.due[turn].values()), None)
         if call is not None:
             asked = plain(self.tape.call_messages(call)[-1:])
@@ -320,7 +321,7 @@ def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, A
 
 
 def _what_ended(end: End | None) -> dict[str, Any]:
-    """Return the parts of an end that must be equal. The seconds and the line of a traceback are left out."""
+    """Return the parts of an end that a replay must repeat, which are not the seconds and the line of a traceback."""
     if end is None:
         return {"status": None, "cause": None}
     cause = end.cause

@@ -1,9 +1,9 @@
-"""Attempts and their groups: how many episodes run at once, when a failed one is retried, and what is compared.
+"""Attempts and their groups: how many episodes run at once, when a failed episode is retried, and what is compared.
 
 `rollout_group`, `run`, `branch`, the training loop, evaluations and demonstrations all schedule episodes with these
-functions. A group is the attempts at one task, sampled in order to be compared. It closes when each attempt has a
-usable episode, when retries failed too, or at its deadline with the episodes that it has. So it always closes, and
-`Closing` names the reason. The group id connects attempts, and the text of a prompt never does.
+functions. A group consists of the attempts at one task, which are sampled in order to be compared. It closes when each
+attempt has a usable episode or no retry left, or at its deadline with the episodes that it has by then. `Closing` names
+the reason. Attempts belong to a group by its id, never by the text of their prompts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ async def run_attempt(
     retries: int = RETRIES,
     may_retry: Callable[[], bool] = lambda: True,
 ) -> bool:
-    """Run episodes until the attempt needs no more, and append to `usable`. Return False if `may_retry` refused one."""
+    """Run episodes until the attempt needs no more, and note each in `usable`. Return False if `may_retry` refused."""
     retry = False
     while needs_episode(usable, retries):
         if retry and not may_retry():
@@ -67,9 +67,9 @@ async def run_all(
 ) -> list[ResultT]:
     """Await `work(item)` for each item, started in order, at most `concurrency` at once. Return the results in order.
 
-    If `concurrency` is None, all run at once. The first error cancels the rest and is raised alone, after every task
-    has ended. Without that wait, the rest would continue to sample and to write tapes after the caller closed the
-    engine or the store. The other errors follow from the first, because a failing store fails for every episode.
+    If `concurrency` is None, all run at once. The first error cancels the other tasks and is raised after they have
+    ended. Otherwise they would continue to sample and to write tapes after the caller closed the engine or the store.
+    Further errors aren't raised, because they follow from the first: a failing store fails for every episode.
     """
     todo = list(items)
     results: dict[int, ResultT] = {}
@@ -104,10 +104,10 @@ class Closing(StrEnum):
     COMPLETE = "complete"
     """Every attempt has an episode that can be trained on."""
     FAILED = "failed"
-    """Some attempt has no such episode, and its retries failed."""
+    """Some attempt has no episode that can be trained on, although it was retried."""
     LATE = "late"
-    """Some attempt has no such episode and was not retried: the policy is too many updates ahead of the other
-    attempts."""
+    """Some attempt has no episode that can be trained on, and wasn't retried, because the policy is too many updates
+    ahead of the other attempts."""
     DEADLINE = "deadline"
     """The deadline passed, and the episodes in flight were cancelled."""
 
@@ -122,8 +122,7 @@ class Group:
     size: int
     """Number of attempts."""
     begun: int = 0
-    """The policy's version (number of updates) when the group began. Attempts are compared within the allowed
-    staleness."""
+    """The policy's number of updates when the group began. A retry may be at most the allowed staleness ahead of it."""
     tapes: dict[int, list[Tape]] = field(default_factory=dict)
     """attempt -> its closed tapes, including retries."""
     prefixes: dict[int, Tape] = field(default_factory=dict)
@@ -135,7 +134,7 @@ class Group:
 
     @property
     def usable(self) -> list[Tape]:
-        """The attempts that may be trained on, in order."""
+        """The last tape of each attempt, if it may be trained on, in the order of the attempts."""
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and comparable(tapes[-1])]
 
     def usable_episodes(self, attempt: int) -> list[bool]:
@@ -145,7 +144,7 @@ class Group:
 
     @property
     def open(self) -> list[int]:
-        """The attempts that need an episode."""
+        """The numbers of the attempts that need an episode."""
         return [k for k in range(self.size) if needs_episode(self.usable_episodes(k))]
 
 
@@ -160,13 +159,13 @@ async def fill(
 ) -> Closing:
     """Sample the episodes that the group needs, and set `group.closed`.
 
-    `sample` is called with (attempt, number of its episodes that ended by themselves). The number is part of the seed.
-    So a retry has another seed, but an episode that a crash or a cancellation cut off is sampled again with its own
-    seed.
-    `until` is the event loop's time at which the group closes. Episodes in flight end as cancelled, on the tape too.
-    `fresh` is called before a retry. If it returns False, the attempt would be too stale to compare and isn't retried.
-    `concurrency` is the maximum number of concurrent episodes, by default all attempts.
-    While `engine` waits for servers that don't answer, `until` is postponed too.
+    `sample` is called with the attempt and the number of its episodes so far that ended by themselves. This number is
+    part of the seed. So a retry has another seed, but an episode that was cut off by a crash or a cancellation is
+    sampled again with the same seed.
+    `until` is the event loop's time at which the group closes. Episodes in flight then end as cancelled, on the tape
+    too. `fresh` is called before a retry. If it returns False, the attempt would be too stale to compare and isn't
+    retried. `concurrency` is the maximum number of concurrent episodes, by default all attempts.
+    The time in which `engine` waits for servers that don't answer is added to `until`.
     """
 
     async def attempt(k: int) -> bool:
@@ -210,7 +209,7 @@ async def _until(work: asyncio.Future[list[bool]], until: float | None, engine: 
         left = until + away - loop.time()
         if left <= 0:
             return
-        # Wait for more than a moment, because the deadline may be postponed meanwhile.
+        # The minimum of 0.1 s keeps this loop from spinning while the deadline is being postponed.
         await asyncio.wait([work], timeout=max(left, 0.1))
 
 

@@ -4,10 +4,10 @@
    its content, and the prompt declares it data. That makes prompt injection harder, not impossible.
 2. Each pair is judged in both orders. If a judge prefers the same position twice, its answers give no information. This
    counts as a tie, and the share of such pairs is a metric (`order`).
-3. Every question and answer is evidence on the reward record, with the usage that the engine reports. After an answer
-   that can't be parsed, the judge is asked again with another seed. After `tries`, the tape stays unscored.
+3. Every question and answer is evidence on the reward record, and so is the usage that the engine reports. After an
+   answer that can't be parsed, the judge is asked again with another seed, and after `tries` the tape is unscored.
 
-Judges are not pure (`pure=False`), so `rescore` asks them again and verifies nothing.
+Judges are not pure (`pure=False`), so `rescore` asks them again and doesn't verify the recorded reward.
 """
 
 from __future__ import annotations
@@ -76,10 +76,9 @@ class Judge:
         concurrency: int = 16,
         seed: int = 0,
     ) -> None:
-        """If `sampling` is None, the first request is greedy. After an answer that can't be parsed, temperature is 1.
-        `tries` is the maximum number of requests. Answers that can't be parsed and temporary engine errors cause
-        retries. `timeout` is the time limit for one answer in seconds. `concurrency` is the maximum number of requests
-        in flight."""
+        """If `sampling` is None, the first request is greedy and retries have temperature 1. `tries` is the maximum
+        number of requests. A retry follows an answer that can't be parsed or a temporary engine error. `timeout` is the
+        time limit for one answer in seconds. `concurrency` is the maximum number of requests in flight."""
         if tries < 1 or concurrency < 1:
             raise ValueError(f"tries and concurrency must be at least 1, not {tries} and {concurrency}")
         self.engine = engine
@@ -94,7 +93,7 @@ class Judge:
 
         `read` raises ValueError for an answer that it can't parse. The pictures and videos of `tapes` follow the text
         in order, each after its label, such as `[picture 80x60 a1bb0e2e75a7]`. Raises Unjudged if no answer can be
-        parsed or the engine can't see a picture, and EngineError if the engine fails permanently.
+        parsed or the engine can't see a picture, and EngineError if the engine fails permanently or in the last try.
         """
         seen = [(part, tape) for tape in tapes for part in visual_parts(sample_of(tape).messages)]
         named = [({"type": "text", "text": text_of({"content": [part]})}, part) for part, _ in seen]
@@ -161,7 +160,7 @@ class Judge:
 
 
 def _cost(found: Completion) -> dict[str, JsonValue]:
-    """Return the known usage (tokens, dollars), and the errors before the answer."""
+    """Return the usage (tokens, dollars), as far as it is known, and the errors that preceded the answer."""
     usage = found.usage.model_dump(exclude_none=True)
     failed: list[JsonValue] = [attempt.error for attempt in found.attempts if attempt.error is not None]
     return {**({"usage": usage} if usage else {}), **({"failed": failed} if failed else {})}
@@ -180,7 +179,7 @@ def judge_reward(
 ) -> RewardSource[Tape]:
     """Return a reward source with the judge's grade, scaled so that `low` becomes 0 and `high` becomes 1.
 
-    `show` makes the text of a tape for the judge, which then sees no picture. By default the judge sees the
+    `show` returns the text that the judge sees of a tape, and then no pictures are shown. By default the judge sees the
     conversation, its pictures and, if the task has one, the right answer.
     """
     if not low < high:
@@ -217,11 +216,11 @@ def pairwise_reward(
     show: Callable[[Tape], str] | None = None,
     timeout: float | None = 3600.0,
 ) -> RewardSource[Tape] | RewardSource[Sequence[Tape]]:
-    """Return a reward source with the share of pairs that an attempt wins, where a tie counts half.
+    """Return a reward source for the share of pairs that an attempt wins. A tie counts as half a win.
 
-    Its metric `order` is the share of pairs in which the judge's choice depended on the order. Without `against`, it
-    compares each attempt in a group with all others, or with the `rivals` attempts next to it (an even number). With
-    `against`, it compares each attempt with the text that `against` gives for it, which is a baseline's work.
+    Its metric `order` is the share of pairs in which the judge's choice depended on the order. Without `against`, each
+    attempt in a group is compared with all others, or with the `rivals` attempts next to it (an even number). With
+    `against`, each attempt is compared with the text that `against` returns for its tape, which is a baseline's work.
     """
     if rivals is not None and (rivals < 2 or rivals % 2):
         raise ValueError(f"rivals must be even and at least 2, not {rivals}: each attempt meets as many on either side")
@@ -230,8 +229,7 @@ def pairwise_reward(
     text = show or shown
 
     async def versus(one: str, other: str, *of: Tape) -> tuple[float, bool, list[JsonValue]]:
-        """Return (share that `one` wins, whether the order decided, evidence). The pictures come from the tapes in
-        `of`."""
+        """Return (share that `one` wins, whether the order decided, evidence). The tapes `of` have the pictures."""
         seen = of if show is None else ()
         (a, evidence), (b, swapped) = await asyncio.gather(
             asked.ask(system, f"{_marked('first', one)}\n\n{_marked('second', other)}", _better, seen),

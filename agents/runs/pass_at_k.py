@@ -1,19 +1,20 @@
 """The scores of an evaluation with their uncertainty: mean reward, pass@k, and the difference between two evaluations.
 
-Tasks are independent, but attempts at one task are not. So every number is a mean over tasks, and every interval
-reflects the uncertainty from which tasks happened to be drawn. An unscored attempt counts as neither a success nor
-zero. It is counted separately and left out.
+Tasks are independent, but attempts at one task are not. So every number is a mean over tasks, and every interval shows
+how much it depends on the tasks that happened to be drawn. An attempt without a reward counts neither as a success nor
+as zero. It is left out and counted separately.
 
     pass@k = mean over tasks of 1 - C(n - c, k) / C(n, k),   n scored attempts of the task, c of them successes
 
 (Chen et al. 2021, arXiv 2107.03374, as a product, so that no factorial overflows)
 
-1. A task with fewer than k scored attempts has no unbiased estimate. It is left out of pass@k, and counted as `short`.
-2. The interval of pass@k is Wilson's, with an effective number of tasks p (1 - p) / (s^2 / N), at least N. s^2 is the
-   variance of the tasks' estimates, shrunk by one part in N towards its maximum, p (1 - p), because a few tasks that
-   agree are little evidence. With one attempt per task, this is exactly Wilson's interval.
-3. The interval of a mean reward, and of a difference, is the percentile bootstrap over tasks. Its tails are widened if
-   there are few tasks (the "expanded percentile" of Hesterberg 2015, arXiv 1411.5279).
+1. A task with fewer than k scored attempts has no unbiased estimate. It is left out of pass@k and counted in `short`.
+2. The interval of pass@k is Wilson's. Its number of trials is an effective number of tasks, p (1 - p) / (s^2 / N), but
+   at least N. Here p is pass@k, N the number of tasks, and s^2 the variance of the tasks' estimates. s^2 is shrunk by
+   one part in N towards its maximum, p (1 - p), because a few tasks that agree are weak evidence. With one attempt per
+   task, this is exactly Wilson's interval.
+3. The interval of a mean reward or a difference is the percentile bootstrap over tasks. Its tails are wider if there
+   are few tasks (the "expanded percentile" of Hesterberg 2015, arXiv 1411.5279).
 
 This module uses the standard library only.
 """
@@ -46,7 +47,7 @@ class Interval(Value):
 
     value: float
     low: float | None
-    """None, like `high`, if there is a single task, which doesn't show the variance over tasks."""
+    """`low` and `high` are None if there is only one task, because then the variance over tasks is unknown."""
     high: float | None
     tasks: int
     """Number of tasks in the mean."""
@@ -56,7 +57,7 @@ class Interval(Value):
 
     @property
     def signed(self) -> str:
-        """The text of a difference, with its sign. It says so if the interval doesn't span 0."""
+        """A difference as text, with its sign. The text says if the interval doesn't span 0."""
         spans = self.low is None or self.high is None or self.low <= 0 <= self.high
         return interval(self.value, self.low, self.high, "+.3f") + ("" if spans else "  (does not span 0)")
 
@@ -66,9 +67,9 @@ class Scores(Value):
 
     tasks: int
     without: int = 0
-    """Number of tasks without a result. None of their attempts is scored, and every mean leaves them out."""
+    """Number of tasks without a scored attempt. Every mean leaves these tasks out."""
     reward: Interval | None
-    """Mean over tasks of the mean reward of their scored attempts. None if nothing was scored."""
+    """Mean over tasks of each task's mean reward for its scored attempts. None if nothing was scored."""
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
     """k -> pass@k, which is None if no task has k scored attempts."""
     short: dict[int, int] = Field(default_factory=dict)
@@ -79,16 +80,16 @@ class Scores(Value):
     unscored: int
     """Number of attempts without a reward."""
     by_label: dict[str, Scores] = Field(default_factory=dict)
-    """label -> scores of its tasks. Empty if tasks have no labels."""
+    """label -> scores of the tasks with this label. Empty if tasks have no labels."""
 
 
 class Comparison(Value):
-    """First evaluation minus second, task by task, on the tasks that both scored."""
+    """The first evaluation minus the second, paired by task, over the tasks that both scored."""
 
     reward: Interval
     pass_at: dict[int, Interval | None] = Field(default_factory=dict)
     only_first: int
-    """Number of tasks that only the first evaluation scored. They are left out."""
+    """Number of tasks that only the first evaluation scored. The comparison leaves these tasks out."""
     only_second: int
 
 
@@ -123,7 +124,7 @@ def wilson(p: float, n: float) -> tuple[float, float]:
 
 
 def share_interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean over tasks, with the interval described in note 2. Return None if there are no values.
+    """Return the mean over tasks, with the interval of note 2 above. Return None if there are no values.
 
     Each task contributes one number in [0, 1].
     """
@@ -139,7 +140,7 @@ def share_interval(values: Sequence[float]) -> Interval | None:
 def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Interval | None:
     """Return the mean over tasks, where each task contributes one number. Return None if there are no values.
 
-    The interval is the expanded percentile of `resamples` draws, each with as many tasks as there are values.
+    The interval is the expanded percentile interval of `resamples` draws, each of as many values as there are.
     """
     if not values:
         return None
@@ -153,8 +154,8 @@ def bootstrap(values: Sequence[float], *, seed: int = 0, resamples: int = RESAMP
 
 
 def _student(q: float, freedom: int) -> float:
-    """Return the quantile of Student's t (Abramowitz and Stegun 26.7.5), which is 1 % too small at 3 degrees of
-    freedom."""
+    """Return the approximate quantile of Student's t (Abramowitz and Stegun 26.7.5). It is 1 % too small at 3 degrees
+    of freedom."""
     z = NormalDist().inv_cdf(q)
     terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
     return z + sum(term / freedom ** (k + 1) for k, term in enumerate(terms))
@@ -176,7 +177,7 @@ def evaluate_rewards(
 ) -> Scores:
     """Compute the scores from these rewards.
 
-    `success` is the minimum reward that counts as a success. `labels` maps each task to a label for scores by label.
+    `success` is the minimum reward that counts as a success. `labels` maps each task to its label in `Scores.by_label`.
     """
     known = _known(rewards)
     wanted = sorted(set(k))
@@ -200,7 +201,7 @@ def evaluate_rewards(
 
 
 def standard_error(rewards: Rewards) -> float | None:
-    """Return the standard error of the mean over tasks of their mean reward, or None below two scored tasks."""
+    """Return the standard error, over tasks, of the mean reward, or None if fewer than two tasks are scored."""
     means = [mean(own) for own in _known(rewards).values()]
     return math.sqrt(variance(means) / len(means)) if len(means) > 1 else None
 
@@ -208,8 +209,8 @@ def standard_error(rewards: Rewards) -> float | None:
 def compare(
     first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
 ) -> Comparison:
-    """Return first minus second, paired by task, with bootstrap intervals. Raises NothingInCommon without a shared
-    task."""
+    """Return first minus second, paired by task, with bootstrap intervals. Raises NothingInCommon if no task is scored
+    in both."""
     one, two = _known(first), _known(second)
     if not one.keys() & two.keys():
         raise NothingInCommon(
@@ -232,13 +233,13 @@ def compare(
 
 
 def _known(rewards: Rewards) -> dict[str, list[float]]:
-    """Return the scored rewards of the tasks that have a scored attempt."""
+    """Return the rewards of the scored attempts, for each task that has any."""
     known = {task: [r for r in own if r is not None] for task, own in rewards.items()}
     return {task: own for task, own in known.items() if own}
 
 
 def _passes(known: Mapping[str, Sequence[float]], k: int, success: float) -> dict[str, float]:
-    """Return pass@k for each task that has k attempts."""
+    """Return pass@k for each task that has at least k scored attempts."""
     return {
         task: pass_at_k(len(own), sum(r >= success for r in own), k) for task, own in known.items() if len(own) >= k
     }

@@ -53,7 +53,7 @@ class ScoresConfig(AttemptsConfig, SuccessConfig):
     """The attempts at each task, and the scores to report for them."""
 
     k: tuple[int, ...] = ()
-    """Report pass@k for each k. No k may exceed `attempts`."""
+    """The values of k for which pass@k is reported. None of them may exceed `attempts`."""
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
@@ -65,8 +65,8 @@ class RunConfig(ScoresConfig, RolloutConfig, Setup):
     """What to roll out."""
 
     retries: int = Field(default=RETRIES, ge=0)
-    """Maximum number of further episodes for an attempt that ended by a fault of the environment, the model or
-    Tapereel, or by a time limit."""
+    """Maximum number of further episodes for an attempt whose episode ended with an error of the environment, the model
+    or Tapereel, or at a time limit."""
 
 
 FREE = ("concurrency", "k", "success")
@@ -74,11 +74,11 @@ FREE = ("concurrency", "k", "success")
 
 
 class Ended(Value):
-    """How many episodes have one status and one cause."""
+    """The number of episodes that ended with the same status and the same cause."""
 
     status: str
     cause: str | None
-    """The part at fault, or the limit. None for an end that needs no cause."""
+    """What was at fault, or which limit was reached. None if the end has no cause."""
     episodes: int
 
 
@@ -94,14 +94,14 @@ class RunSummary(Value):
     """Number of episodes that this process recorded."""
     ends: tuple[Ended, ...]
     faults: tuple[Fault, ...]
-    """At most 10 errors in this process, the most frequent first, including errors in episodes that kept their result.
-    Errors of one class that are raised at one line count as one fault, which has the first error's message."""
+    """Up to 10 errors in this process, the most frequent first, including errors in episodes that kept their result.
+    Errors of the same class from the same line count as one fault, with the first error's message."""
     reward: float | None
-    """Mean over tasks of the mean reward of their scored attempts, as in `scores`. None if no attempt was scored."""
+    """Mean over tasks of each task's mean reward, as in `scores`. None if no attempt was scored."""
     error: float | None
-    """Standard error of that mean over tasks. None if there are fewer than two."""
+    """Standard error of `reward` over tasks. None if fewer than two tasks were scored."""
     scores: Scores
-    """Mean reward and pass@k over tasks, with their intervals. The last usable episode of an attempt counts."""
+    """Mean reward and pass@k over tasks, with intervals. For each attempt, only its last usable episode counts."""
     scored: int
     """Number of attempts with a reward."""
     usable: int
@@ -109,7 +109,7 @@ class RunSummary(Value):
     turns: float | None
     """Mean number of actions per episode."""
     tokens: dict[str, int]
-    """Tokens by place (`Books.counts`), such as `sampled` and `authored`."""
+    """Number of tokens in each category (`Books.counts`), such as `sampled` and `authored`."""
     seconds: float
     """Seconds that this process took."""
     advice: tuple[str, ...] = ()
@@ -133,7 +133,7 @@ def run(
     doesn't exist. This function also works inside a running event loop.
     """
     started = time.perf_counter()
-    # This precedes the event loop, because the user's code that makes these objects may run its own event loop.
+    # Load the objects before the event loop starts, because the user's code that makes them may run its own.
     check_models([config.engine, *(player.engine for player in config.players.values())])
     config, setup = fitted(config).resolve(agent=agent, env=env, tasks=tasks)
     check_free(out)  # checked before a model is loaded
@@ -168,7 +168,7 @@ async def _run(
 
 
 class _Attempts:
-    """Every attempt that the run must have, and the episodes that exist."""
+    """All attempts that the run needs, and the episodes that they already have."""
 
     def __init__(self, config: RunConfig, setup: LoadedSetup, directory: RunDir) -> None:
         self.config = config
@@ -180,10 +180,10 @@ class _Attempts:
         self.recorded = 0
         """Number of episodes in this process."""
         self.done, self.total = 0, len(setup.tasks) * config.attempts
-        """The number of attempts that have ended, and of all attempts."""
+        """The number of attempts that have ended, and the number of all attempts."""
         for summary in directory.store.summaries(split=config.split, closed=True):
-            # An episode that failed because of the model counts in this process, as a retry. A later process repeats it
-            # with the same seed, because the server may answer then.
+            # An episode that failed because of the model counts only in the process that ran it, where its attempt is
+            # retried. A later process repeats it with the same seed, because the server may answer then.
             cut = (Status.CANCELLED, Status.CRASHED)
             failed = summary.status == Status.ERROR and summary.cause == CauseType.MODEL
             if summary.group is not None and summary.status not in cut and not failed:
@@ -219,14 +219,14 @@ class _Attempts:
         await run_all(todo, attempt, concurrency=self.config.concurrency)
 
     async def _run_attempt(self, task: Task, attempt: int, engine: Engine) -> list[Tape]:
-        """Run the attempt's further episodes: one, and retries if it can't be trained on. Return their tapes."""
+        """Run an episode of the attempt, and retries if it can't be trained on. Return the tapes."""
         config, group = self.config, self.group(task)
         usable = self.usable.setdefault((group, attempt), [])
         tapes: list[Tape] = []
 
         async def episode() -> Tape:
-            # The number of earlier episodes is part of the seed, so that a resumed run draws the same as an
-            # uninterrupted one.
+            # The number of earlier episodes is part of the seed, so that a resumed run has the same seeds as an
+            # uninterrupted run.
             tape = await rollout(
                 self.setup.agent,
                 self.setup.env,
@@ -279,7 +279,7 @@ def _summary(run: _Attempts, store: Store, out: Path, seconds: float) -> RunSumm
 
 
 def rewards_of(store: Store, split: str | None = None) -> dict[str, list[float | None]]:
-    """Map each task hash to the rewards of its attempts' last usable episodes. None means unscored or missing."""
+    """Map each task hash to its attempts' rewards, from the last usable episodes. None means unscored or missing."""
     return {
         task: [s.reward if s.trainable else None for s in attempts]
         for task, attempts in attempts_of(store.summaries(split=split, closed=True)).items()
@@ -291,7 +291,7 @@ def scores_of(
 ) -> Scores:
     """Return the scores of the recorded episodes in `split`, or in all splits if it is None.
 
-    If `by` is given, scores are also reported for each label, the value under this key in a task's public part.
+    If `by` is given, scores are also reported by label. A task's label is the value of the key `by` in its public part.
     """
     labels: dict[str, str] | None = None
     if by is not None:
@@ -316,7 +316,7 @@ class RunScores(Value):
     against: str | None = None
     against_scores: Scores | None = None
     difference: Comparison | None = None
-    """`run` minus `against`, paired by task. None if there is no other run."""
+    """`run` minus `against`, paired by task. None if `against` is None."""
 
 
 def score_run(
@@ -332,8 +332,8 @@ def score_run(
     """Return the scores of a run's recorded episodes, and their difference from the run `against`.
 
     `k` has the values for which pass@k is reported, by default powers of two up to the number of attempts. `success` is
-    the minimum reward that counts as a success. If `by` is given, scores are also reported for each label, which is the
-    value under this key in a task's public part. If `against_split` is None, `split` is used. Raises UsageError if a
+    the minimum reward that counts as a success. If `by` is given, scores are also reported by label. A task's label is
+    the value of the key `by` in its public part. If `against_split` is None, `split` is used. Raises UsageError if a
     split has no closed tape.
     """
     with ExitStack() as stores:
@@ -341,7 +341,7 @@ def score_run(
         rewards = _recorded_rewards(store, str(run), split)
         other: Rewards | None = None
         if against is not None:
-            # Each path is opened only once, because two readers of a run that grows may see different states.
+            # The same path is opened only once, because two readers of a growing run may see different states.
             second = store if str(against) == str(run) else stores.enter_context(Store.open(against))
             other = _recorded_rewards(second, str(against), against_split or split)
         k = k or _powers(rewards, other)
@@ -367,6 +367,6 @@ def _recorded_rewards(store: Store, name: str, split: str | None) -> Rewards:
 
 
 def _powers(*evaluations: Rewards | None) -> tuple[int, ...]:
-    """Return 1, 2, 4 ... up to the number of scored attempts that some task in each evaluation has."""
+    """Return 1, 2, 4 ... up to the largest n for which each evaluation has a task with n scored attempts."""
     most = min(max(sum(r is not None for r in own) for own in rewards.values()) for rewards in evaluations if rewards)
     return tuple(2**i for i in range(most.bit_length()))
