@@ -1,4 +1,4 @@
-"""In this gateway, clients begin, score and end tapes over HTTP. Each tape is an ordinary rollout in the gateway.
+"""A gateway in which clients begin, score and end tapes over HTTP. Each tape is an ordinary rollout in the gateway.
 
     POST /tapereel/tapes                  {"task": ..., "group", "attempt", "agent", "seed", "split", "budget": {...}}
     GET  /tapereel/tapes/TAPE             the state of the tape, or how it ended
@@ -6,7 +6,7 @@
     POST /tapereel/tapes/TAPE/end         {"status": finished | truncated | error | cancelled, "message", "answer"}
     POST /tapereel/pause, /tapereel/resume   before and after a weight sync
 
-All these routes need the admin token. A tape without a request for `idle` seconds ends by itself. `gateway_server`
+All these routes need the admin token. A tape ends by itself after `idle` seconds without a request. `gateway_server`
 answers the requests to the model. `serve_gateway` records into a run directory.
 """
 
@@ -58,7 +58,7 @@ class ClientFailed(TapereelError, RuntimeError):
 
 
 class Budget(BaseModel):
-    """Limits of one tape. Reaching a limit ends the tape with that limit as the cause. None means the gateway's."""
+    """Limits of one tape. A tape that reaches one ends with this limit as the cause. None means the gateway's limit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     calls: int | None = Field(default=None, ge=1)
@@ -66,9 +66,9 @@ class Budget(BaseModel):
     """Maximum number of tokens sampled in all calls."""
     context: int | None = Field(default=None, ge=2)
     agent_seconds: float | None = Field(default=None, gt=0)
-    """Seconds of the client, and of its calls while the model computes, as in `Limits`."""
+    """Maximum seconds for the client itself and for its calls while the model computes, as in `Limits`."""
     system_seconds: float | None = Field(default=None, gt=0)
-    """All other seconds, as in `Limits`."""
+    """Maximum seconds for everything else, as in `Limits`."""
     idle: float | None = Field(default=None, gt=0)
     """Seconds without a request after which the tape ends."""
 
@@ -88,7 +88,7 @@ class BeginTape(BaseModel):
 
 
 class ScoreTape(BaseModel):
-    """The body of a request that scores a tape. A later request replaces the value of a name that is already set."""
+    """The body of a request that scores a tape. A later request replaces the value of a name that was set before."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     rewards: dict[str, Annotated[FiniteFloat, Field(ge=-REWARD_LIMIT, le=REWARD_LIMIT)]] = {}
@@ -108,13 +108,13 @@ class EndTape(BaseModel):
 
 @dataclass(slots=True)
 class _Open:
-    """One open tape, from the request that begins it until its rollout is written."""
+    """One open tape, from the request that begins it until its rollout has ended."""
 
     id: str
     ready: asyncio.Future[str]
     """Set to the tape's API key when the agent starts to act."""
     end: asyncio.Future[EndTape]
-    """Set by the request that ends the tape. It stays pending if a limit, a failure or cancellation ends the tape."""
+    """Set by the request that ends the tape. It stays pending if a limit, a failure or a cancellation ends the tape."""
     scores: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     task: asyncio.Task[Tape] | None = None
@@ -122,7 +122,7 @@ class _Open:
 
 
 class Client(Agent):
-    """The agent of an external program. One `act` covers all of the program's requests to the model."""
+    """The agent for an external program. A single `act` covers all of the program's requests to the model."""
 
     def __init__(self, name: str, open_: _Open, gateway: Gateway, idle: float) -> None:
         self.name, self._open, self._gateway, self._idle = name, open_, gateway, idle
@@ -151,8 +151,8 @@ class Client(Agent):
 
 def _ending(session: Session, end: asyncio.Future[EndTape], idle: float, said: str) -> str:
     """Return the final answer of the tape, or raise the reason why the tape ends without one."""
-    # A failure comes before a limit, and a limit before the client's own end. The client may end the tape because its
-    # request was refused, and the tape must state the refusal's cause.
+    # A failure takes precedence over a limit, and a limit over the end that the client asked for. The client may have
+    # ended the tape because its request was refused, and then the tape must state why it was refused.
     if session.broken is not None:
         raise session.broken
     if session.limited is not None:
@@ -175,7 +175,7 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The client's environment. It has the rewards, metrics and truncation that the client reports."""
+    """The environment on the client's side. The client reports its rewards and metrics, and whether it truncated."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_
@@ -208,9 +208,9 @@ class Control(Gateway):
         host: str = "127.0.0.1",
         bounds: Bounds | None = None,
     ) -> None:
-        """`token` is the admin token. Raises UsageError if it has fewer than 16 characters. None makes a new one.
+        """`token` is the admin token. Raises UsageError if it has under 16 characters. If it is None, one is generated.
 
-        `idle` is the number of seconds without a request after which a tape ends. `most` is the maximum of open tapes.
+        `idle` is the number of seconds without a request after which a tape ends. At most `most` tapes may be open.
         """
         super().__init__(host, token=token, bounds=bounds or Bounds())
         self._engine, self._journal = engine, journal
@@ -220,7 +220,7 @@ class Control(Gateway):
         self._done: OrderedDict[str, dict[str, JsonValue]] = OrderedDict()
         self._closed = False
         self.stopped: asyncio.Future[EngineStopped] = asyncio.get_running_loop().create_future()
-        """The error after which the engine can answer no tape any more."""
+        """Set to the error after which the engine can't answer any tape."""
 
     def routes(self) -> list[web.RouteDef]:
         """Return the routes of OpenAI's protocol and the control routes."""
@@ -261,7 +261,7 @@ class Control(Gateway):
     async def _begin(self, request: web.Request) -> object:
         """Begin a tape. Returns its id, its API key and the base URL for requests to the model.
 
-        Raises Refused if the gateway ends or too many tapes are open, and StoreFailed if the tape can't be written.
+        Raises Refused if the gateway is ending or too many tapes are open, and StoreFailed if the tape isn't written.
         """
         asked = self._body(request, BeginTape)
         if self._closed:
@@ -390,7 +390,7 @@ def _task(value: JsonValue) -> Task:
 class GatewayConfig(EpisodesConfig):
     """The engine that is served, and the defaults of each tape.
 
-    `sampling` has the default parameters of a request. Its `max_tokens` is also the maximum that a request may ask for.
+    `sampling` has the defaults for requests. Its `max_tokens` is also the maximum that a request may ask for.
     """
 
     split: str = "train"
@@ -415,9 +415,9 @@ async def serve_gateway(
     port: int = 0,
     resume: bool = False,
 ) -> AsyncIterator[Control]:
-    """Serve inside the block, and record into the run directory `out`.
+    """Serve a gateway inside the `async with` block, and record into the run directory `out`.
 
-    `token` is the admin token of the control routes. By default a new one is made. If `port` is 0, a free port is used.
+    `token` is the admin token of the control routes. By default one is generated. If `port` is 0, a free port is used.
     Leaving the block ends open tapes as cancelled, then seals the store and closes the engine. Raises UsageError if
     `out` holds a run and `resume` is false, or if `token` is too short.
     """

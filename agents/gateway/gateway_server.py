@@ -34,9 +34,9 @@ from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 log = logger("gateway")
 
 REMEMBERED = 10_000
-"""How many keys of ended tapes are remembered, so that they can be distinguished from unknown keys."""
+"""Maximum number of keys of ended tapes that are remembered, so that they can be told from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
-"""Request header with the program's own label of the call for training. It is one of `USES`."""
+"""Request header with which the program labels the call for training. Its value is one of `USES`."""
 MODEL = "policy"
 """The name that /v1/models lists. Requests may use any name."""
 PREFIX = "sk-tape-"
@@ -102,12 +102,12 @@ class Gateway(HttpService):
         ]
 
     def has_token(self, request: web.Request) -> bool:
-        """Whether the request has the admin token or a tape's key. Each route checks which of them it needs."""
+        """Return whether the request carries the admin token or a tape's key. Each route requires one of the two."""
         digest = _digest(bearer(request.headers.get("Authorization")))
         return digest in self._sessions or digest in self._ended or self.has_admin_token(request)
 
     def has_admin_token(self, request: web.Request) -> bool:
-        """Whether the request has the admin token."""
+        """Return whether the request carries the admin token."""
         return super().has_token(request)
 
     def refusal(self, request: web.Request, status: int, why: str) -> web.Response:
@@ -131,7 +131,7 @@ class Gateway(HttpService):
                 self._ended.popitem(last=False)
 
     def without_keys(self, *values: object) -> None:
-        """Raise Refused if these JSON values, which are recorded, contain a tape's key or the admin token."""
+        """Raise Refused if these JSON values, which will be recorded, contain a tape's key or the admin token."""
         text = to_json(values).decode()
         if to_json(self.token).decode()[1:-1] in text:
             raise Refused(400, "the body holds the admin token, which would be recorded; leave it out")
@@ -152,14 +152,14 @@ class Gateway(HttpService):
     # Weights
 
     def pause(self) -> None:
-        """Hold requests for a weight sync, then refuse them with 429, until `resume` was called once for each `pause`.
+        """Hold new requests during a weight sync, until `resume` has been called once for each `pause`.
 
-        Calls that are already in flight continue, and the engine decides how a weight sync affects them.
+        Requests held for `hold_seconds` are refused with 429. The engine decides how a sync affects calls in flight.
         """
         self._paused += 1
 
     def resume(self) -> bool:
-        """Undo one `pause`. Return whether another one is still in effect."""
+        """Undo one `pause`. Return whether another `pause` is still in effect."""
         self._paused = max(self._paused - 1, 0)
         return self._paused > 0
 
@@ -182,7 +182,7 @@ class Gateway(HttpService):
     # Requests
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer every error as OpenAI's servers do."""
+        """Handle the request, and answer every error in the form that OpenAI's servers use."""
         try:
             return await handler(request)
         except Refused as error:
@@ -215,14 +215,14 @@ class Gateway(HttpService):
         return json_response({"object": "list", "data": [_about(MODEL)]})
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        """Answer for every name, because requests may use any model name."""
+        """Describe a model of any name, because requests may use any model name."""
         self._session(request)
         return json_response(_about(request.match_info["model"]))
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session(request)
         asked = read_request(request[BODY])
-        # This check precedes the recording of the call. A tape is never rewritten, so a recorded key would stay on it.
+        # Check this before the call is recorded. A tape is never rewritten, so a recorded key would stay on it.
         self.without_keys(asked.messages, asked.tools, asked.stop, asked.model)
         use = _use(request)
         await self._steady(session)
@@ -238,8 +238,8 @@ class Gateway(HttpService):
     ) -> web.StreamResponse:
         """Stream the answer while it is sampled.
 
-        Nothing is sent before the first token, so an earlier error still gets its own HTTP status. A later error is
-        sent as an event, because the status 200 has already been sent.
+        Nothing is sent before the first token, so an error before it still gets its own HTTP status. An error after it
+        is sent as an event, because the status 200 has already been sent.
         """
         live, response = Live(asked), web.StreamResponse(headers=_EVENTS)
         asking = asyncio.ensure_future(session.ask(asked, use=use, live=live))

@@ -1,4 +1,4 @@
-"""A session is one tape that serves an external program. Requests become calls of the agent's interface (`LLM`).
+"""A session lets an external program use one tape. The program's requests become calls of `LLM`, the agent's interface.
 
 A program doesn't know tapes, so the session derives what `LLM` needs from an agent. The first messages of a request
 determine its conversation, so concurrent requests may arrive in any order. An assistant message that repeats a sent
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ..rendering.renderer import Renderer
 
 SHOWN = 2000
-"""Maximum characters of each text in an exchange's step. The call has the whole text."""
+"""Maximum characters of each text in an exchange's step. The call's record has the whole text."""
 
 
 class Pieces:
@@ -47,7 +47,7 @@ class Pieces:
         self._decoder, self._stops, self._tools = decoder, stops, tools
         self._held = ""
         self._fresh, self._thinking = True, False
-        """The place of `_held` in the answer, in the form that `free_prefix` takes."""
+        """What precedes `_held` in the answer, in the form that `free_prefix` takes."""
 
     def feed(self, ids: Sequence[int]) -> str:
         """Add ids, and return the further text that can be sent now."""
@@ -57,7 +57,7 @@ class Pieces:
         return piece
 
     def _free(self) -> int:
-        """Return how many of the held characters belong to the answer's text for every possible continuation."""
+        """Return how many of the held characters belong to the answer's text, however the answer continues."""
         held = self._held
         n = min((_before(held, stop) for stop in self._stops), default=len(held))
         if self._tools:
@@ -74,8 +74,8 @@ def _before(text: str, word: str) -> int:
 class Live:
     """The streamed answer to one request. The engine's listener writes it, and the HTTP handler reads it. Single use.
 
-    Both run in the same event loop. The engine may retry after text was sent. Then the new attempt must repeat the sent
-    text. Otherwise the stream stops and `end` returns False.
+    Both run in the same event loop. If the engine retries after text was sent, the new attempt must repeat the sent
+    text. If it doesn't, the stream stops and `end` returns False.
     """
 
     def __init__(self, request: ChatRequest) -> None:
@@ -94,25 +94,25 @@ class Live:
         self._again = ""
         """The sent text that the new attempt must repeat after a failed attempt."""
         self._parted = False
-        """Whether the new attempt differs from the sent text, or the answer is complete. Then nothing more is sent."""
+        """Whether to send no more, because the new attempt differs from the sent text or the answer is complete."""
 
     def open(self, id: str, renderer: Renderer | None) -> None:
-        """Called before the first token. `renderer` is the engine's. An engine without one can't stream tokens."""
+        """Called before the first token. `renderer` is the engine's renderer. If it is None, no tokens are streamed."""
         self.id, self._renderer = id, renderer
 
     def tokens(self, ids: array[int]) -> None:
-        """`Listener.tokens`."""
+        """Implements `Listener.tokens`."""
         self._new += ids
         self.moved.set()
 
     def again(self) -> None:
-        """`Listener.again`, which `LLM` calls before a retry. The new attempt must begin with the sent text."""
+        """Implements `Listener.again`. `LLM` calls it before a retry, which must begin with the sent text."""
         # The decoder is replaced too, because its state belongs to the ids of the failed attempt.
         self._new, self._pieces = array("i"), None
         self._again, self._parted = self.sent, False
 
     async def quiet(self, seconds: float | None) -> bool:
-        """Wait for `moved` and clear it. Return True if it wasn't set within `seconds`, where None means no limit."""
+        """Wait for `moved` and clear it. Return True if `moved` isn't set within `seconds` (None: no limit)."""
         try:
             async with asyncio.timeout(seconds):
                 await self.moved.wait()
@@ -150,7 +150,7 @@ class Session:
     """`answer = await session.ask(request)`, any number of times and concurrently, until `close`. Single use."""
 
     def __init__(self, tape: Tape, llm: LLM, *, follow: bool = True) -> None:
-        """If `follow` is true, the program's requests set temperature and top_p. Otherwise the run does."""
+        """If `follow` is true, the program's requests set temperature and top_p. Otherwise the run sets them."""
         self._tape, self._llm, self._follow = tape, llm, follow
         self._engine = llm.engine
         self._renderer = llm.engine.renderer if llm.engine is not None else None
@@ -164,8 +164,8 @@ class Session:
         self._declared: dict[str, Use] = {}
         self.closed = False
         self.broken: BaseException | None = None
-        """The exception that must end the episode, even if the program ignores the refused request. It is a failing
-        store, the end of a replay, or an error in Tapereel."""
+        """The exception that must end the episode, even if the program ignores that its request was refused. Its source
+        is a failing store, the end of a replay, or an error in Tapereel."""
         self.failed: ModelFailed | None = None
         """The engine's last failure, or None if a later request was answered."""
         self.limited: LimitReached | None = None
@@ -195,9 +195,9 @@ class Session:
     async def ask(self, request: ChatRequest, *, use: Use | None = None, live: Live | None = None) -> ChatAnswer:
         """Sample the model's answer and record the call.
 
-        `use` is the program's own label of the call for training. None leaves the label to `linking`. `live` receives
-        the tokens while they are sampled. If this is cancelled, the tokens sampled so far are recorded before it
-        returns. Raises Refused, and StoreFailed if the call can't be written.
+        `use` is the label that the program itself gives the call for training. If it is None, `linking` finds the
+        label. `live` receives the tokens while they are sampled. If `ask` is cancelled, the tokens sampled so far are
+        recorded before it returns. Raises Refused, and StoreFailed if the call can't be written.
         """
         if self.closed:
             raise ended()
@@ -230,9 +230,9 @@ class Session:
 
     async def _ask(self, request: ChatRequest, use: Use | None, live: Live | None) -> ChatAnswer:
         try:
-            # The recorded messages are used, not the sent ones. With the message as the model wrote it, the renderer
-            # keeps the sampled ids as the prefix of this prompt. A re-serialised tool call could encode to other tokens
-            # and start a row.
+            # Use the messages as recorded, not as the client sent them back. With a message as the model wrote it, the
+            # renderer keeps the sampled ids as the prefix of this prompt. A tool call that the client serialised again
+            # could encode to other tokens, and so start a new row.
             messages = [self._recorded(message) for message in await self._with_pictures(request.messages)]
             conversation = _conversation(messages)
             # Ids come from the conversation and a count, not from a clock or a random source. So a replay makes the
@@ -242,7 +242,7 @@ class Session:
             sampling = self._sampling(request)
             if live is not None:
                 live.open(f"chatcmpl-{name}", self._renderer)
-            # `LLM` handles the retries. After ModelFailed none is left or none would help, so the gateway makes none.
+            # `LLM` makes the retries. After ModelFailed, no retry is left or would help, so the gateway doesn't retry.
             reply = await self._llm(
                 self._tape,
                 messages=messages,
@@ -269,8 +269,8 @@ class Session:
         if use is not None:
             self._declared[reply.call] = use
         answer = self._answer(request, reply, name, live)
-        # The engine failed after a part was streamed, and the retry sampled a different text. The client can't take the
-        # sent text back, so the call is labelled as discarded and the client gets an error.
+        # If the texts differ, the engine failed after a part was streamed, and the retry sampled another text. The
+        # client can't take the sent text back, so the call is labelled as discarded and the client gets an error.
         if live is not None and not live.end(answer.text):
             self._declared[reply.call] = "discarded"
             raise Refused(
@@ -323,7 +323,7 @@ class Session:
         self._exchanges.put_nowait(None)
 
     async def close(self) -> None:
-        """Cancel the requests in flight and record them. Then record which calls are the agent's. This is final."""
+        """Cancel and record the requests in flight, then record the calls' labels. The session can't be reopened."""
         # `closed` is set before the requests are cancelled, so that no new request starts in between. The labels are
         # written last, because they depend on all calls, including those that this cancellation records.
         self.closed = True
@@ -340,7 +340,7 @@ class Session:
         return Tape(self._llm.recorder.log)
 
     def _recorded(self, message: Message) -> Message:
-        """Return a message that repeats a sent answer with tool calls in its recorded form, and others unchanged.
+        """Return the recorded form of a message that repeats a sent answer with tool calls. Others stay unchanged.
 
         The role `developer` becomes `system`, which chat templates know.
         """
@@ -409,7 +409,7 @@ def _limit(error: LimitReached) -> Refused:
 
 
 def _conversation(messages: list[Message]) -> str:
-    """Return a name made from the messages up to the first one that isn't a system message.
+    """Return a name derived from the messages up to and including the first one that isn't a system message.
 
     Every continuation of a conversation has the same name, whatever the order of concurrent requests.
     """

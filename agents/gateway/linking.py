@@ -1,15 +1,15 @@
-"""Finds which calls of a program continue which calls, and which calls train the agent. `Label` layers record both.
+"""Finds which calls of a program continue which, and which calls train the agent. The results become `Label` layers.
 
 A call continues another call if and only if its prompt begins with the exact prompt and completion tokens of the other
 call. The order of the records doesn't matter, because a parent may be recorded late. (A cut-off answer is recorded when
 its client disconnects, which may be after the next request.) Each call with an answer gets one of these labels:
 
     auxiliary  The system messages or tools differ from those of most calls, as in summaries, titles and helper agents.
-               A call that continues a conversation without its tools, or with others, still belongs to the agent that
-               it continues.
-    discarded  A retry's earlier answer (the same prompt was asked again, and the answer was never continued), an
-               abandoned branch (the program returned to an earlier answer and continued there), or an answer whose
-               client disconnected.
+               A call that continues an agent's conversation without its tools, or with other tools, still counts as
+               that agent's call.
+    discarded  The answer was retried (the same prompt was asked again, and this answer was never continued), or its
+               branch was abandoned (the program returned to an earlier answer and continued there), or its client
+               disconnected.
     agent      All other calls.
 
 Concurrent requests are neither retries of each other nor abandoned branches.
@@ -46,7 +46,7 @@ class _Node:
     asked: str
     """Digest or text of the prompt after the parent's tokens. Siblings with equal `asked` have the same prompt."""
     started: float
-    """When the request was sent, which is the time of the record minus the durations of all attempts."""
+    """When the request was sent. This is the time of the record minus the durations of all attempts."""
     parent: _Node | None = None
     children: list[_Node] = field(default_factory=list)
     use: Use = "agent"
@@ -73,8 +73,8 @@ class _Node:
 def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]:
     """Return the labels of a program's calls.
 
-    A call of the agent whose parent is as recorded needs no label and gets none. `own` maps a call to the program's own
-    label, which overrides the label that is found here.
+    An `agent` call whose parent is the recorded one needs no label and gets none. `own` maps a call to the label that
+    the program gave it, which overrides the label that is found here.
     """
     nodes = {
         call.call: _Node(call, k, ("", None), "", call.at - sum(a.seconds for a in call.attempts))
@@ -94,15 +94,15 @@ def label_calls(tape: Tape, own: Mapping[str, Use] | None = None) -> list[Label]
 
 
 def _identity(tape: Tape, call: Call) -> tuple[str, str | None]:
-    """Return the system messages among the first four messages, and the tools. They distinguish a program's agents."""
+    """Return the system messages among the first four messages, and the tools. They tell a program's agents apart."""
     said = [m["content"] for m in tape.call_messages(call)[:4] if m["role"] == "system"]
     return json.dumps(said), call.tools.hash if call.tools is not None else None
 
 
 def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Node]) -> None:
-    """Give each root the identity of the call whose messages and answer it continues, if only their tools differ.
+    """If a root continues another call's messages and answer, and only the tools differ, give it that call's identity.
 
-    Without its tools, a template writes a different prompt, so the call's tokens don't begin like its conversation's.
+    A template writes another prompt if the tools differ, so the root's tokens don't begin with that call's tokens.
     """
     said = {node: [*tape.call_messages(node.call), node.call.reply] for node in nodes}
     for root in sorted(roots, key=lambda node: node.started):
@@ -113,7 +113,7 @@ def _share_identities(tape: Tape, nodes: Collection[_Node], roots: Sequence[_Nod
 
 
 def extends(tape: Tape, call: Call) -> bool:
-    """Whether the call is recorded as a continuation of its base: it keeps all of the base's prompt and answer."""
+    """Return whether the call is recorded as a continuation that keeps all of its base's prompt and answer."""
     if call.base is None:
         return False
     base = tape.call(call.base)
@@ -123,7 +123,7 @@ def extends(tape: Tape, call: Call) -> bool:
 
 
 def _link(tape: Tape, nodes: dict[str, _Node]) -> dict[str, str]:
-    """Set every parent. Return the parents that differ from the record, as call -> the call that it continues."""
+    """Set the parent of each call. Return, as call -> parent, the parents that differ from the recorded ones."""
     late: dict[str, str] = {}
     roots: list[_Node] = []
     for node in nodes.values():
@@ -161,14 +161,14 @@ def _whole(tape: Tape, call: Call) -> str:
 
 
 def _digest(ids: array[int], places: Sequence[Place], start: int = 0, end: int | None = None) -> str:
-    """Return the hash of ids[start:end] and their pictures. Equal ids with other pictures have another hash."""
+    """Return the hash of ids[start:end] and their pictures. Equal ids with different pictures have different hashes."""
     return hashlib.sha256(keys(ids, places)[start:end].tobytes()).hexdigest()
 
 
 def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late: dict[str, str]) -> None:
-    """Find each root's parent by exact tokens: the longest call whose prompt and completion begin the root's prompt.
+    """Find each root's parent: the longest call whose prompt and completion tokens are the start of the root's prompt.
 
-    Text can't replace ids. Different ids can decode to the same text, and training needs the ids that were sampled.
+    Comparing text isn't enough. Different ids can decode to the same text, and training needs the sampled ids.
     """
     with_ids = [node for node in nodes.values() if node.call.prompt is not None]
     known: dict[int, dict[str, _Node]] = defaultdict(dict)
@@ -191,8 +191,8 @@ def _find_parents(tape: Tape, nodes: dict[str, _Node], roots: list[_Node], late:
 def _merge(nodes: dict[str, _Node], late: dict[str, str]) -> None:
     """If several calls have the same prompt and answer, make the last one the parent of all their continuations.
 
-    Equal tokens don't show which call the program continued. With one parent, the others have no continuation and count
-    as retries. Otherwise the same tokens would be trained on in several branches.
+    The tokens of these calls are equal and don't show which call the program continued. If one call is the parent, the
+    other calls have no continuation and count as retries. Otherwise the same tokens would be trained on several times.
     """
     levels = [[node for node in nodes.values() if node.parent is None]]
     while levels:
@@ -258,7 +258,7 @@ def _retries(family: list[_Node]) -> None:
 
 
 def _branches(children: list[_Node]) -> None:
-    """Discard abandoned branches. They were completely answered before the program continued the parent differently."""
+    """Discard abandoned branches, whose last answer came before the program continued their parent in another way."""
     if len(children) < 2:
         return
     last = max(children, key=lambda node: node.started)

@@ -1,7 +1,7 @@
 """OpenAI's chat-completions protocol as pure functions, which read a request and write an answer.
 
-Each field in a request is honoured, or refused with its name, or can't affect sampling. No field that matters is
-dropped silently. `gateway_server` handles HTTP.
+Each field in a request is either honoured, or refused by name, or ignored because it can't affect sampling. No field
+that matters is dropped silently. `gateway_server` handles HTTP.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
 PICTURES = 500
 """Maximum pictures in one request, as at OpenAI."""
 PIXELS = 4 * MAX_PIXELS
-"""Maximum pixels in all pictures that are new in a request. This limits the time for decoding."""
+"""Maximum pixels in all pictures that a request sends for the first time. This limits the time for decoding."""
 CHUNK = "chat.completion.chunk"
 """The `object` field of each chunk of a stream."""
 
@@ -52,7 +52,7 @@ CHUNK = "chat.completion.chunk"
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """HTTP status -> OpenAI's error type. Any other status below 500 is an `invalid_request_error`."""
 _CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-"""HTTP status -> the error code if the error names none."""
+"""HTTP status -> the code for an error that states no code."""
 
 
 class Refused(TapereelError, ValueError):
@@ -77,7 +77,7 @@ def _bad(message: str, param: str | None = None) -> Refused:
 
 
 def invalid(error: ValidationError, *within: str) -> Refused:
-    """Return the refusal of a body that doesn't fit its model. It has the first error's place, problem and value."""
+    """Return the refusal of a body that doesn't fit its model. It states the first error's place, problem and value."""
     found = error.errors(include_url=False)[0]
     place = [*within, *map(str, found["loc"])]
     place = [part for k, part in enumerate(place) if k == 0 or part != place[k - 1]]  # the type of a content part
@@ -114,7 +114,8 @@ def _data_url(url: str) -> str:
 class _ImageUrl(BaseModel):
     url: Annotated[str, AfterValidator(_data_url)]
     detail: Literal["auto", "low", "high"] | None = None
-    """Used by hosted models only. Elsewhere the image processor chooses the size. The call's message part keeps it."""
+    """Only hosted models use this. With other models, the image processor chooses the size. The call records the
+    value."""
 
 
 class _ImagePart(BaseModel):
@@ -168,7 +169,7 @@ class ChatRequest(BaseModel):
     model: str = ""
     """The client's name for the model. The answer repeats it, but it selects nothing."""
     messages: list[Message]
-    """Each content is plain text, or parts with data URLs that are not decoded yet. Empty fields are left out."""
+    """A message's content is plain text, or parts with data URLs that aren't decoded yet. Empty fields are left out."""
     tools: list[Annotated[dict[str, JsonValue], AfterValidator(_tool)]] = []
     temperature: float | None = Field(default=None, strict=True, ge=0)
     """None if the client doesn't set it. The same holds for `top_p`, `max_tokens` and `seed`."""
@@ -184,7 +185,7 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions = StreamOptions()
     logprobs: bool = Field(default=False, strict=True)
     token_ids: bool = Field(default=False, strict=True, validation_alias="return_token_ids")
-    """Whether the answer contains the prompt and completion ids (an extension by vLLM)."""
+    """Whether the answer contains the token ids of prompt and completion, which is an extension by vLLM."""
 
 
 def read_request(data: Mapping[str, JsonValue]) -> ChatRequest:
@@ -228,7 +229,7 @@ class ChatAnswer:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     logprobs: list[dict[str, object]] | None = None
-    """OpenAI's entries, one per token. None if the request didn't ask for them or they are unknown."""
+    """OpenAI's entries, one per token. None if the request didn't ask for log-probs or they are unknown."""
     prompt_ids: list[int] | None = None
     """Token ids of the prompt, or None if the request didn't ask for them. The same holds for `ids`, the completion."""
     ids: list[int] | None = None
@@ -291,14 +292,14 @@ class ChatAnswer:
 
 
 def delta(more: Mapping[str, object]) -> dict[str, object]:
-    """Return the choice in a chunk that adds `more` to the message."""
+    """Return a stream chunk's choice, which adds `more` to the message."""
     return {"index": 0, "delta": more, "finish_reason": None, "logprobs": None}
 
 
 def token_logprobs(tokens: Sequence[str], logprobs: Sequence[float]) -> list[dict[str, object]]:
-    """Return OpenAI's entries for tokens and their log-probs (natural logarithm). NaN means unknown and is sent as
-    null."""
-    # Only NaN makes `value == value` false. JSON has no NaN.
+    """Return OpenAI's entries for tokens and their log-probs (natural logarithm). NaN means that a log-prob is unknown,
+    and is sent as null."""
+    # `value == value` is false only for NaN, which JSON doesn't have.
     return [
         {"token": text, "logprob": value if value == value else None, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(tokens, logprobs, strict=True)

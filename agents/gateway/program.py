@@ -1,7 +1,7 @@
 """Runs an external program as an agent. The program gets its tape's URL and key, and its output is the action.
 
 The program is a command or an async function that speaks OpenAI's protocol. A command finds `OPENAI_BASE_URL` and
-`OPENAI_API_KEY` in its environment. A function gets both as an argument. The program reads the newest observation and
+`OPENAI_API_KEY` in its environment. A function gets both as one argument. The program reads the newest observation and
 answers with text. Before its answer it may send any number of requests to the model. Each request is a call on the
 tape.
 """
@@ -34,9 +34,9 @@ LONGEST = 1024 * 1024
 GRACE = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 KILL = 10.0
-"""Seconds to wait until a killed process has ended."""
+"""Maximum seconds to wait until a killed process has ended."""
 DRAIN = 1.0
-"""Seconds for reading the rest of a program's output after it and its children have ended."""
+"""Maximum seconds for reading the rest of a program's output after the program and its children have ended."""
 _ERRORS = 4000
 """How many bytes are kept from the end of stderr."""
 
@@ -58,11 +58,11 @@ Function = Callable[[str, Endpoint], Awaitable[str]]
 class Program(Agent):
     """`Program(["python", "agent.py"])`, or `Program(solve)` with `async def solve(task: str, endpoint) -> str`.
 
-    A command reads the task on stdin, or in place of `{task}` in its arguments. Its output on stdout is the answer, in
+    A command gets the task on stdin, or in its arguments in place of `{task}`. Its output on stdout is the answer, in
     which known secrets are replaced. Its environment is this process's environment plus the URL and the key.
 
-    When the command ends, its remaining processes are killed. These are the ones in its process session and, on Linux,
-    all others that have its key in their environment. A process that leaves the session and drops the key survives.
+    When the command ends, processes that it leaves behind are killed: those in its process session and, on Linux, all
+    others with its key in their environment. A process that left the session and dropped the key survives.
 
     With `follow=False`, temperature and top_p come from the run and not from the program's requests.
     """
@@ -77,7 +77,8 @@ class Program(Agent):
         follow: bool = True,
         gateway: Gateway | None = None,
     ) -> None:
-        """`gateway` is a gateway that is being served. By default, each event loop has one while any program runs.
+        """`gateway` is a gateway that is already being served. By default, the programs that run in one event loop
+        share a gateway.
 
         Raises TypeError if `program` is neither a list of strings nor an async function.
         """
@@ -119,8 +120,8 @@ class Program(Agent):
 
 async def _outcome(running: asyncio.Future[str], session: Session) -> str:
     """Return the program's output, or raise the reason why the episode ends without it."""
-    # A program often fails because its request was refused. Then the cause is the limit or the engine's failure, which
-    # is raised instead. A reached limit ends the episode even if the program returned an answer.
+    # A program often fails because its request was refused. Then the limit or the engine's failure is the cause, and is
+    # raised in place of the program's error. A reached limit ends the episode even if the program returned an answer.
     if session.broken is not None:
         raise session.broken
     try:
@@ -229,7 +230,7 @@ def _end_strays(key: bytes) -> None:
 
 
 def _environment(pid: int) -> bytes:
-    """Return the environment at the start of a process. It is empty if the process is another user's or has ended."""
+    """Return the environment that a process started with, or nothing if the process is another user's or has ended."""
     try:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
@@ -256,8 +257,8 @@ _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionar
 @asynccontextmanager
 async def _shared() -> AsyncIterator[Gateway]:
     shared = _loops.setdefault(asyncio.get_running_loop(), _Shared())
-    # `users` is counted before the lock is taken. So a program that ends at the same time sees this user and doesn't
-    # stop the gateway that this program is about to use.
+    # `users` is increased before the lock is taken, so that another program that ends at the same time doesn't stop the
+    # gateway that this program is about to use.
     shared.users += 1
     try:
         async with shared.lock:

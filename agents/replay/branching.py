@@ -304,7 +304,7 @@ async def _branch(
 
 
 def reward_since(tape: Tape, step: int) -> float | None:
-    """Return the sum of the tape's rewards for the whole episode and for the steps from `step` on, or None.
+    """Sum a tape's rewards for the steps from `step` on and for the whole episode. Return None if there are none.
 
     A fork doesn't repeat the rewards of its inherited steps, so its ancestors' rewards are counted as well.
     """

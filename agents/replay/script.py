@@ -72,7 +72,7 @@ class Script:
             if call.finish != "cancelled":  # the agent may cancel the call before the request
                 self.due[self.turns[call.call]][call.call] = call
         self.steps: dict[str, deque[tuple[int, Entry]]] = defaultdict(deque)
-        """Path -> (index, entry) of each step that the agent at this path must still yield."""
+        """Path -> (index, entry) of each recorded step of this path that wasn't repeated yet."""
         self.reactions: dict[int, Observation] = {}
         for index, entry in enumerate(tape.entries[steps:], start=steps):
             self.steps[entry.by].append((index, entry))
@@ -97,8 +97,8 @@ class Script:
         return self.cut_off and self.turn > self.last
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """Yield (seed stream, number of its calls before the first replayed one), which follows from that call's
-        seed."""
+        """Yield (seed stream, number of its calls before the first replayed call). That call's seed gives the
+        number."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:
@@ -321,7 +321,7 @@ def _step_differences(entry: Entry, record: StepRecord) -> Iterator[tuple[str, A
 
 
 def _what_ended(end: End | None) -> dict[str, Any]:
-    """Return the parts of an end that a replay must repeat, which are not the seconds and the line of a traceback."""
+    """Return the parts of an end that a replay must repeat. The seconds and the traceback's line may differ."""
     if end is None:
         return {"status": None, "cause": None}
     cause = end.cause
