@@ -39,8 +39,7 @@ class TextTrack:
     reply: Message
 
     def shared(self, messages: Sequence[Message]) -> int:
-        """Return how many messages at the start of `messages` are those of this track, the last of which is its
-        reply."""
+        """Return how many messages at the start of `messages` are the same as in this track, including its reply."""
         n = shared_prefix(messages, self.messages)
         if n == len(self.messages) and len(messages) > n and messages[n] == self.reply:
             return n + 1
@@ -103,7 +102,7 @@ class Conversations:
         finish: Finish,
         engine: str = "",
     ) -> None:
-        """Record the call, however it ended, and make its answer the leaf of its conversation.
+        """Record the call, however it ended, and make it a leaf in its conversation's tree.
 
         `engine` is the name to record. If it is empty, the name of the engine that answered is recorded.
         """

@@ -1,4 +1,4 @@
-"""The limits of one episode, and the exception that ends it when one is reached."""
+"""The limits of one episode, and the exception that ends the episode when a limit is reached."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Limits(Value):
     context: int | None = Field(default=None, ge=2)
     """Maximum tokens in one call's prompt and completion. The engine's own limit applies too."""
     prompt_tokens: int | None = Field(default=None, ge=1)
-    """Maximum tokens in one call's prompt. A longer one is cut if `keep_prompt` is set, or else reaches the context
-    limit."""
+    """Maximum tokens in one call's prompt. A longer prompt is cut if `keep_prompt` is set. Otherwise it reaches the
+    context limit."""
     keep_prompt: Literal["start", "end"] | None = None
-    """The part of a long prompt that is kept. The prompt is cut to at most `prompt_tokens` tokens, and so that the
-    context has space for an answer of `max_tokens`. None means that no prompt is cut."""
+    """Which part of a prompt that is too long is kept. The prompt is cut to at most `prompt_tokens` tokens, and so that
+    the context has space for an answer of `max_tokens`. None means that no prompt is cut."""
     agent_seconds: float | None = Field(default=600.0, gt=0)
     """Maximum seconds for the agent's own code, its tools, and its model calls while the model computes. An episode
     that reaches this limit is scored and trained on, like one that reaches the limit of turns."""
@@ -38,7 +38,7 @@ class Limits(Value):
     Tapereel. The wait for servers that don't answer has its own limit, `engine.patience`. An episode that reaches this
     limit is never trained on, and is repeated."""
     environment_seconds: float | None = Field(default=60.0, gt=0)
-    """Wall-clock limit for each `reset`, `restore`, `step`, `finish` or `close`, in seconds. Exceeding it is an
+    """Wall-clock limit for each `reset`, `restore`, `step`, `finish` or `close`, in seconds. A longer call is an
     environment error."""
 
     @classmethod

@@ -207,7 +207,7 @@ class LLM(Clock):
         self._unread.clear()
 
     def authored(self, tape: Tape, step: Step, path: str) -> tuple[tuple[str, int, int], ...]:
-        """Record a step that the agent wrote without a model, as scripted agents do, as a call. Return its calls.
+        """Record, as a call, a step that the agent wrote without a model. Return the step's calls.
 
         If the engine has a renderer, the call has token ids, so the tape can be trained on like a tape that a model
         wrote.
@@ -443,8 +443,7 @@ class _Exchange:
         return completion
 
     async def _take_tokens(self) -> int:
-        """Take tokens from the episode's limit for this call, and return how many. Raises LimitReached if all are
-        spent.
+        """Take tokens for this call from the episode's limit. Return how many. Raises LimitReached if all are spent.
 
         In a replay, the engine says how many tokens the recorded call got. That number can't be computed again, because
         it depended on how long the answers to concurrent calls took, which no tape records.

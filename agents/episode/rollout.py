@@ -1,7 +1,7 @@
 """The rollout runs one episode from `reset` to `end`.
 
 Errors of the agent, the environment and the model are not raised. They end the episode, and the tape records their
-type, because a failed episode is data too. Three errors of a running episode are raised: a failure of the store is
+type, because a failed episode is data too. Three errors of a running episode are raised. A failure of the store is
 raised at once, because an episode that can't be recorded must stop. A cancellation by the caller and `EngineStopped`,
 after which the engine can't answer any episode, are raised after the tape is closed.
 """

@@ -58,7 +58,8 @@ class ClientFailed(TapereelError, RuntimeError):
 
 
 class Budget(BaseModel):
-    """Limits of one tape. A tape that reaches one ends with this limit as the cause. None means the gateway's limit."""
+    """Limits of one tape, where None means the gateway's limit. A tape that reaches a limit ends with it as the
+    cause."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     calls: int | None = Field(default=None, ge=1)
@@ -175,7 +176,8 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The environment on the client's side. The client reports its rewards and metrics, and whether it truncated."""
+    """The environment on the client's side. The client reports its rewards, its metrics and whether it was
+    truncated."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_

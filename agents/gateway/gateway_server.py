@@ -34,7 +34,7 @@ from .openai_protocol import CHUNK, ChatRequest, Refused, delta, read_request
 log = logger("gateway")
 
 REMEMBERED = 10_000
-"""Maximum number of keys of ended tapes that are remembered, so that they can be told from unknown keys."""
+"""Maximum number of keys of ended tapes that are remembered, to distinguish them from unknown keys."""
 USE_HEADER = "X-Tapereel-Use"
 """Request header with which the program labels the call for training. Its value is one of `USES`."""
 MODEL = "policy"

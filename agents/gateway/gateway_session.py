@@ -112,7 +112,7 @@ class Live:
         self._again, self._parted = self.sent, False
 
     async def quiet(self, seconds: float | None) -> bool:
-        """Wait for `moved` and clear it. Return True if `moved` isn't set within `seconds` (None: no limit)."""
+        """Wait until `moved` is set, and clear it. Return True if that takes longer than `seconds` (None: no limit)."""
         try:
             async with asyncio.timeout(seconds):
                 await self.moved.wait()
@@ -157,7 +157,7 @@ class Session:
         self._asking: set[asyncio.Task[ChatAnswer]] = set()
         self._numbers: Counter[str] = Counter()
         self._sent: dict[str, tuple[Message, Message]] = {}
-        """Id of the first tool call in a sent answer -> (message as sent, message as recorded)."""
+        """Id of a tool call in a sent answer -> (message as sent, message as recorded)."""
         self._pictures: dict[bytes, Picture] = {}
         """Digest of a data URL -> its picture."""
         self._exchanges: asyncio.Queue[Exchange | None] = asyncio.Queue()

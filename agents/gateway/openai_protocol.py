@@ -114,8 +114,7 @@ def _data_url(url: str) -> str:
 class _ImageUrl(BaseModel):
     url: Annotated[str, AfterValidator(_data_url)]
     detail: Literal["auto", "low", "high"] | None = None
-    """Only hosted models use this. With other models, the image processor chooses the size. The call records the
-    value."""
+    """Only hosted models use this. Elsewhere the image processor chooses the size. The call records the value."""
 
 
 class _ImagePart(BaseModel):

@@ -77,8 +77,7 @@ class Program(Agent):
         follow: bool = True,
         gateway: Gateway | None = None,
     ) -> None:
-        """`gateway` is a gateway that is already being served. By default, the programs that run in one event loop
-        share a gateway.
+        """`gateway` is a gateway that is already being served. By default, all programs in an event loop share one.
 
         Raises TypeError if `program` is neither a list of strings nor an async function.
         """

@@ -120,7 +120,7 @@ async def _continue(
 
 
 def cut(tape: Tape, turn: int) -> Tape:
-    """Return the first `turn` turns. Raises ValueError if the tape has fewer turns or no turn can follow them."""
+    """Return the first `turn` turns. Raises ValueError if there are fewer or if the episode ended with them."""
     prefix = tape.at_turn(turn)
     if turn == tape.turns and tape.status in (Status.FINISHED, Status.TRUNCATED):
         raise ValueError(

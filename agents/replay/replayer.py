@@ -3,7 +3,7 @@
 The episode is an ordinary rollout. Its engine returns the recorded answers, and its environment returns the recorded
 observations. Every request and every step is compared with the recorded one, in order within each agent's path. The
 first difference ends the replay. Agents never see rewards, so rewards are not compared. `rescore` and `reexec` check
-them. `replay` takes a tape and an agent, and `replay_run` takes them from a run.
+rewards. `replay` takes a tape and an agent, and `replay_run` takes them from a run.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ def replay_run(
 ) -> Verdicts:
     """Run the agent again on the named tapes of a run, or on all closed tapes of a split.
 
-    `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An object is replayed
-    in this process, because worker processes find agents by name. `imports` lists further objects, as `module:name`,
-    whose modules define steps. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this turn is
+    `agent` is an object or `module:name`. By default it is the agent in the run's configuration. An object runs in this
+    process only, because worker processes find agents by name. `imports` lists further objects, as `module:name`, whose
+    modules define steps. `tokenizer` is a folder, by default the run's own. If `turn` is given, only this turn is
     checked. `jobs` is the number of processes, by default as many as are worth their start-up time.
     """
     if seconds <= 0:

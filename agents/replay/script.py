@@ -97,8 +97,7 @@ class Script:
         return self.cut_off and self.turn > self.last
 
     def numbers(self) -> Iterator[tuple[str, int]]:
-        """Yield (seed stream, number of its calls before the first replayed call). That call's seed gives the
-        number."""
+        """Yield (seed stream, number of its calls before the first replayed call). The seeds show this number."""
         most = len(self.tape.log.call_order) + 1024
         first: dict[str, int] = {}
         for call in self.calls:
@@ -258,7 +257,7 @@ class Script:
         return Likely.CODE, f"the agent yields another step, {what}"
 
     def _is_read(self, step: Step, entry: Entry) -> bool:
-        """Whether the step may have been parsed from the answers to the recorded step's calls.
+        """Return whether the step may have been parsed from the answers to the recorded step's calls.
 
         This is true if one of its strings is in an answer, or an answer is in one of its strings.
         """

@@ -162,9 +162,9 @@ async def fill(
     `sample` is called with the attempt and the number of its episodes so far that ended by themselves. This number is
     part of the seed. So a retry has another seed, but an episode that was cut off by a crash or a cancellation is
     sampled again with the same seed.
-    `until` is the event loop's time at which the group closes. Episodes in flight then end as cancelled, on the tape
-    too. `fresh` is called before a retry. If it returns False, the attempt would be too stale to compare and isn't
-    retried. `concurrency` is the maximum number of concurrent episodes, by default all attempts.
+    `until` is the event loop's time at which the group closes. Episodes in flight end as cancelled, on the tape too.
+    `fresh` is called before a retry. If it returns False, the attempt would be too stale to compare and isn't retried.
+    `concurrency` is the maximum number of concurrent episodes, by default all attempts.
     The time in which `engine` waits for servers that don't answer is added to `until`.
     """
 

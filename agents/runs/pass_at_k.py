@@ -209,8 +209,8 @@ def standard_error(rewards: Rewards) -> float | None:
 def compare(
     first: Rewards, second: Rewards, *, k: Iterable[int] = (), success: float = 1.0, seed: int = 0
 ) -> Comparison:
-    """Return first minus second, paired by task, with bootstrap intervals. Raises NothingInCommon if no task is scored
-    in both."""
+    """Return first minus second, paired by task, with bootstrap intervals. Raises NothingInCommon if they share no
+    scored task."""
     one, two = _known(first), _known(second)
     if not one.keys() & two.keys():
         raise NothingInCommon(

@@ -114,7 +114,7 @@ class RenderedConfig(Config):
 
 
 class SlotsConfig(RenderedConfig):
-    """An engine whose model can be trained. In training, a second engine may sample with a copy of its weights."""
+    """An engine whose model can be trained. In training, a second engine may sample with a copy of the weights."""
 
     slots: int = Field(default=64, ge=1)
     """Maximum number of concurrent completions in an embedded engine. Further requests wait. For other engines, the

@@ -121,8 +121,8 @@ class Setup(TasksConfig, SeedConfig):
     that Python code passes the object."""
     env_processes: int | None = Field(default=None, ge=1)
     """Number of processes for the environments. Each process runs one episode at a time, and further episodes wait.
-    None means that environments run in this process, where one that exits ends the run, and one that computes without
-    awaiting blocks it."""
+    None means that environments run in this process. There, an environment that exits ends the run, and one that
+    computes without awaiting blocks it."""
     count: int | None = Field(default=None, ge=1)
     """Number of tasks to use, starting with the first. None means all tasks."""
     rewards: tuple[str, ...] = ()
@@ -314,7 +314,7 @@ def shown_by(tasks: Iterable[Task]) -> str | None:
 
 
 def is_unnamed(name: str) -> bool:
-    """Whether a recorded `name` describes an object that only Python code can pass again."""
+    """Return whether a recorded `name` describes an object that only Python code can pass again."""
     return name.startswith(UNNAMED)
 
 
