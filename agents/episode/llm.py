@@ -507,7 +507,7 @@ class _Exchange:
         call, rendered = self._pending.call, self._pending.rendered
         if self._schemas is None and not native:
             return Reply(text, completion.finish, call, content=text)
-        # A template such as DeepSeek's may open a thought in the prompt.
+        # A template such as DeepSeek's may begin the model's thought at the end of the prompt.
         thinking = rendered is not None and rendered.text.rstrip().endswith("<think>")
         read = read_tool_calls(text, self._schemas or (), native=native, thinking=thinking)
         return Reply(text, completion.finish, call, read.calls, read.content, read.problem, read.chat)

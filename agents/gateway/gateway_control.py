@@ -58,8 +58,7 @@ class ClientFailed(TapereelError, RuntimeError):
 
 
 class Budget(BaseModel):
-    """Limits of one tape, where None means the gateway's limit. A tape that reaches a limit ends with it as the
-    cause."""
+    """Limits of one tape. None means the gateway's limit. A tape that reaches a limit ends with it as the cause."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     calls: int | None = Field(default=None, ge=1)
@@ -176,8 +175,7 @@ async def _idle(session: Session, seconds: float) -> None:
 
 
 class Elsewhere(Environment[Answer]):
-    """The environment on the client's side. The client reports its rewards, its metrics and whether it was
-    truncated."""
+    """The environment on the client's side, for which the client reports rewards, metrics and truncation."""
 
     def __init__(self, open_: _Open) -> None:
         self._open = open_

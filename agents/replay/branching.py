@@ -1,9 +1,10 @@
 """Branching continues a recorded episode from one of its turns, with another agent, model, sampling or seed.
 
-The environment is restored first and compared with the record. Continuations are rolled out only if it reaches the
-recorded state. Each continuation is a separate tape, and its `begin` names the parent's digest and the turn. A caller
-may force continuations of a prefix that can't be verified, and each of them records the reason. `branch` takes a tape
-and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same run.
+The environment is restored first and compared with the record. Continuations are rolled out only if the environment
+reaches the recorded state. Each continuation is a separate tape, and its `begin` names the parent's digest and the
+turn. A caller may force continuations of a prefix that can't be verified, and each of them records the reason. `branch`
+takes a tape and objects. `branch_run` takes them from a run's configuration, and records the continuations in the same
+run.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ RETRIES = 1
 
 
 def needs_episode(usable: Sequence[bool], retries: int = RETRIES) -> bool:
-    """Whether an attempt needs another episode, because none is usable and at most `retries` episodes have failed.
+    """Return whether an attempt needs another episode: none is usable, and at most `retries` episodes have failed.
 
     `usable` says, for each episode of the attempt that ended by itself, whether it can be trained on. Episodes that a
     crash or a deadline cut off don't count, because they say nothing about the attempt and would use up its retries.
@@ -138,7 +138,7 @@ class Group:
         return [tapes[-1] for _, tapes in sorted(self.tapes.items()) if tapes and comparable(tapes[-1])]
 
     def usable_episodes(self, attempt: int) -> list[bool]:
-        """Return whether each episode that ended by itself can be trained on. See `needs_episode`."""
+        """Return, for each episode that ended by itself, whether it can be trained on. See `needs_episode`."""
         tapes = self.tapes.get(attempt, ())
         return [comparable(tape) for tape in tapes if tape.status not in (Status.CRASHED, Status.CANCELLED)]
 
