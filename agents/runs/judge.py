@@ -55,7 +55,7 @@ Better: TIE"""
 
 
 class Unjudged(TapereelError, ValueError):
-    """None of the judge's answers could be parsed."""
+    """None of the judge's answers could be parsed, or the judge's engine can't see a picture."""
 
     def __init__(self, message: str, evidence: JsonValue) -> None:
         super().__init__(message)

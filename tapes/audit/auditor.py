@@ -1,7 +1,8 @@
 """The audit of a run's tapes: attrition, the cost of calls, the actions that earned the reward, and anomalies.
 
-The audit reads all records in order in one pass. Ended tapes are only added to sums, and a few numbers are kept for
-each group. Memory therefore grows with the number of open tapes and groups, but not with the number of tapes or tokens.
+The audit reads all records in order in one pass. Ended tapes are only added to sums. A few numbers are kept for each
+group, and the versions that sampled each call. Memory therefore grows with open tapes, groups and calls, but not with
+tokens.
 The rules are:
 
 1. Sums over rewards include only ended tapes. The cost of calls also includes open tapes.
