@@ -1,13 +1,14 @@
-"""Delivery: checks whether each sampler has the weights that were published to it.
+"""Checks whether the published weights were delivered to each sampler.
 
-After every weight sync, each sampler draws one token after several prefixes of a recorded row. Its log-probs must equal
-the trainer's under the new weights. The requests take the same route as every completion. The prefixes stay the same
-during a run, so the prefix cache holds their keys and values from earlier weights, and a cache that wasn't cleared is
-noticed too. The trainer keeps its distributions under the last versions, so that an error can name the served version.
+After every weight sync, each sampler draws one token after each of several prefixes of a recorded row. The log-probs of
+these tokens must equal those that the trainer computes with the new weights. The requests take the same route as every
+completion. The prefixes stay the same during a run. So a prefix cache that wasn't cleared still holds keys and values
+from earlier weights, and the check fails then too. The trainer keeps its distributions for the last few versions, so
+that an error can name the version that a sampler really has.
 
-Differences up to a bound count as rounding. The bound grows only after a confirmed sync, which is one whose update
-moved the log-probs by more than twice the bound. Smaller updates are `unmoved`. They are compared with the newest
-weights too, because updates that never arrive add up until they exceed the bound.
+Differences up to a bound count as rounding. The bound grows only after a confirmed sync: one whose update changed the
+log-probs by more than twice the bound. After a smaller update, the verdict is `unmoved`. Updates that never arrive are
+still found: samplers are compared with the newest weights, so small updates add up.
 
 No engine is asked to score given tokens, because vLLM's CPU build with adapters crashes on `prompt_logprobs`.
 """
@@ -36,17 +37,17 @@ from ..data.rows import Row
 from ..trainer.logprobs import casting, parts, plan, states
 
 PLACES = 8
-"""Number of tokens that each sampler samples in a check."""
+"""Maximum number of tokens that each sampler draws in a check, one after each prefix."""
 SHARE, LEAST, MOST = 100, 32, 144
-"""The longest prefix has 1 / SHARE of the batch's tokens, but at least LEAST and at most MOST. So the check costs
-little compared to the update. With MOST tokens it fills a block of 128, which is a large block for a prefix cache."""
+"""The longest prefix has 1 / SHARE of the batch's tokens, but at least LEAST and at most MOST, so that a check is cheap
+compared to the update. MOST tokens fill a block of 128 tokens, which is a large block for a prefix cache."""
 FLOOR, NARROW = {torch.float32: 1e-4, torch.float64: 1e-4}, 0.02
-"""Difference in nats that always counts as rounding, by the dtype in which the trainer computes. NARROW is for other
-dtypes."""
+"""Differences up to this many nats always count as rounding. FLOOR has the bound for each dtype of the trainer's
+forward pass, and NARROW is the bound for all other dtypes."""
 MARGIN = 3.0
-"""The bound is this many times the largest difference in a confirmed sync."""
+"""The bound is this many times the largest difference after a confirmed sync."""
 FIRST = 0.5
-"""The bound in nats for a run's first comparison, when the rounding of its samplers is unknown."""
+"""The bound, in nats, for a run's first check, when it isn't known yet how its samplers round."""
 KEPT = 8
 """Number of versions whose log-probs are kept."""
 ONE = Sampling(max_tokens=1)
@@ -59,7 +60,7 @@ class NotDelivered(TapereelError, RuntimeError):
 
 
 class _Version(NamedTuple):
-    """The trainer's distributions under one version."""
+    """The trainer's next-token distributions under one version of the weights."""
 
     name: str
     after: NDArray[np.float32]
@@ -67,7 +68,7 @@ class _Version(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What one sampler sampled after each place."""
+    """The tokens that one sampler drew, one after each place."""
 
     sampler: str
     ids: NDArray[np.int64]
@@ -76,35 +77,35 @@ class _Answer(NamedTuple):
     """Log-probs (places,) in nats."""
 
     def of(self, version: _Version) -> NDArray[np.float32]:
-        """Return the log-probs (places,) of these ids under a version."""
+        """Return the trainer's log-probs (places,) of these ids under a version."""
         return version.after[np.arange(len(self.ids)), self.ids]
 
     def gaps(self, versions: Iterable[_Version]) -> list[float]:
-        """Return the largest difference from each version, in nats."""
+        """Return, for each version, the largest difference from the trainer's log-probs in nats."""
         return [float(np.abs(self.of(version) - self.logprobs).max()) for version in versions]
 
 
 class Delivery:
-    """The check for one policy's samplers. `model` is the trainer's model, which updates change in place."""
+    """The check of one policy's samplers. `model` is the trainer's model, which updates change in place."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.autocast: torch.dtype | None = None
-        """The dtype in which the trainer computes the body's forward pass. None means the dtype of its weights."""
+        """The dtype of the body's forward pass in the trainer. None means the dtype of the weights."""
         self.vision: Vision | None = None
         """How the model reads pictures, or None if it reads only text."""
         self.found: dict[str, JsonValue] = {}
         """The result of the last check, for metrics and the next `use` record."""
         self._tape = ""
         self._row: Row | None = None
-        """The beginning of a recorded row, or None before `choose`."""
+        """The beginning of a recorded row. The prefixes are taken from it. It is None before `choose`."""
         self._places: list[int] = []
         """Lengths of the prefixes of `_row` after which a token is sampled. No prefix ends inside a picture."""
         self._clean: float | None = None
-        """Largest difference in nats in a confirmed sync, or None before the first comparison."""
+        """Largest difference, in nats, after a confirmed sync. It is None before the first check."""
         self._versions: deque[_Version] = deque(maxlen=KEPT)
         self._sure: _Version | None = None
-        """The last version that every sampler certainly had."""
+        """The newest version that is known to have arrived at every sampler."""
 
     def choose(self, tapes: Sequence[str], source: Callable[[str], Sequence[Row]]) -> None:
         """Choose the longest row in these tapes, unless a row was chosen before. Rows with pictures are preferred."""
@@ -112,20 +113,21 @@ class Delivery:
         if rows:
             row, self._tape = max(rows, key=lambda found: (bool(found[0].places), len(found[0])))
             length = min(max(sum(len(row) for row, _ in rows) // SHARE, LEAST), MOST)
-            # The prefix includes the first picture. A sampler that reads other pixels differs in the tokens after it.
+            # The prefix includes the first picture, because only tokens after it show that a sampler reads other
+            # pixels.
             self._row = _beginning(row, max([length, *(place.end + 1 for place in row.places[:1])]))
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
-        """Continue from a recorded check, with the same bound. Its row and places are used too, unless a later layer
-        removed the row."""
+        """Continue from a recorded check, with the same bound, row and places. If a later layer removed the row,
+        another one is chosen later."""
         self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
         row = max(source(tape), key=lambda row: (bool(row.places), len(row)), default=None)
         if row is not None and len(row) >= max(places):
             self._tape, self._places, self._row = tape, places, _beginning(row, max(places))
 
     async def check(self, engine: TrainableEngine, version: str, tolerance: float | None) -> None:
-        """Raise NotDelivered unless every sampler has the model's present weights, named `version`. This does nothing
-        before `choose`. Differences up to `tolerance` nats always count as rounding."""
+        """Raise NotDelivered unless every sampler has the model's current weights, which are `version`. Differences up
+        to `tolerance` nats always count as rounding. Before `choose`, this does nothing."""
         lead = lead_of(engine)
         copies = "copies" in lead.can
         samplers = cast(CapableEngine, lead).samplers if copies else {lead.name: lead.complete}
@@ -145,7 +147,7 @@ class Delivery:
                 raise NotDelivered(self._sentence(answer, to_versions, bound))
         difference, sure = max(newest), self._sure
         moved = min(float(np.abs(one.of(new) - one.of(sure)).max()) for one in answers) if sure is not None else None
-        # A sampler that is some small updates behind is closer to an older version, so its difference isn't rounding.
+        # A sampler that lacks a few small updates is closer to an older version, so its difference isn't only rounding.
         lags = any(to_versions[-1] > min(to_versions) for to_versions in gaps)
         if moved is None or (moved > 2 * bound and not lags):
             self._sure = new
@@ -158,15 +160,15 @@ class Delivery:
     @torch.no_grad()
     def _scored(self, row: Row, version: str, context: int | None) -> _Version:
         body, output = parts(self.model)
-        # `states` returns the states that predict each own token. With one more token, it includes the row's last one.
+        # `states` returns the states before each own token. One more token adds the last state.
         own, ones = np.arange(1, len(row) + 1, dtype=np.int32), np.ones(len(row), dtype=np.float32)
         longer = replace(row, input_ids=np.append(row.input_ids, 0), own=own, temperature=ones, bars=())
         with casting(self.model, self.autocast):
             hidden = states(body, plan([longer], vision=self.vision)[0], self.model).to(output.weight.dtype)
         if not self._places:
             logits = output(hidden).float()
-            # A change of the weights is most visible where the model is least sure. The longest place uses most of the
-            # prefix cache.
+            # A change of the weights is most visible where the model is least sure. The longest prefix tests the most
+            # cache.
             longest = len(_beginning(row, min(len(row), (context or len(row) + 1) - 1)))
             unsure = torch.distributions.Categorical(logits=logits[: longest - 1]).entropy()
             for place in row.places:
@@ -194,7 +196,7 @@ class Delivery:
 
 
 def _beginning(row: Row, length: int) -> Row:
-    """Return the first `length` tokens, or fewer if the last one would be inside a picture."""
+    """Return the first `length` tokens of the row, or fewer if the last of these would be inside a picture."""
     end = next((place.offset for place in row.places if place.offset < length < place.end), length)
     return replace(row, input_ids=row.input_ids[:end], places=tuple(p for p in row.places if p.end <= end))
 
@@ -205,7 +207,7 @@ async def _ask(name: str, sampler: Sampler, asked: Sequence[Row]) -> _Answer:
 
 
 async def _sample(name: str, sampler: Sampler, prompt: Row, tries: int = 5) -> tuple[int, float]:
-    """Sample the token after `prompt`, and return its id and log-prob. Raises EngineError if the sampler fails `tries`
+    """Sample one token after `prompt`. Return its id and log-prob. Raises EngineError if the sampler fails `tries`
     times."""
     key = f"delivery/{len(prompt)}"
     ids, shown = ints(prompt.input_ids), prompt.places

@@ -1,9 +1,9 @@
-"""History: the sequence of updates that made a policy. Each update is recorded and can be applied again.
+"""The history of a policy: the sequence of updates that made it. Each update is recorded and can be applied again.
 
 A lineage counts its updates from 0 (the base weights) through every phase, so version `lineage:n` is the policy after n
-updates. A `use` record names the tokens that update n trained on. It is durable before an engine or a checkpoint has
-the new weights. To resume, the newest checkpoint is loaded, and the updates recorded after it are applied again from
-the tapes. So no update is lost or applied twice.
+updates. A `use` record names the tokens that one update trained on. The record is durable before any engine or
+checkpoint gets the new weights. To resume a run, the newest checkpoint is loaded, and the updates recorded after that
+checkpoint are applied again from the tapes. So no update is lost or applied twice.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Differs(BrokenHistory):
 
 
 class History:
-    """The updates of one lineage in one store. Threads must not share it, but `update` may run in another thread."""
+    """The updates of one lineage in one store. Threads must not share a history, but `update` may run in one."""
 
     def __init__(
         self,
@@ -88,8 +88,8 @@ class History:
         keep: int | None = 3,
         keep_bytes: int | None = None,
     ) -> None:
-        """`model` has the base weights. `make_trainer` takes a phase and returns a fresh trainer for the model. `keep`
-        and `keep_bytes` are passed to `prune`."""
+        """`model` has the base weights. `make_trainer` takes the name of a phase and returns a new trainer for the
+        model. `keep` and `keep_bytes` limit the checkpoints that are kept; they are passed to `prune`."""
         self.store = store
         self.lineage = lineage
         self.directory = directory
@@ -103,32 +103,32 @@ class History:
         """The number of updates that led to the present weights."""
         self.trained_tokens = 0
         self.taught: dict[str, Pin] = {}
-        """Every tape that the present weights were trained on, with its content as the last update read it."""
+        """Every tape that the current weights were trained on -> the pin of the content that the last update read."""
         self.cursor = 0
-        """The number of groups begun in this phase, which is the position in the taskset."""
+        """The number of groups that have begun in this phase. It is also the position in the taskset."""
         self.scores: dict[int, float] = {}
-        """update -> held-out reward of its weights, if it was measured. The checkpoint with the best one is kept."""
+        """Update -> held-out reward after that update, if it was measured. The checkpoint with the highest is kept."""
         self.phase = ""
         self.trainer: PolicyTrainer | None = None
         self.delivery = Delivery(model)
         self.unrecorded: list[Use] = []
-        """Records for epochs of the last update that a crash kept out of the store and that `restore` made again.
-        The caller must append them before the next update."""
+        """Records of the last update's epochs that are missing from the store because of a crash. `restore` made them
+        again, and the caller must append them to the store before the next update."""
 
     @property
     def version(self) -> str:
-        """The name of the present weights."""
+        """The version name of the current weights."""
         return version_name(self.lineage, self.updates)
 
     def enter(self, phase: str) -> PolicyTrainer:
-        """Return the trainer for `phase`. At the start of a phase, this is a fresh one."""
+        """Return the trainer for `phase`. Each phase begins with a new trainer."""
         if self.trainer is None or phase != self.phase:
             self.trainer, self.phase = self.make_trainer(phase), phase
         return self.trainer
 
     def from_store(self, tape: str, pin: Pin | None = None) -> tuple[list[Row], Episode]:
-        """Return the rows and the episode of a recorded tape, with all of its present layers. With `pin`, they have
-        the content that the pin names instead."""
+        """Return the rows and the episode of a recorded tape. Without `pin`, all current layers of the tape are
+        applied. With `pin`, the tape has the content that the pin names."""
         found = self.store.tape(tape, refresh=False)
         if pin is not None:
             found = as_pinned(found, pin)
@@ -137,12 +137,12 @@ class History:
     def update(self, plan: Plan, source: Source) -> tuple[UpdateStats, tuple[Use, ...]]:
         """Apply one update to the weights, with one optimiser step for each mini-batch in each epoch.
 
-        Returns the statistics over all steps, and a record for each epoch. The records must be durable before an engine
-        or a checkpoint gets the new weights. Otherwise a crash could leave tapes that were sampled by an unrecorded
-        version.
+        Returns the statistics over all optimiser steps, and one record per epoch. These records must be durable before
+        an engine or a checkpoint gets the new weights. Otherwise a crash could leave tapes that were sampled by an
+        unrecorded version.
         """
-        # The pin of a tape names the content that this update reads. Layers that a later process adds to the tape (a
-        # rescored reward, for example) don't change the update when it is applied again.
+        # The pin of a tape names the content that this update reads. So layers that a later process adds to the tape
+        # (such as a rescored reward) don't change the result when the update is applied again.
         pins: dict[str, Pin] = {}
 
         def noting(tape: str) -> tuple[list[Row], Episode]:
@@ -183,8 +183,8 @@ class History:
         return stats, uses
 
     def taught_rows(self, plan: Plan, batch: Batch) -> Sequence[Row]:
-        """Return the rows of the planned update. If the teacher is behind an engine, they include its log-probs. For a
-        recorded update, these are read from the run; raises BrokenHistory if they are gone."""
+        """Return the rows for the planned update. If an engine serves the teacher, they include the teacher's
+        log-probs. For a recorded update, they are read from the run; raises BrokenHistory if they are gone."""
         teacher = self.enter(plan.phase).others.get("teacher")
         if not isinstance(teacher, ServedTeacher) or not batch.rows:
             return batch.rows
@@ -218,13 +218,13 @@ class History:
         return Use(lineage=self.lineage, update=self.updates, epoch=epoch, items=tuple(used), info=info)
 
     def publish_record(self, mode: str) -> tuple[dict[str, Tensor], Publish]:
-        """Return a copy of the weights and the `publish` record for it."""
+        """Return a copy of the weights, and the `publish` record for this copy."""
         weights = copied_weights(self.model)
         return weights, Publish(version=self.version, digest=weights_digest(weights), mode=mode, at=time.time())
 
     def record_version(self, mode: str) -> None:
-        """Record the present weights in the store, unless it already has a record of this version."""
-        # The version is looked up first, because computing the digest needs a copy of the model.
+        """Append the `publish` record for the current weights to the store, unless it has one for this version."""
+        # The store is checked first, because the digest needs a copy of the model.
         if self.version not in self.store.published:
             self.store.append_layer(self.publish_record(mode)[1])
 
@@ -261,7 +261,7 @@ class History:
         return made
 
     def settle(self) -> None:
-        """Make sure that the present weights have a pinned checkpoint. This is called at the end of a phase."""
+        """Write a pinned checkpoint of the current weights if there is none. This is called at the end of a phase."""
         for found in checkpoints(self.directory, damaged=False):
             if found.update == self.updates and found.state["lineage"] == self.lineage and found.state.get("pinned"):
                 return
@@ -275,12 +275,12 @@ class History:
         report: Callable[[UpdateStats, Sequence[Use]], None] | None = None,
         checkpoint_every: int | None = None,
     ) -> int:
-        """Restore the weights after the last recorded update: load the newest checkpoint, then apply the later updates
-        again.
+        """Restore the weights after the last recorded update: load the newest checkpoint and apply later updates again.
 
-        Returns the number of updates that were applied again. `report` is called for each of them. `until` limits them
-        to updates with a lower number. With `checkpoint_every`, the checkpoints that the previous process didn't get
-        to are written, one every this many updates. Raises BrokenHistory if an update differs from its record.
+        Returns the number of updates that were applied again. `report` is called for each of these updates. With
+        `until`, only updates with a lower number are restored. With `checkpoint_every`, the checkpoints that the
+        previous process had no time to write are made at this interval. Raises BrokenHistory if an update differs from
+        its record.
         """
         if checkpoint_every is not None:
             remove_partial(self.directory)
@@ -288,8 +288,8 @@ class History:
         last = uses[-1].update + 1 if uses else 0
         leads = {use.update + 1: use.lead or 0 for use in uses}
 
-        # A newer checkpoint contains updates that are missing from these records. So does a checkpoint whose last
-        # update was made again under a later lead. In both cases an older checkpoint is loaded.
+        # A checkpoint can contain updates that are missing from these records: if it is newer than the last record, or
+        # if its last update was made again under a later lead. In both cases an older checkpoint is loaded.
         def fits(c: Checkpoint) -> bool:
             lead = c.state.get("lead") or 0
             return c.state["lineage"] == self.lineage and c.update <= last and lead >= leads.get(c.update, 0)
@@ -299,8 +299,8 @@ class History:
         redo = by_update(use for use in uses if use.update >= self.updates)
         for k, epochs in enumerate(redo):
             stats, again = apply_again(self, epochs)
-            # If a crash came between the records of an update's epochs, no engine has its weights. The missing records
-            # are written when the run continues.
+            # If the crash came between the records of an update's epochs, no engine got the weights after that update.
+            # The missing records are written when the run continues.
             self.unrecorded.extend(again[len(epochs) :])
             if report is not None:
                 report(stats, again)
@@ -316,8 +316,8 @@ class History:
         return len(redo)
 
     def _load_newest(self, fits: Callable[[Checkpoint], bool]) -> bool:
-        """Load the newest undamaged checkpoint for which `fits` is true, and return whether there is one. The updates
-        of a damaged checkpoint are applied again, which only takes time."""
+        """Load the newest undamaged checkpoint for which `fits` is true, and return whether there is one. If a damaged
+        checkpoint is skipped, its updates are applied again, so it only costs time."""
         recorded = any((self.store.path / name).is_relative_to(self.directory) for name in self.store.files)
         for path in sorted(self.directory.glob("update-*"), key=lambda path: (len(path.name), path.name), reverse=True):
             try:
@@ -325,7 +325,7 @@ class History:
                 # Damage is checked first, because `fits` reads the checkpoint's state, which may be the damaged part.
                 broken = self.store.damage(path)
                 if broken is None and recorded:
-                    # A crash came before its digests were recorded, or another program put it here.
+                    # A crash came before its digests were recorded, or another program wrote the checkpoint.
                     broken = [f"no record has the digests of {path}"]
                 if broken:
                     raise BadCheckpoint(broken[0])
@@ -337,7 +337,7 @@ class History:
         return False
 
     def _load(self, checkpoint: Checkpoint) -> None:
-        # Both are read before anything is changed, so that no part of a damaged checkpoint is used.
+        # Weights and state are read before anything is changed, so that no part of a damaged checkpoint is used.
         weights, state = checkpoint.weights(), checkpoint.trainer_state()
         self.model.load_state_dict(weights)
         self.updates = checkpoint.update
@@ -371,8 +371,8 @@ class History:
 def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, tuple[Use, ...]]:
     """Apply the update recorded in `epochs` to the history's weights. Return its statistics and its new records.
 
-    Raises Differs if the update differs from its record, and BrokenHistory if a tape is gone. After a crash, the record
-    may lack the last epochs. Only the recorded epochs are compared.
+    Raises Differs if the update differs from its record, and BrokenHistory if a tape is missing. After a crash, records
+    of the last epochs may be missing. Only the epochs that have a record are compared.
     """
     use = epochs[0]
     if use.update != history.updates:
@@ -397,8 +397,8 @@ def apply_again(history: History, epochs: Sequence[Use]) -> tuple[UpdateStats, t
 
 
 def as_read(history: History, info: UpdateInfo) -> Source:
-    """Return a source of tapes with the content that the update read. The source raises ChangedTape if a tape no
-    longer has it."""
+    """Return a source that gives each tape with the content that the update read. It raises ChangedTape if the tape no
+    longer has that content."""
     pins = info.pins or {}
     return lambda tape: history.from_store(tape, pins.get(tape) or None)
 
@@ -416,10 +416,9 @@ def with_threads(recorded: int | None) -> Iterator[None]:
 
 
 def _by_recipe(error: Differs, use: Use, again: Use) -> Differs:
-    """Return the error. If the recipe's digest differs too, the returned error names the recipe as the cause.
+    """Return the error to raise. If the digest of the recipe also differs, this error names the recipe as the cause.
 
-    A different digest alone isn't an error, because a new constant in a term changes it without always affecting the
-    update.
+    A different digest alone isn't an error. A new constant in a term changes it without always affecting the update.
     """
     then: Any = use.info.get("on") or {}
     now: Any = again.info.get("on") or {}
@@ -472,7 +471,7 @@ def _item(item: Any) -> str:
 
 
 def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]) -> str:
-    """Describe how torch and the machine differ from those of the update. The text is empty if they don't."""
+    """Describe how torch and the machine (`now`) differ from those of the update (`then`), or return an empty text."""
     names = [
         f"{name} {now.get(name)} and not {value}"
         for name, value in (then or {}).items()
@@ -482,13 +481,13 @@ def elsewhere(then: Mapping[str, JsonValue] | None, now: Mapping[str, JsonValue]
 
 
 CPU_NAMES = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
-"""Lines of `/proc/cpuinfo` that are read. The first three exist on x86_64, and the others on aarch64."""
+"""Fields of `/proc/cpuinfo` that identify the processor. The first three exist on x86_64, and the others on aarch64."""
 
 
 @cache
 def cpu_model() -> str:
-    """Return vendor, family and model of the processor. Math libraries choose their code by it, so processors with the
-    same instructions can differ in the last bits of a sum."""
+    """Return the vendor, family and model of the processor. Math libraries choose their code by the processor model, so
+    two processors with the same instructions can give sums that differ in the last bits."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
@@ -498,8 +497,8 @@ def cpu_model() -> str:
 
 
 def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
-    """Return everything that determines an update's bits, besides tapes and weights: recipe, torch version, threads,
-    device, ranks, and the image processor of a vision model."""
+    """Return everything except tapes and weights that determines the exact result of an update: recipe, torch version,
+    threads, device, ranks, and the image processor of a vision model."""
     device = next(trainer.model.parameters()).device
     chip = (
         torch.cuda.get_device_name(device)
@@ -519,9 +518,9 @@ def computed_on(trainer: PolicyTrainer) -> dict[str, JsonValue]:
 
 
 def _left_out(rows: Sequence[Row], stats: UpdateStats) -> list[Range]:
-    """Return the tokens of scored episodes that did not enter the loss. Either the recipe did not select them or their
-    group, or RL can't train on them, or the whole update was skipped. No later update trains on them, so this update
-    accounts for them."""
+    """Return the tokens of scored episodes that did not enter the loss. Either the recipe did not select the token or
+    its group, or RL can't train on the token, or the whole update was skipped. No later update trains on these tokens,
+    so this update's record lists them."""
     stream = stats.stream
     idle = (stats.weight == 0) if stats.applied else torch.ones(len(stream), dtype=torch.bool)
     chosen = (idle & ~stream.episodes.reward.isnan()[stream.episode]).numpy()

@@ -1,9 +1,10 @@
-"""The asynchronous training loop, which samples groups of episodes while the trainer updates on the oldest closed ones.
+"""The asynchronous training loop. It samples groups of episodes while the trainer updates on the oldest closed groups.
 
-The event loop runs the agents, the environments and the embedded engine. Updates run in a thread. An update always has
-the same order: the weights change in memory, the `use` record becomes durable, and the engine gets the new weights.
-Only then can the engine sample with them. Pacing (`staleness.py`) keeps samples fresh, and the plan for each update
-drops tokens that became too stale anyway. Every episode is in exactly one update, or the accounting says why not.
+The event loop runs the agents, the environments and the embedded engine. Updates run in a thread. The steps of an
+update always have the same order: the weights change in memory, the `use` record becomes durable, and the engine gets
+the new weights. So the engine can't sample with weights that aren't recorded. Pacing (`staleness.py`) keeps samples
+fresh, and the plan for an update drops the tokens that are too stale in spite of it. Every episode is in exactly one
+update, or the accounting says why not.
 """
 
 from __future__ import annotations
@@ -43,17 +44,17 @@ log = logger("loop")
 
 
 class SamplerMismatch(TapereelError, AssertionError):
-    """Sampler and trainer have the same weights but compute different log-probs, because their tokens, masks or
-    positions differ."""
+    """The sampler and the trainer have the same weights but compute different log-probs. The cause is a difference
+    between their tokens, masks or positions."""
 
 
 class UnknownAgent(TapereelError, ValueError):
-    """None of the agents to train spoke in the episodes."""
+    """No agent that is to be trained spoke in the episodes."""
 
 
 def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -> None:
-    """Raise UsageError if the settings ask for something that the recipe doesn't use, or lack something that it needs.
-    `shown` is the number of tapes that updates may also imitate, or None if it isn't known yet."""
+    """Raise UsageError if there are settings that the recipe doesn't use, or if settings that it needs are missing.
+    `shown` is the number of tapes that updates may also imitate, or None if this number isn't known yet."""
     if config.forks is not None and recipe.baseline.by != "fork":
         raise UsageError(
             f"loop.forks samples continuations, but recipe {recipe.name!r} compares by "
@@ -70,7 +71,7 @@ def check_recipe(config: LoopConfig, recipe: Recipe, shown: int | None = None) -
 
 
 def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loop.agents") -> None:
-    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. `setting` says where `agents` are
+    """Raise UnknownAgent if agents spoke in these rows, but none of `agents` did. `setting` is where `agents` are
     set."""
     paths = {path for row in rows for path in row.agents}
     if paths and not paths.intersection(agents):
@@ -81,8 +82,8 @@ def check_speaks(agents: Sequence[str], rows: Iterable[Row], setting: str = "loo
 
 
 def check_engines(engines: Iterable[Engine], config: LoopConfig) -> None:
-    """Refuse engines that can't be trained, before anything is recorded. Raises UsageError with the missing members,
-    and ValueError if `loop.sleep` is set and an engine can't sleep."""
+    """Check before anything is recorded that these engines can be used for training. Raises UsageError with the members
+    that an engine lacks, and ValueError if `loop.sleep` is set and an engine can't sleep."""
     for engine in engines:
         require(engine, TRAINING, "Training")
         if config.sleep and not isinstance(engine, TeamEngine) and "sleep" not in engine.can:
@@ -103,11 +104,11 @@ class UpdateReport:
 
 
 async def _at_once() -> None:
-    """Don't wait, because a loop without evaluations can publish new weights at any time."""
+    """Return at once: a loop without evaluations can publish new weights at any time."""
 
 
 class Loop:
-    """One run of asynchronous rollout and training. Await `loop.run()` only once."""
+    """One run of asynchronous rollouts and training. `loop.run()` may be awaited only once."""
 
     def __init__(
         self,
@@ -129,12 +130,12 @@ class Loop:
         stop: Callable[[], bool] = lambda: False,
         settled: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`tasks(k)` returns the task for group k and must return the same one at every call. `recipe` is used by the
-        updates and defaults to the configuration's. `shown` are tapes in the store that updates also imitate
-        (`loop.demonstrations`). `players` are other policies that learn from the same episodes. `start` is the update
-        at which this phase began, so that a resumed loop ends at the same update as an uninterrupted one. It defaults
-        to the history's present update. `stop` is called between updates and ends the phase early if it returns true.
-        `settled` is awaited before the engine gets new weights or sleeps."""
+        """`tasks(k)` returns the task for group k and must return the same task at every call. `recipe` defaults to the
+        recipe in `config`. `shown` are tapes in the store that updates also imitate (`loop.demonstrations`). `players`
+        are other policies that learn from the same episodes. `start` is the number of updates at which this phase
+        began; a resumed loop needs it to end at the same update as an uninterrupted loop. It defaults to the current
+        number of updates. `stop` is called between updates, and the phase ends early if it returns true. `settled` is
+        awaited before the engine gets new weights or sleeps."""
         check_engines([engine, lead_of(engine), *(player.engine for player in players)], config)
         check_factory(env)
         recipe = recipe or get_recipe(config.recipe, config.changes)
@@ -173,7 +174,7 @@ class Loop:
         self._began = (0.0, 0.0)
         """The time and the engine's busy seconds at the start of the loop."""
         self._reported = (0, 0.0)
-        """The number of sampled tokens and the engine's busy seconds when the last line of metrics was made."""
+        """The number of sampled tokens and the engine's busy seconds at the time of the last metrics line."""
         self._agents_checked = False
         """Whether `_check_agents` has passed for a batch."""
 
@@ -188,17 +189,17 @@ class Loop:
         return self.history.updates >= self.target or self.stop()
 
     async def run(self) -> None:
-        """Run until the phase has made its updates. Raises the first error from the trainer, store or rollouts."""
+        """Run until the phase has ended. Raises the first error from the trainer, the store or the rollouts."""
         started = time.perf_counter()
         engine_before = self.engine.stats.busy_seconds
         self._began, self._reported = (started, engine_before), (self.rollouts.sampled_tokens, engine_before)
-        # A process that died between the records of one update's epochs left some of them unwritten. They are written
-        # first, because no update may be recorded after one with missing records.
+        # If an earlier process died between the records of an update's epochs, some of these records are missing. They
+        # are written first, because the records of an update must be complete before the next update is recorded.
         for use in self.history.unrecorded:
             self.store.append_layer(use)
         self.history.unrecorded.clear()
         await self.store.writer.durable()
-        # Players make the updates that they lack before anything is sampled with their old weights.
+        # Players make their missing updates first, so that nothing is sampled with their old weights.
         for player in self.players:
             await player.catch_up(self.store, self.history.lineage, self.config.max_lag)
         self.rollouts.resume()
@@ -223,7 +224,7 @@ class Loop:
     @property
     def idle_share(self) -> float:
         """Share of the wall time in which neither the engine nor the trainer worked."""
-        # Seconds in which both worked are included in both sums, so they are subtracted once.
+        # Seconds in which both worked are counted in both sums, so they are subtracted once.
         busy = self.train_seconds + self.engine_seconds - self.train_engine_seconds
         return max(0.0, 1 - busy / self.wall_seconds) if self.wall_seconds else 0.0
 
@@ -233,9 +234,9 @@ class Loop:
         while not self.done:
             taken = await self.rollouts.take()
             report = await self._update(self._plan(taken), taken)
-            # The line of metrics is written before the checkpoint. After a crash, a resumed run repeats only the
-            # updates after the newest checkpoint and writes their missing lines. So a line that is missing for an
-            # earlier update would be missing forever.
+            # The metrics line is written before the checkpoint. After a crash, a resumed run repeats only the updates
+            # after the newest checkpoint and writes the lines that they lack. The line of an earlier update would be
+            # missing forever.
             if self.on_update is not None:
                 self.on_update(report)
             if self.history.updates % self.config.checkpoint_every == 0 or self.done:
@@ -262,7 +263,7 @@ class Loop:
 
     def _shuffled(self, taken: Taken) -> tuple[float | None, ...]:
         """Return the rewards in a random order within each group or across all groups, for the control experiment. The
-        same seed gives the same order."""
+        order depends only on the seed and the update."""
         rng = random.Random(derive_seed(self.seed, "shuffle", self.history.updates))
         groups = [[training_reward(tape) for tape in group.usable] for group in taken.groups]
         if self.config.shuffle_rewards == "across":
@@ -272,8 +273,7 @@ class Loop:
         return tuple(reward for group in groups for reward in group)
 
     def _batches(self, taken: Taken) -> tuple[int, ...]:
-        """Return the number of tapes in each rollout batch, with the oldest groups first. It is empty for a single
-        batch."""
+        """Return the number of tapes in each rollout batch, with the oldest groups first, or () for a single batch."""
         if self.config.rollouts == 1:
             return ()
         size = self.config.groups
@@ -285,22 +285,22 @@ class Loop:
 
         If a crash comes before the records are durable, the update is lost, and a resumed run makes it from the same
         tapes. If a crash comes later, a resumed run applies the recorded update again. The engine must not get the
-        weights before the records are durable. Otherwise a crash could leave tapes that were sampled by an unrecorded
-        version.
+        weights before the records are durable, because a crash could then leave tapes that were sampled by an
+        unrecorded version.
         """
         shown = {tape: self.history.from_store(tape) for tape in plan.shown}
         source = ChainMap(self.rollouts.converted, shown).__getitem__
         self._check_agents(plan)
         if self.history.delivery.found.get("version") != self.history.version:
-            # The first comparison in a process comes before the weights change, with those that sampled this batch.
+            # A process's first check comes before the weights change, so it covers those that sampled this batch.
             await self._check_delivery(plan.tapes)
         before = self.engine.stats.busy_seconds
         if self.config.sleep:
             await self._settled()
         async with self._asleep():
             started = time.perf_counter()
-            # The update runs in a thread, because it would block every episode in the event loop. Nothing else changes
-            # the model, and engines sample from copies of it, so the thread needs no lock.
+            # The update runs in a thread, because in the event loop it would block every episode. Nothing else changes
+            # the model, and engines sample from copies of the model, so no lock is needed.
             stats, uses = await asyncio.to_thread(self.history.update, plan, source)
             weights, publish = await asyncio.to_thread(self.history.publish_record, self.config.publish)
             others = [
@@ -319,7 +319,7 @@ class Loop:
             for record in (*uses, publish, *(record for _, theirs, _, name in others for record in (*theirs, name))):
                 self.store.append_layer(record)
             await self.store.writer.durable()
-            # An evaluation may be sampling with the engine's present weights. New weights wait until it has ended.
+            # An evaluation may be sampling with the engine's current weights. If so, wait until it has ended.
             await self._settled()
             started = time.perf_counter()
             await self.engine.sync_weights(weights, publish.version, self.config.publish)
@@ -340,7 +340,7 @@ class Loop:
         return UpdateReport(self.history.updates, line["reward"], line)
 
     async def _check_delivery(self, tapes: Sequence[str]) -> None:
-        """Raise NotDelivered if a sampler of any policy lacks the policy's present weights."""
+        """Raise NotDelivered if any policy has a sampler without the current weights of this policy."""
         policies = [(self.history, self.engine), *((player.history, player.engine) for player in self.players)]
         for history, engine in policies:
             history.delivery.choose(tapes, lambda tape: self.rollouts.converted[tape][0])
@@ -348,7 +348,7 @@ class Loop:
 
     @asynccontextmanager
     async def _asleep(self) -> AsyncIterator[None]:
-        """With `loop.sleep`, let servers sleep inside the block. They are woken at its end, even after an error."""
+        """With `loop.sleep`, let servers sleep inside the block. They are woken at the end, even after an error."""
         engines = [lead_of(self.engine), *(player.engine for player in self.players)] if self.config.sleep else []
         sleepers = [cast(CapableEngine, engine) for engine in engines if "sleep" in engine.can]
         await asyncio.gather(*(engine.sleep() for engine in sleepers))
@@ -364,8 +364,9 @@ class Loop:
         await asyncio.gather(*(engine.wake() for engine in sleepers))
 
     def _perf(self, trained: int, seconds: float) -> dict[str, float | None]:
-        """Return seconds since the loop began, and tokens per second of work since the last line. The engine and the
-        trainer compute at the same time. `trained` and `seconds` are the tokens and the duration of the update."""
+        """Return the seconds since the loop began, and the tokens per busy second since the last metrics line. These
+        are counted separately for engine and trainer, which work at the same time. The update trained on `trained`
+        tokens in `seconds`."""
         sampled, busy = self._reported
         self._reported = self.rollouts.sampled_tokens, self.engine.stats.busy_seconds
         since = self._reported[1] - busy
@@ -381,7 +382,7 @@ class Loop:
         }
 
     def _check_agents(self, plan: Plan) -> None:
-        """Raise UnknownAgent if none of a policy's agents spoke in the first batch. It would train on nothing."""
+        """Raise UnknownAgent if none of a policy's agents spoke in the first batch. The policy would learn nothing."""
         if plan.agents is None or self._agents_checked:
             return
         rows = [row for tape in plan.tapes for row in self.rollouts.converted[tape][0]]
@@ -393,8 +394,7 @@ class Loop:
     def _check(self, stats: UpdateStats) -> None:
         """Raise SamplerMismatch if sampler and trainer differ by more than the tolerance.
 
-        `stats.mismatch` covers only the update's first step, because the trainer's weights differ from the sampler's
-        after it.
+        `stats.mismatch` covers only the update's first step. After it, trainer and sampler have different weights.
         """
         bound = self.config.sampler_tolerance
         if self.config.max_lag == 0 and bound is not None and stats.mismatch is not None and stats.mismatch > bound:
@@ -407,7 +407,7 @@ class Loop:
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first error in a group of tasks. It stopped the loop, and the other errors are its consequences."""
+    """Return the first error in a group of tasks. This error stopped the loop; the others are consequences of it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

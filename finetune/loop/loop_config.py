@@ -60,18 +60,19 @@ class CriticConfig(Config):
     """The critic for a recipe that uses values, such as `ppo`."""
 
     body: Literal["own", "policy"] = "own"
-    """`own` trains a copy of the policy's body with the head. `policy` trains only a head, on the policy's states."""
+    """`own` trains a value head and a copy of the policy's body. `policy` trains only a head, on the policy's
+    states."""
     optimiser: CriticOptimiserConfig = CriticOptimiserConfig()
     clip: float | None = Field(default=0.2, gt=0)
-    """Once the prediction for a token has moved this far from its value before the update, in units of reward, the
-    token has no further loss. None sets no bound."""
+    """Largest change, in units of reward, of a token's predicted value during one update. Once the prediction has moved
+    this far, the token has no further loss. None sets no bound."""
     normalised: bool = True
     """Whether targets are scaled by their running mean and deviation. If so, the critic begins at the mean of its
     first targets."""
     passes: int = Field(default=4, ge=1)
     """Number of optimiser steps on each update's targets."""
     first: int = Field(default=0, ge=0)
-    """Number of updates at the beginning in which only the critic learns."""
+    """Number of updates at the beginning of the loop in which only the critic is trained."""
 
     @model_validator(mode="after")
     def _keeps_activations(self) -> CriticConfig:
@@ -89,25 +90,25 @@ class CriticConfig(Config):
 
 
 class ForkConfig(Config):
-    """Continuations of a group's attempts, for a recipe that compares them with `baseline: {by: fork}`."""
+    """How to fork attempts, for a recipe that compares their continuations (`baseline: {by: fork}`)."""
 
     attempts: int = Field(default=1, ge=1)
-    """How many attempts in each group are forked. They are drawn from those with at least two turns."""
+    """Number of attempts in each group that are forked. They are drawn from the attempts with at least two turns."""
     turns: int = Field(default=1, ge=1)
-    """At how many turns each of these attempts is forked. They are drawn from the turns after its first."""
+    """Number of turns at which each of these attempts is forked, drawn from its turns after the first."""
     continuations: int = Field(default=4, ge=2)
-    """How many episodes continue from each of these turns."""
+    """Number of episodes that continue from each of these turns."""
 
 
 class CorpusConfig(DatasetConfig):
-    """Plain text to imitate in addition to the rollouts. It is copied into the run, so the corpus isn't needed
-    again."""
+    """Plain text to imitate in addition to the rollouts. The text is copied into the run directory, so a resumed run
+    doesn't need the original."""
 
     path: str
-    """A JSONL, JSON, Parquet or CSV file, a dataset on the hub as `org/name@revision`, or a folder with a dataset."""
+    """A JSONL, JSON, Parquet or CSV file, a folder with a dataset, or `org/name@revision` for a dataset on the hub."""
     columns: dict[str, str] = Field(default={"text": "text"})
-    """`{text: column}`, and optionally `prompt: column`. The prompt is context before each document, and its last
-    `tokens` tokens are kept. Duplicate rows are used once."""
+    """`{text: column}`, and optionally `prompt: column`. The prompt is context before its document and is cut to its
+    last `tokens` tokens. Duplicate rows are used once."""
     tokens: int = Field(default=512, ge=1)
     """A longer document is divided into parts of this many tokens, and each part counts as a demonstration."""
     count: int | None = Field(default=None, ge=1)
@@ -118,15 +119,15 @@ class ProcessesConfig(Config):
     """How processes that were launched together share the work of an update."""
 
     shard: bool = False
-    """If true, each process keeps a shard of every weight, gradient and optimiser state (FSDP2). Otherwise each keeps a
-    full copy."""
+    """If true, each process keeps only a shard of every weight, gradient and optimiser state (FSDP2). If false, each
+    process keeps a full copy."""
     timeout: float = Field(default=1800.0, gt=0)
-    """Seconds that a process waits for the others before it ends with an error. The time in which a batch is sampled
-    counts too."""
+    """Seconds that a process waits for the other processes before it ends with an error. The waiting time includes the
+    sampling of a batch."""
 
 
 class ReferenceConfig(Config):
-    """The model with which a KL to the reference, or `minor_sft`, compares the policy."""
+    """The reference model, which the policy is compared against by a KL term or by `minor_sft`."""
 
     model: str
     """`base` is the model at the beginning of the run, `warm` is the model after the warm start, and `none` disables
@@ -148,26 +149,26 @@ class ReferenceConfig(Config):
 
 
 OWN = ("base", "warm")
-"""References that are an earlier state of the policy."""
+"""Values of `ReferenceConfig.model` that stand for an earlier state of the policy."""
 SECOND = {
     "ppo": ("critic",),
     "ppo_kl": ("reference", "critic"),
     "minor_sft": ("reference",),
     "distill": ("teacher",),
 }
-"""Recipe -> the other models that it needs."""
+"""Recipe -> the models that it needs in addition to the policy."""
 RECIPES = ("sft", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "cpgd", "rft", "rloo", "decoupled_ppo")
 RECIPES += ("reinforce", "reinforce_plain", "reinforce_pp", "reinforce_pp_baseline", *SECOND)
-"""The names of all recipes. They are repeated here because the module with the recipes imports torch."""
+"""The names of all recipes. They are repeated here because the module that defines the recipes imports torch."""
 
 
 def _named(value: object) -> object:
-    """Expand a reference that is given by its model's name alone."""
+    """Expand a reference that is given only as the name of its model."""
     return {"model": value} if isinstance(value, str) else value
 
 
 class RecipeConfig(Config):
-    """A recipe by its name, and changes to it."""
+    """The name of a recipe, and changes to the recipe."""
 
     recipe: str = "grpo"
     changes: dict[str, Any] = Field(default_factory=dict)
@@ -183,7 +184,7 @@ class RecipeConfig(Config):
 
 
 class LoopConfig(RecipeConfig):
-    """The asynchronous loop, which samples groups while the trainer updates on closed ones."""
+    """The asynchronous loop, which samples groups while the trainer updates the policy on groups that are closed."""
 
     updates: int = Field(default=40, ge=0)
     """Number of updates that the loop makes."""
@@ -192,61 +193,60 @@ class LoopConfig(RecipeConfig):
     group_size: int = Field(default=16, ge=1)
     """Attempts per group."""
     rollouts: int = Field(default=1, ge=1)
-    """Rollout batches that one update trains on, in one optimiser step. Baselines by batch compare episodes within
-    one rollout batch."""
+    """Rollout batches that one update trains on, in one optimiser step. A baseline with `by = batch` compares episodes
+    within one rollout batch."""
     epochs: int = Field(default=1, ge=1)
     """How many times an update passes over its batch."""
     minibatches: int = Field(default=1, ge=1)
     """Optimiser steps per epoch, each on one part of the episodes."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents that are trained, such as `planner/searcher`. Tokens of other agents are context. None trains
-    all."""
+    """Paths of the agents to train, such as `planner/searcher`. Tokens of other agents are context. None trains all."""
     by_agent: bool = False
-    """Compare each agent with itself in the other attempts, by its own rewards (components named `name@path`) and the
-    rewards that all agents share. If false, an episode has one reward for all of its agents."""
+    """If true, each agent is compared with itself in the group's other attempts, by its own rewards (components named
+    `name@path`) plus the rewards that all agents share. If false, an episode has one reward for all of its agents."""
     extra_groups: int | None = Field(default=None, ge=0)
-    """If the recipe drops flat groups, this many others may be sampled in their place for one update. After that, the
-    update trains on a smaller batch. None allows three times the groups of an update."""
+    """If the recipe drops flat groups, at most this many other groups are sampled for one update to replace them. If
+    that isn't enough, the update trains on a smaller batch. None allows three times an update's groups."""
     forks: ForkConfig | None = None
     """How attempts are forked. None disables forking."""
     demonstrations: int = Field(default=0, ge=0)
-    """Number of tapes that each update also imitates, if the recipe has an `nll` regulariser. They are from the corpus
-    if there is one, otherwise from the warm start."""
+    """Number of tapes that each update also imitates, if the recipe has an `nll` regulariser. The tapes come from the
+    corpus if there is one, otherwise from the warm start."""
     corpus: CorpusConfig | None = None
-    """Plain text for `demonstrations`, which every trained policy imitates. None uses tapes from the warm start."""
+    """Plain text that every trained policy imitates as `demonstrations`. None uses tapes from the warm start."""
     max_lag: int = Field(default=1, ge=0)
-    """Largest staleness of a trained token, as the number of updates between the policy that sampled it and the policy
-    that trains on it. 0 is synchronous."""
+    """Largest allowed staleness of a trained token: the number of updates between the policy that sampled the token and
+    the policy that trains on it. With 0, the loop is synchronous."""
     max_concurrent: int = Field(default=512, ge=1)
-    """Episodes in flight at once. The number is rounded down to whole groups, but at least one group runs."""
+    """Maximum number of episodes in flight at once. It is rounded down to whole groups, but at least one group runs."""
     optimiser: OptimiserConfig = OptimiserConfig()
     reference: Annotated[ReferenceConfig, BeforeValidator(_named)] | None = None
-    """The model with which a KL to the reference compares the policy: `base`, `warm`, `none`, a folder or a name on
-    the hub. {model: warm, every: 10} refreshes it. None means `warm` after a warm start, otherwise `base`."""
+    """The reference model: `base`, `warm`, `none`, a folder or a name on the hub. A mapping such as {model: warm,
+    every: 10} also refreshes it. None means `warm` if the run has a warm start, otherwise `base`."""
     teacher: str | ServerConfig | CustomConfig | None = None
-    """The model that a KL to the teacher pulls the policy towards: a folder, a name on the hub, or an engine that
-    scores tokens. Such an engine is {model: DIR, urls: [http://...]} for vLLM servers, or has a kind `module:name`."""
+    """The teacher for a KL term: a folder, a name on the hub, or an engine that scores tokens. An engine is either
+    {model: DIR, urls: [http://...]} for vLLM servers, or a custom engine whose kind is `module:name`."""
     critic: CriticConfig | None = None
-    """With None, a recipe that uses values has a critic with the general defaults, and other recipes have none."""
+    """If it isn't set, a recipe that uses values has a critic with the defaults, and other recipes have no critic."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     publish: Literal["reprefill", "drain"] = "reprefill"
-    """What happens to completions in flight when weights change. Both choices keep log-probs exact."""
+    """How completions in flight are handled when the weights change. Log-probs are exact with both choices."""
     sleep: bool = False
-    """Whether servers free their GPU's memory during an update, so that a trainer can use the same GPU. Nothing can be
-    sampled meanwhile, so max_lag must be 0."""
+    """Whether servers free their GPU memory during an update, so that the trainer can use the same GPU. Nothing can be
+    sampled during an update then, so max_lag must be 0."""
     sampler_tolerance: float | None = Field(default=1e-4, gt=0)
-    """The largest allowed |log-prob at sampling - log-prob in training| in nats, checked if max_lag is 0. None disables
-    the check."""
+    """The largest allowed |log-prob at sampling - log-prob in training| in nats. The check is made only if max_lag is
+    0. None disables it."""
     group_deadline: float = Field(default=300.0, gt=0)
-    """Seconds after which a group closes with its finished attempts and cancels its other attempts."""
+    """Seconds after which a group closes: it keeps the finished attempts, and the others are cancelled."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     keep_checkpoints: int | None = Field(default=3, ge=1)
-    """Number of checkpoints to keep; None keeps all. The base, the last, the best measured and those at the end of a
-    phase are always kept."""
+    """Number of checkpoints to keep; None keeps all. The base checkpoint, the last, the one with the best held-out
+    reward, and those at the end of a phase are always kept."""
     keep_checkpoint_bytes: int | None = Field(default=None, ge=0)
-    """The oldest checkpoints are deleted until the rest take at most this many bytes. None sets no bound."""
+    """Maximum size of all kept checkpoints in bytes. Above it, the oldest are deleted. None sets no bound."""
     shuffle_rewards: Literal["within", "across"] | None = None
     """Shuffle the rewards of each update `within` each group or `across` all of its groups, as a control experiment.
     `within` keeps the number of successes in each group. `across` removes all information from the rewards."""
@@ -254,7 +254,7 @@ class LoopConfig(RecipeConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_its_critic(cls, data: Any) -> Any:
-        """Add the critic for a recipe that uses values before validation, so that a profile can fill it."""
+        """Add the default critic if the recipe uses values. Validation comes later, so a profile can change it."""
         if not isinstance(data, dict) or "critic" in data:
             return data
         changes = data.get("changes")
@@ -307,14 +307,14 @@ class LoopConfig(RecipeConfig):
         return self
 
     def longest_episode(self, context: int | None) -> int | None:
-        """Return the largest number of own tokens in an episode that is one conversation of at most `context` tokens.
-        Return None if there is no limit."""
+        """Return the largest number of tokens that the policy can sample in one episode, if the episode is a single
+        conversation of at most `context` tokens. Return None if there is no limit."""
         limits, bounds = self.limits, [self.limits.tokens, self.limits.context, context]
         bounds += [n * self.sampling.max_tokens for n in (limits.calls, limits.turns) if n is not None]
         return min((bound for bound in bounds if bound is not None), default=None)
 
     @property
     def episodes_per_group(self) -> int:
-        """Number of attempts and continuations in a group. Retries of failed ones don't count."""
+        """Number of attempts and continuations in a group. Retries of failed episodes don't count."""
         forks = self.forks
         return self.group_size + (forks.attempts * forks.turns * forks.continuations if forks is not None else 0)

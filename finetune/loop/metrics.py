@@ -1,6 +1,6 @@
-"""Lines of metrics.jsonl. Each has the values of one update and comes from the process that made or repeated it.
+"""Lines of metrics.jsonl. Each line has the values of one update, from the process that made or repeated this update.
 
-docs/metrics.md defines each name. An unknown value is None or left out, never 0.
+docs/metrics.md defines each name. A value that is unknown is None or is left out. It is never 0.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .staleness import version_number
 
 
 def imitation_line(stats: UpdateStats, uses: Sequence[Use]) -> dict[str, object]:
-    """Return the line for an update on recorded tapes (SFT). `uses` are its records, one for each epoch."""
+    """Return the line for an update on recorded tapes (SFT). `uses` are the update's records, one per epoch."""
     return {"phase": UpdateInfo.of(uses[0]).phase, "update": uses[0].update + 1, **stats.line()}
 
 
 def rollout_line(
     stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape], seconds: float | None
 ) -> dict[str, object]:
-    """Return the line for an update of the loop on `tapes`. `seconds` is its duration, or None if it is applied
-    again."""
+    """Return the line for an update of the loop on `tapes`. `seconds` is the update's duration, or None if a recorded
+    update was applied again."""
     # The reward of a continuation counts only its own turns, so it isn't comparable with the reward of a whole episode.
     scored = [reward for tape in tapes if tape.begin.parent is None and (reward := tape.reward) is not None]
     line: dict[str, object] = {
@@ -43,8 +43,8 @@ def rollout_line(
         **{f"component/{name}": mean for name, mean in components(tapes).items()},
         "train_seconds": seconds,
     }
-    # The objective's sums cover only the tokens that entered the loss. If a name occurs twice, the line keeps the value
-    # over everything that was sampled for the update.
+    # The objective's values cover only the tokens that entered the loss. If both have a value with the same name, the
+    # line keeps the one above, which covers everything that was sampled for the update.
     line |= {key: value for key, value in _policy_values(stats, uses, tapes).items() if key not in line}
     return line | reward_by_agent(stats.stream)
 
@@ -56,8 +56,8 @@ def player_line(name: str, stats: UpdateStats, uses: Sequence[Use], tapes: Seque
 
 
 def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape]) -> dict[str, object]:
-    """Return lengths and ages of the tokens that one policy's agents sampled for the update, and how many of them were
-    trained on."""
+    """Return the lengths and ages of the tokens that one policy's agents sampled for the update, and the number of
+    tokens that were trained on."""
     info = UpdateInfo.of(uses[0])
     read = set(info.every)
     tapes = [tape for tape in tapes if tape.id in read]
@@ -76,8 +76,8 @@ def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape
 
 
 def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
-    """Return the mean number of turns, the share of episodes that did not finish, and the share for each way to end
-    early."""
+    """Return the mean number of turns, the share of episodes that did not finish, and the share of each status with
+    which an episode can end early."""
     cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
     return {
         "turns": mean_of([tape.turns for tape in tapes]),
@@ -87,7 +87,7 @@ def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
 
 
 def components(tapes: Iterable[Tape]) -> dict[str, float]:
-    """Return the unweighted mean of each reward component and metric by name, over the whole episodes that have it."""
+    """Return name -> unweighted mean of a reward component or metric, over the whole episodes that have this name."""
     found: dict[str, list[float]] = {}
     for tape in tapes:
         if tape.begin.parent is None:
@@ -100,8 +100,8 @@ def components(tapes: Iterable[Tape]) -> dict[str, float]:
 
 
 def lengths(tapes: Sequence[Tape], agents: Collection[str] | None = None) -> dict[str, float | None]:
-    """Return the fields `length/...`, which count the tokens in answers and episodes. With `agents`, only tokens of
-    these agents count."""
+    """Return the fields `length/...`: the number of tokens in answers and in episodes. With `agents`, only these
+    agents' tokens count."""
     found: dict[str, list[int]] = {"answer": [], "episode": [], "total": []}
     cut: list[bool] = []
     for tape in tapes:
@@ -140,7 +140,7 @@ UNIT = 1 if sys.platform == "darwin" else 1024
 
 
 def performance_line(**seconds: float) -> dict[str, float]:
-    """Return `perf/NAME_seconds` for each argument, and the peak memory in MiB of the process and its GPU."""
+    """Return `perf/NAME_seconds` for each argument, and the peak memory of the process and of its GPU in MiB."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * UNIT / 2**20
     line = {f"perf/{name}_seconds": round(value, 4) for name, value in seconds.items()}
     line["perf/memory_mib"] = round(peak, 1)

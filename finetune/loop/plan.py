@@ -1,7 +1,7 @@
-"""Plans: how an update makes its batch from recorded tapes. The `use` record holds the plan, to make the batch again.
+"""A plan says how an update makes its batch from recorded tapes. It is part of the update's `use` record.
 
-An update makes one version of the policy. It may pass over its batch in several epochs and divide each epoch into
-mini-batches, with one optimiser step for each mini-batch. Each epoch has a `use` record.
+An update makes one version of the policy. It may pass over its batch in several epochs and divide the batch into
+mini-batches, with one optimiser step per mini-batch. Each epoch has its own `use` record.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from .staleness import drop_stale
 TEXTS = "@corpus"
 """The agent path in the rows of a corpus. No agent has this path, so all policies imitate these rows."""
 Source = Callable[[str], tuple[list[Row], Episode]]
-"""Takes the id of a tape, and returns its rows and its episode."""
+"""A function that takes the id of a tape and returns the tape's rows and episode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The rows that one update trains on, in order, and the tokens that it leaves out, with one field per reason."""
+    """The rows that one update trains on, in order, and the tokens that it leaves out, in one field for each reason."""
 
     rows: list[Row]
     episodes: list[Episode]
     stale: list[Range] = field(default_factory=list)
     context: list[Range] = field(default_factory=list)
-    """Tokens of agents that this run doesn't train. The model reads them but has no loss on them."""
+    """Tokens of agents that aren't trained. The model reads these tokens, but they have no loss."""
     filtered: list[Range] = field(default_factory=list)
-    """Tokens in groups that were set aside before the update."""
+    """Tokens from groups that were set aside before the update."""
     shown: list[Row] = field(default_factory=list)
     """Demonstrations, for a recipe with an `nll` regulariser."""
 
 
 class ComputedOn(Value):
-    """Everything except tapes and weights that determines an update's bits."""
+    """Everything except tapes and weights that determines the exact result of an update."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -54,7 +54,7 @@ class ComputedOn(Value):
     """SHA-256 of the recipe's JSON."""
     torch: str | None = None
     threads: int | None = None
-    """CPU threads of torch. They decide the order in which sums are computed, and so their last bits."""
+    """Number of torch's CPU threads. It decides the order in which sums are computed, and so their last bits."""
     device: str | None = None
     chip: str | None = None
     ranks: int = 1
@@ -69,25 +69,25 @@ class Plan(Value):
     phase: str = ""
     tapes: tuple[str, ...] = ()
     oldest: int | None = None
-    """Tokens sampled by a version older than this are stale and are left out. None sets no bound."""
+    """Number of a version. Tokens that were sampled by older versions are stale and left out. None sets no bound."""
     rewards: tuple[float | None, ...] | None = None
-    """Rewards that replace the tapes' own in a control experiment. The reward of an unscored tape is None."""
+    """Rewards that replace the recorded rewards of `tapes` in a control experiment. An unscored tape has None."""
     aside: tuple[str, ...] = ()
-    """Tapes from flat groups that were sampled for this update and aren't trained on. They count as `filtered`."""
+    """Tapes from flat groups that were sampled for this update, but not trained on. They count as `filtered`."""
     agents: tuple[str, ...] | None = None
-    """Paths of the agents that are trained. Tokens of other agents are context. None trains all."""
+    """Paths of the agents that are trained. Tokens of other agents are context. None trains all agents."""
     by_agent: bool = False
-    """Compare each agent with itself in the other attempts, by its own reward."""
+    """If true, each agent is compared with itself in the group's other attempts, by its own reward."""
     batches: tuple[int, ...] = ()
-    """The number of tapes in each rollout batch if the update has several, otherwise empty. With `by = batch`, a
-    recipe's baseline compares episodes within one rollout batch."""
+    """The number of tapes in each rollout batch, or () if the update has only one. A baseline with `by = batch`
+    compares episodes within one rollout batch."""
     epochs: int = 1
     minibatches: int = 1
     """Optimiser steps per epoch, each on one part of the tapes."""
     order: int = 0
-    """The seed for the division into mini-batches."""
+    """The seed for dividing the tapes into mini-batches."""
     shown: tuple[str, ...] = ()
-    """Demonstrations, which are tapes that the update also imitates."""
+    """Demonstrations: tapes that the update imitates in addition."""
 
     @property
     def every(self) -> tuple[str, ...]:
@@ -100,8 +100,8 @@ class Plan(Value):
         return (*self.every, *self.shown)
 
     def info(self) -> dict[str, JsonValue]:
-        """Return the plan as it is stored in a `use` record. Fields that have their default are left out, so a record
-        that is older than such a field equals one that is made now."""
+        """Return the plan as it is stored in a `use` record. Fields with their default are left out, so a record made
+        before such a field existed equals a record made now."""
         whole = self.model_dump(mode="json", include=set(Plan.model_fields))
         kept = ("phase", "tapes", "oldest", "rewards")
         return {
@@ -124,7 +124,7 @@ class Plan(Value):
             ) from error
 
     def batch(self, lineage: str, source: Source) -> Batch:
-        """Make the batch. `oldest` counts versions of `lineage`; tokens of other lineages count as stale."""
+        """Make the batch. `oldest` is a version of `lineage`. If it is set, tokens of other lineages count as stale."""
         batch = Batch([], [])
         if self.by_agent:
             found = [source(tape) for tape in self.tapes]
@@ -154,9 +154,9 @@ class Plan(Value):
 
 
 class UpdateInfo(Plan):
-    """The contents of `Use.info` for one epoch of an update: the plan and its results.
+    """The contents of `Use.info` for one epoch of an update: the plan and the results.
 
-    Unknown keys are kept, because another version of this package or another trainer (TRL) may have written more.
+    Unknown keys are kept, because another version of this package or another trainer (TRL) may have written them.
     """
 
     model_config = ConfigDict(frozen=True, extra="allow")
@@ -167,7 +167,7 @@ class UpdateInfo(Plan):
     """Tokens of scored episodes that did not enter the loss."""
     lr: float | None = None
     skipped: str | None = None
-    """Why no step was taken, or None if the update was applied."""
+    """Why the update was skipped, or None if it was applied."""
     loss: float | None = None
     """The loss, or None if it wasn't finite."""
     grad_norm: float | None = None
@@ -175,19 +175,19 @@ class UpdateInfo(Plan):
     context: tuple[Range, ...] = ()
     """Tokens of agents that aren't trained."""
     pins: dict[str, tuple[str, ...]] | None = None
-    """Tape -> its digests when the update read it. Only the first epoch of an update has this field and those below."""
+    """Tape -> its digests when the update read it. Only an update's first epoch has this and the fields below."""
     reference: str | None = None
     """Name and digest of the reference model, or None if the recipe reads none."""
     teacher: str | None = None
     """Name and digest of the teacher, or None if the recipe reads none."""
     on: ComputedOn | None = None
     mismatch: float | None = None
-    """Largest |log-prob in training - log-prob at sampling| among tokens that the weights before the update sampled. In
-    a record without `moved`, it covers all tokens."""
+    """Largest |log-prob in training - log-prob at sampling| over the tokens that were sampled by the version that the
+    update began with. In a record without `moved`, it covers all tokens."""
     moved: float | None = None
-    """The same difference, but among all tokens."""
+    """The same as `mismatch`, but over all tokens."""
     delivery: dict[str, JsonValue] | None = None
-    """The check that the samplers had the weights with which the update began (`delivery.py`)."""
+    """Result of the check that the samplers had the weights that the update began with (see `delivery.py`)."""
 
 
 def by_update(uses: Iterable[Use]) -> list[list[Use]]:
@@ -196,7 +196,7 @@ def by_update(uses: Iterable[Use]) -> list[list[Use]]:
 
 
 def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
-    """Return the pin of every tape that these updates trained on. Of several pins, the last update's counts."""
+    """Return tape -> pin for each tape that these updates trained on. The last update's pin counts."""
     taught: dict[str, Pin] = {}
     pins: dict[str, Pin] = {}
     for use in uses:
@@ -208,8 +208,8 @@ def taught_by(uses: Iterable[Use]) -> dict[str, Pin]:
 
 
 def batch_of(tapes: Sequence[str], update: int, batch: int, seed: int) -> tuple[str, ...]:
-    """Return the tapes for SFT update `update`. Each epoch is shuffled and divided into batches. The result depends
-    only on the arguments, so a resumed run draws the same batches."""
+    """Return the tapes for SFT update number `update`. For each epoch, the tapes are shuffled and divided into batches.
+    The result depends only on the arguments, so a resumed run draws the same batches."""
     if len(tapes) < batch:
         raise ValueError(f"{len(tapes)} tapes don't fill a batch of {batch}: record more, or lower the batch")
     per_epoch = len(tapes) // batch

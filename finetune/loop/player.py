@@ -1,8 +1,8 @@
-"""A player: another model that learns from a loop's episodes, next to the loop's own policy.
+"""A player is another model that learns from a loop's episodes, in addition to the loop's own policy.
 
-Each player has its own weights, lineage, checkpoints and trainer. It makes one update from every batch of the loop,
-from its agents' tokens. After a crash between the loop's record and a player's, the player is one update behind. It
-makes that update from the loop's record, so that all policies have the same number of updates again.
+Each player has its own weights, lineage, checkpoints and trainer. From every batch of the loop, it makes one update on
+its agents' tokens. If a crash comes after the loop's record of an update and before the player's, the player is one
+update behind. It then makes that update from the loop's record, so that all policies have as many updates again.
 """
 
 from __future__ import annotations
@@ -24,44 +24,44 @@ from .staleness import stale_before
 
 
 class BadPlayers(TapereelError, ValueError):
-    """Two policies would train one agent or have one lineage, or the loop's own agents aren't named."""
+    """Two policies would train the same agent or have the same lineage, or the loop's own agents aren't named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """One more policy. Its agents' tokens are context for the other policies, and their tokens are context for it."""
+    """One more policy. The tokens of its agents are only context for the other policies, and vice versa."""
 
     history: History
-    """Its history in the loop's store, with its own lineage, model, trainer and folder of checkpoints."""
+    """The player's history in the loop's store, with a separate lineage, model, trainer and checkpoint folder."""
     engine: TrainableEngine
-    """The engine that samples for its agents with its weights."""
+    """The engine that samples for the player's agents with the player's weights."""
     agents: tuple[str, ...] = ()
-    """Paths of its agents."""
+    """Paths of the agents that this player trains."""
     name: str = ""
-    """Its name in metrics. If empty, its lineage is used."""
+    """The player's name in metrics. If it is empty, the lineage is used instead."""
 
     @property
     def called(self) -> str:
-        """Its name, or its lineage if it has none."""
+        """The player's name in metrics."""
         return self.name or self.history.lineage
 
     def plan(self, plan: Plan, max_lag: int) -> Plan:
-        """Return its own plan for an update of the loop. Only the loop accounts for the flat groups (`aside`)."""
+        """Return the player's plan for an update of the loop. It has no flat groups (`aside`), because only the loop
+        accounts for those."""
         oldest = stale_before(self.history.updates, max_lag)
         return plan.model_copy(update={"agents": self.agents, "oldest": oldest, "aside": ()})
 
     def update(
         self, plan: Plan, source: Source, mode: str
     ) -> tuple[UpdateStats, tuple[Use, ...], dict[str, Tensor], Publish]:
-        """Make one update from the loop's batch. Return its statistics, its records, a copy of the weights and the
-        record for them. This may run in a thread."""
+        """Make one update from the loop's batch. Return the statistics, the `use` records, a copy of the weights and
+        their `publish` record. This may run in a thread."""
         stats, uses = self.history.update(plan, source)
         return stats, uses, *self.history.publish_record(mode)
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
-        """Make the updates that `lineage` recorded and this history lacks, from the plans in the loop's records.
-
-        Each update is recorded before the engine gets its weights, as in the loop.
+        """Make the updates that the loop's `lineage` has and this player lacks, from the plans in the loop's records.
+        As in the loop, each update is recorded before the engine gets the new weights.
         """
         for use in self.history.unrecorded:
             store.append_layer(use)
@@ -78,8 +78,8 @@ class Player:
 
 
 def check_players(players: Sequence[Player], agents: tuple[str, ...] | None, lineage: str, updates: int) -> None:
-    """Raise BadPlayers if two policies train one agent or have one lineage, or if the loop's own agents aren't named.
-    Raise BrokenHistory if a player has more updates than the loop."""
+    """Raise BadPlayers if two policies train the same agent or have the same lineage, or if `agents` is None. Raise
+    BrokenHistory if a player has more updates than the loop."""
     if not players:
         return
     if agents is None:

@@ -1,7 +1,7 @@
 """The queue of groups between rollout and training. It samples groups, closes them and passes them to updates.
 
-A group has a number and one task. If the same task is drawn again later, it gets another group. So attempts from two
-epochs of a taskset, or by policies far apart, are never compared. Each closed group goes to one update or to none:
+A group has a number and one task. If the same task is drawn again later, it gets another group. So attempts from
+different epochs of a taskset, or by policies far apart, are never compared. Closed groups are:
 
     ready     an update takes it; the oldest groups are taken first
     aside     the recipe would drop it, because it is flat; others are sampled in its place, at most `extra_groups`
@@ -45,23 +45,23 @@ from .staleness import Pacer, version_number
 log = logger("groups")
 
 BARREN_BATCHES = 8
-"""The loop stops after this many batches of groups in a row without a usable attempt. By then the cause must be
-permanent, and the loop would record failures until the disk is full."""
+"""The loop stops if so many batches of groups in a row have no usable attempt. The cause must then be permanent, and
+the loop would otherwise record failures until the disk is full."""
 EXTRA_BATCHES = 3
-"""The default of `loop.extra_groups`, in batches of groups."""
+"""The default of `loop.extra_groups`, as a multiple of the groups in an update."""
 
 
 class NothingUsable(TapereelError, RuntimeError):
-    """Many groups in a row have no attempt that can be trained on. The message says how the last attempt ended."""
+    """Too many groups in a row have no attempt that can be trained on. The message says how the last attempt ended."""
 
 
 class Filled(StrEnum):
     """Whether an update got a whole batch."""
 
     FULL = "full"
-    """As many groups as configured."""
+    """There are as many groups as configured."""
     SHORT = "short"
-    """Fewer groups, because too many were flat and `extra_groups` others had already been sampled in their place."""
+    """There are fewer groups, because too many were flat and the allowed replacements (`extra_groups`) were used up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,15 @@ class Taken:
     closings: Counter[Closing]
     """How many groups closed in each way since the last update, including dropped groups."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Cause -> number of tapes in those groups that can't be trained on."""
+    """Cause -> number of tapes in the closed groups that can't be trained on."""
 
     @property
     def tapes(self) -> list[Tape]:
-        """Every attempt that could be trained on. Attempts from groups that were set aside come last."""
+        """All usable attempts. Those from groups that were set aside come last."""
         return [tape for group in (*self.groups, *self.aside) for tape in group.usable]
 
     def line(self) -> dict[str, object]:
-        """Return the fields that it adds to a line of metrics."""
+        """Return the fields about these groups for a line of metrics."""
         return {
             "groups": len(self.groups),
             "groups_aside": len(self.aside),
@@ -121,7 +121,7 @@ class Rollouts:
         self.seed = seed
         self.phase = phase
         self.trained = None if config.agents is None else frozenset(config.agents)
-        """Paths of all agents that some policy trains, or None if all are trained."""
+        """Paths of the agents that are trained, by any of the policies. None means all agents."""
         self.drops_flat = recipe.select.flat == "drop"
         extra = config.extra_groups
         batch = config.groups * config.rollouts
@@ -134,7 +134,7 @@ class Rollouts:
         self.ready: dict[int, Group] = {}
         self.aside: list[Group] = []
         self.converted: dict[str, tuple[list[Row], Episode]] = {}
-        """Rows and episode of each tape that waits for an update. A tape is converted once, when its group closes."""
+        """Tape that waits for an update -> its rows and episode. It is converted once, when its group closes."""
         self.next_group = 0
         self.sampled_tokens = 0
         self.dropped = 0
@@ -151,16 +151,16 @@ class Rollouts:
         """Set when a group has closed."""
 
     def name(self, number: int) -> str:
-        """Return the group's id on tape. `resume` finds the groups of this loop by it."""
+        """Return the group's id on tape. By this id, `resume` finds the groups of this loop."""
         return f"{self.history.lineage}/{self.phase}/{number:06d}"
 
     # From an earlier process
 
     def resume(self) -> None:
-        """Continue with the groups on tape. Closed groups are ready; half-sampled groups get their missing attempts.
+        """Continue with the groups on tape. Complete groups are ready. Other groups get their missing attempts.
 
-        If a recorded update names any tape of a group, the whole group counts as used. Otherwise its other attempts
-        would be trained on a second time.
+        If a recorded update names any tape of a group, the whole group counts as used, so no attempt is trained on
+        twice.
         """
         prefix = re.compile(re.escape(f"{self.history.lineage}/{self.phase}/") + r"(\d+)$")
         used = {tape for use in self.store.ledger(self.history.lineage).uses for tape in Plan.of(use).every}
@@ -184,8 +184,8 @@ class Rollouts:
                 self._continue(group)
 
     def _continue(self, group: Group) -> None:
-        # The age of a group is that of its oldest sampled token, not that of this process, so that pacing and staleness
-        # are the same as in an uninterrupted run.
+        # The age of a group counts from its oldest sampled token, not from the start of this process, so that pacing
+        # and staleness are the same as in an uninterrupted run.
         group.begun = min(self._versions(group), default=group.begun)
         for tape in (tape for tapes in group.tapes.values() for tape in tapes):
             if tape.trains and not comparable(tape):
@@ -201,12 +201,12 @@ class Rollouts:
             group.closed = Closing.COMPLETE if len(group.usable) == group.size else Closing.FAILED
             self._close(group)
         else:
-            # The earlier process dropped this group. It doesn't count toward the limit for groups dropped in a row.
-            # Otherwise a run that stopped at that limit could never be resumed, even after its cause was fixed.
+            # The earlier process dropped this group. It doesn't count toward the limit for groups dropped in a row,
+            # because a run that stopped at this limit could then never be resumed, even after its cause was fixed.
             self.dropped += 1
 
     def _versions(self, group: Group) -> list[int]:
-        """Return the numbers of the policy's versions that sampled the group's tokens. Other lineages are left out."""
+        """Return the numbers of this lineage's versions that sampled tokens of the group."""
         names = {
             version
             for tapes in group.tapes.values()
@@ -222,7 +222,7 @@ class Rollouts:
     async def feed(self) -> None:
         """Keep as many groups in flight as pacing allows, until cancelled.
 
-        Unfinished groups from an earlier process come first, because their tokens are the oldest and become stale.
+        Unfinished groups from an earlier process come first, because their tokens are the next to become stale.
         """
         async with asyncio.TaskGroup() as jobs:
             while True:
@@ -230,7 +230,7 @@ class Rollouts:
                     group = self._unfinished.pop(0) if self._unfinished else self._new_group()
                     self.pacer.start()
                     jobs.create_task(self._sample(group))
-                # There is no await between the check of the capacity and `clear`, so no wake-up is lost.
+                # There is no await between the check of the capacity and `clear`, so no change is missed.
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -260,7 +260,7 @@ class Rollouts:
         self._close(group)
 
     async def _compare(self, group: Group) -> None:
-        """Add the rewards that depend on the other attempts in the group (relative rewards), if there are any."""
+        """Add the relative rewards, which depend on the other attempts in the group, if the environment has any."""
         scored = await compared(self.rewards, group.usable, self.store.append_layer)
         for tapes in group.tapes.values():
             tapes[:] = [next((t for t in scored if t.id == tape.id), tape) for tape in tapes]
@@ -271,14 +271,13 @@ class Rollouts:
         return getattr(self.env, "rewards", None)
 
     def _fresh(self, group: Group) -> bool:
-        """Return whether an attempt sampled now can still be compared with the group's first attempts. There may be at
-        most `max_lag` updates between them."""
+        """Return whether an attempt that starts now can be compared with the group's first attempts. It can if at most
+        `max_lag` updates were made since the group began."""
         return self.history.updates - group.begun <= self.config.max_lag
 
     def _fork(self, group: Group) -> bool:
-        """Add the continuations for `loop.forks`, each as a separate attempt, and return whether there are any. Which
-        attempts continue, and from which turns, depends only on the seed and the attempts, so a resumed loop draws the
-        same ones."""
+        """Add the continuations for `loop.forks` to the group, each as a separate attempt, and return whether there are
+        any. The draw depends only on the seed and the usable attempts, so a resumed loop repeats it."""
         forks = self.config.forks
         if forks is None or group.prefixes:
             return False
@@ -294,8 +293,8 @@ class Rollouts:
             for tape in group.tapes.get(k, ()):
                 parent = tape.begin.parent
                 if parent is None or (parent.tape, parent.turn) != (prefix.id, prefix.turns):
-                    # An earlier process forked other attempts, because a different set was usable after a crash or a
-                    # deadline. Continuations from different points can't be compared, so the group stays as it is.
+                    # An earlier process forked at other points, because a crash or a deadline changed which attempts
+                    # are usable. Continuations from different points can't be compared, so none are added.
                     return False
         group.prefixes = dict(enumerate(prefixes, group.size))
         group.size += len(prefixes)
@@ -364,9 +363,8 @@ class Rollouts:
     # Updates
 
     async def take(self) -> Taken:
-        """Wait for the next update's batch, and take it off the queue.
-
-        The oldest groups are taken first, because their tokens are the next to become stale and would be wasted.
+        """Wait for the next update's batch, and remove it from the queue. The oldest groups are taken first, because
+        their tokens become stale next and would then be wasted.
         """
         while not self.pacer.has_batch:
             self._closed.clear()
@@ -394,8 +392,8 @@ class Rollouts:
         return taken
 
     def applied(self, tapes: tuple[str, ...], *, more: bool) -> None:
-        """Forget these tapes, because their update is recorded and its weights are published. `more` allows further
-        groups. It is false after the last update, when they would be sampled for nothing."""
+        """Forget these tapes after their update is recorded and its weights are published. `more` says whether further
+        groups may start. It is false after the last update, because no update would use them."""
         for tape in tapes:
             del self.converted[tape]
         self.pacer.applied()
@@ -404,9 +402,9 @@ class Rollouts:
 
 
 def flat(tapes: list[Tape], earned: Sequence[float | None] | None = None) -> bool:
-    """Return whether all tapes that are compared have the same reward, or no tape is scored. Such groups have advantage
-    0, and `flat = drop` drops them. Attempts from the first turn are compared with each other, and so are continuations
-    from the same turn. `earned` replaces the tapes' own rewards."""
+    """Return whether a group is flat: no tape is scored, or all tapes that are compared with each other have the same
+    reward. Then every advantage is 0, and a recipe with `flat = drop` drops the group. Whole attempts are compared with
+    each other, and so are continuations from the same turn. `earned` replaces the tapes' own rewards."""
     rewards: dict[object, set[float]] = {}
     for tape, reward in zip(tapes, [tape.reward for tape in tapes] if earned is None else earned, strict=True):
         if reward is not None:

@@ -1,13 +1,13 @@
-"""Staleness (off-policy lag): how many groups may be sampled ahead, and which tokens are too old to train on.
+"""Staleness (off-policy lag) limits how many groups are sampled ahead and which tokens may be trained on.
 
 capacity = min(max_concurrent - running, (max_lag + 1) * batch - outstanding), where outstanding = running + closed and
-unused + in the update. `Pacer` makes stale samples rare: if no group is overtaken, every group that it allows is
-trained on at most `max_lag` updates late. Only `drop_stale`, when the batch is made, guarantees the bound for each
-token. Whole groups are counted, because attempts are sampled to be compared with each other.
+unused + in the update. `Pacer` makes stale samples rare: if groups close in the order in which they start, each is
+trained on at most `max_lag` updates late. Only `drop_stale` guarantees this bound for each token, when the batch is
+made. `Pacer` counts whole groups, because the attempts of a group are compared with each other.
 
-Groups from which nothing can be learned (flat ones, if the recipe drops them) are set aside. Up to `extra` others are
-sampled in their place for one update. After that, each further flat group makes the update's batch one group smaller,
-so an update always comes.
+Groups from which nothing can be learned (flat groups, if the recipe drops these) are set aside, and others are sampled
+in their place, at most `extra` for one update. Beyond that, each further flat group makes the update's batch one group
+smaller, so that there is always a next update.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from ..data.rows import Row
 
 @dataclass(slots=True)
 class Pacer:
-    """Counts groups by their state. The caller reports each change, and `capacity` is the number of groups that may
-    start."""
+    """Counts groups by their state. The caller reports each change. `capacity` is how many may start."""
 
     batch: int
     """Groups per update."""
     max_concurrent: int
     """Groups that may run at once."""
     max_lag: int
-    """How many updates a sample's policy may be behind the policy that trains on it. 0 is synchronous."""
+    """Maximum number of updates between the policy that samples and the one that trains. 0 is synchronous."""
     extra: int = 0
-    """Groups that may be sampled for one update to replace groups that were set aside."""
+    """Maximum number of groups that may be sampled for one update in place of groups that were set aside."""
     running: int = 0
     ready: int = 0
-    """Groups that are closed and not yet in an update."""
+    """Groups that are closed and wait for an update."""
     aside: int = 0
     """Groups that were set aside since the last update began."""
     updating: int = 0
-    """Groups in the update that runs now. Groups that it lacks count too, so that no others are sampled in their
-    place."""
+    """Groups in the update that runs now. If its batch is smaller than `batch`, the missing groups count too, so that
+    no others are sampled in their place."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.max_concurrent < 1 or self.max_lag < 0 or self.extra < 0:
@@ -50,9 +49,8 @@ class Pacer:
 
     @property
     def overdrawn(self) -> int:
-        """Groups set aside beyond `extra`.
-
-        They count as outstanding. Otherwise sampling would never stop for a policy whose groups are all flat.
+        """Number of groups set aside beyond `extra`. They count as outstanding, because sampling would otherwise never
+        stop for a policy whose groups are all flat.
         """
         return max(0, self.aside - self.extra)
 
@@ -78,16 +76,15 @@ class Pacer:
         self.running += 1
 
     def close(self, *, usable: bool, aside: bool = False) -> None:
-        """Report that a group ended. A group that can't be used (dropped or set aside) is no longer outstanding.
-
-        Otherwise capacity could reach 0 with no batch ready, and the loop would wait forever.
+        """Report that a group ended. A group that can't be used (dropped or set aside) is no longer outstanding,
+        because capacity could otherwise reach 0 without a batch that is ready, and the loop would wait forever.
         """
         self.running -= 1
         self.aside += aside
         self.ready += usable and not aside
 
     def take(self) -> int:
-        """Report that the next update begins. Return how many of the ready groups it takes."""
+        """Report that the next update begins, and return how many of the ready groups it takes."""
         taken = min(self.ready, self.batch)
         self.ready -= taken
         self.aside = 0
@@ -100,7 +97,7 @@ class Pacer:
 
 
 def stale_before(update: int, max_lag: int) -> int:
-    """Return the oldest version whose tokens are still fresh enough for the update that makes version `update + 1`."""
+    """Return the oldest version whose tokens the update that makes version `update + 1` may train on."""
     return update - max_lag
 
 
@@ -116,10 +113,10 @@ def version_number(version: str, lineage: str) -> int | None:
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
-    """Make tokens of policies older than `lineage:oldest` context. Return the new rows and the ranges of these tokens.
+    """Turn tokens that older versions than `lineage:oldest` sampled into context. Return the new rows and these ranges.
 
-    A token without a version (authored text) has no age. A token of another lineage counts as stale, because it is
-    unknown how far that policy is from this one.
+    A token without a version (authored text) is never stale. A token of another lineage always is, because it isn't
+    known how far that policy is from this one.
     """
 
     def fresh(row: Row) -> NDArray[np.bool_]:
