@@ -1,14 +1,15 @@
 """The demo: an untrained chat model learns what words mean to a calculator, in one run directory, in minutes on a CPU.
 
-Its problems look like `47plus83`. Demonstrations show how to use the calculator but not what the words mean. Only the
-rewards contain that. Any habit that is the same for all tasks solves a third of them. So the held-out reward, greedy or
-sampled, can't come near 1 by drift alone.
+Its problems look like `47plus83`. The demonstrations show how to use the calculator, but only the rewards show what the
+words mean. A policy that does the same in all tasks solves a third of them. So the held-out reward, greedy or sampled,
+can't come near 1 by drift alone.
 
 The demo is a run of `train`. Its model is drawn from the seed, and its warm start imitates demonstrations that the demo
-records in the same run. `controls` adds two runs on as many tokens, without the rewards that are claimed to teach.
+records in the same run. `controls` adds two runs that train on as many tokens without the rewards that are claimed to
+teach.
 
 In the demo with pictures, a vision model learns which way each lamp at a crossing tells it to go. The demonstrations go
-in random directions, so only the rewards contain what a lamp's colour means.
+in random directions, so only the rewards show what a lamp's colour means.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ except ModuleNotFoundError as error:
 
 
 SPARE = 1.25
-"""Tasks that are set aside for each held-out task. There must be more, because a split by hash only has about the
+"""The held-out split is this many times the number of held-out tasks, because a split by hash has only about the
 requested size."""
 CONTEXT = 64
-"""Tokens in prompt and completion together. A whole episode takes about 35."""
+"""Maximum number of tokens in prompt and completion together. A whole episode takes about 35."""
 
 
 class DemoConfig(SeedConfig, TrackedConfig):
-    """The settings of the demo. The README's numbers were made with the defaults."""
+    """The settings of the demo. The numbers in the README were measured with the defaults."""
 
     algo: Literal["grpo", "reinforce", "rloo", "ppo", "dapo"] = "grpo"
     """The recipe for the loop. `loop.recipe` is set to it."""
@@ -98,7 +99,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         optimiser=OptimiserConfig(lr=5e-4),
     )
     threads: int = Field(default=1, ge=1)
-    """Torch threads. Two are faster on an idle machine, but one is not slowed down by other work on the machine."""
+    """Number of torch threads. Two are faster on an idle machine, but one isn't slowed down by other work."""
 
     @model_validator(mode="after")
     def _agrees(self) -> DemoConfig:
@@ -120,7 +121,7 @@ class DemoConfig(SeedConfig, TrackedConfig):
         return self
 
     def training(self) -> TrainConfig:
-        """Return the settings with which `train` does this training."""
+        """Return the settings that make `train` do this training."""
         return TrainConfig(
             engine=EmbeddedConfig(model=self.model_name, slots=256, capacity=CONTEXT),
             trainer=TrainerConfig(device="cpu", threads=self.threads),
@@ -150,15 +151,14 @@ class DemoConfig(SeedConfig, TrackedConfig):
         return Policy(model, tokenizer, Renderer(tokenizer), slots=256, capacity=CONTEXT)
 
     def resolved(self) -> tuple[TrainConfig, LoadedSetup]:
-        """Return the settings of `train`, with agent, environment and tasks."""
+        """Return the settings of `train`, and the loaded agent, environment and tasks."""
         tasks = word_problems(self.tasks, self.seed)
         return self.training().resolve(agent=calculator_agent(), env=calculator, tasks=tasks)
 
     def shown(self, train_tasks: Sequence[Task]) -> list[Task]:
-        """Return the task for each demonstration."""
+        """Return one task for each demonstration."""
         n = self.demonstrations
-        # The numbers differ from those in the word problems. If they were equal, a symbol would reveal what a word
-        # means.
+        # The numbers differ from those in the word problems. Otherwise a symbol would reveal what a word means.
         symbols = word_problems((n + 1) // 2, self.seed + 10**9, symbols=True)
         return [train_tasks[k % len(train_tasks)] if k % 2 else symbols[k // 2] for k in range(n)]
 
@@ -173,7 +173,7 @@ class PicturesDemoConfig(DemoConfig):
 
     model_size: Literal["small"] = "small"  # pyright: ignore[reportIncompatibleVariableOverride]
     blind: bool = False
-    """Show the lamps of another walk in each walk, as a control."""
+    """In each walk, show the lamps of another walk, as a control experiment."""
     tasks: int = Field(default=800, ge=64)
     held_out: int = Field(default=192, ge=16)
     demonstrations: int = Field(default=640, ge=64)
@@ -220,8 +220,7 @@ class DemoFailed(TapereelError, RuntimeError):
 
 
 def calculator_agent() -> ChatAgent:
-    """Return the demo's agent. Its answers are calls of the calculator or final answers. Other text is a parse
-    error."""
+    """Return the demo's agent. An answer is a call of the calculator or a final answer. Other text is a parse error."""
     return ChatAgent(parse=read_action, name="solver", misreads=0)
 
 
@@ -231,7 +230,7 @@ def calculator() -> Calculator:
 
 
 class ControlSummary(Value):
-    """The result of a control, which has the same start and trains on as many tokens, without the rewards."""
+    """The result of a control, which begins with the same weights and trains on as many tokens without the rewards."""
 
     after: float | None
     """Held-out reward with sampled answers."""
@@ -245,7 +244,7 @@ class DemoSummary(TrainSummary):
     seed: int
     algo: str
     controls: dict[str, ControlSummary] | None
-    """`sft` imitates more instead of running the loop. `shuffled` is the loop with rewards shuffled within groups."""
+    """`sft` imitates more instead of running the loop. `shuffled` runs the loop, but shuffles rewards within groups."""
     scores: tuple[Score, ...]
     """The table of results."""
 
@@ -258,7 +257,7 @@ def demo(
     resume: bool = False,
     progress: Progress = silent,
 ) -> DemoSummary:
-    """Run the demo. With `resume`, only its missing parts are run. Raises the same errors as `train`."""
+    """Run the demo. With `resume`, only the parts that `out` lacks are run. Raises the same errors as `train`."""
     torch.set_num_threads(config.threads)
     run = DemoRun(config, Path(out), controls, progress)
     summary = run.lead(resume)
@@ -306,8 +305,7 @@ class DemoRun(TrainingRun):
         return ()
 
     def imitated(self) -> tuple[Sequence[str], Source]:
-        """Record the demonstrations that are not on tape yet. The task and the seed of demonstration k are the same in
-        every process."""
+        """Record the missing demonstrations. Every process uses the same task and the same seed for demonstration k."""
         history = self.training.history
         if not self.demo.warm.updates and not checkpoints(history.directory):
             history.settle()  # the controls also begin with these weights
@@ -396,8 +394,8 @@ class DemoRun(TrainingRun):
             done = min(history.trained_tokens, trained)
             self.progress("control: SFT only", done, trained, f"loss {line['loss']:.3f}")
 
-        # The control has its own store. Its updates name these tapes, so the tapes must be in that store too. Otherwise
-        # no later process could apply the updates again.
+        # The control's updates name these tapes, so its own store must have them too. Otherwise no later process could
+        # apply the updates again.
         tapes = bring_in(self.out, self.order, history.store, self.policy.renderer)
         warm_start(
             self.demo.warm,
@@ -413,8 +411,8 @@ class DemoRun(TrainingRun):
         )
 
     def _control_shuffled(self, history: History, trained: int) -> None:
-        """Run the same loop on as many tokens, with rewards shuffled within groups. Its episodes become shorter, so it
-        needs more updates. It makes at most four times as many, because episodes may shrink to nothing."""
+        """Run the same loop on as many tokens, with rewards shuffled within groups. The episodes become shorter, so
+        this takes more updates. There are at most four times as many, because the episodes may shrink to nothing."""
         if self.demo.loop.demonstrations:
             bring_in(self.out, self.training.shown, history.store, self.policy.renderer)
         config = self.demo.loop.model_copy(update={"shuffle_rewards": "within", "updates": 4 * self.demo.loop.updates})
@@ -432,7 +430,7 @@ class DemoRun(TrainingRun):
     # The report
 
     def _reward_plot(self) -> Plot:
-        """Plot the reward per update, with the held-out levels and the control."""
+        """Plot the reward per update, together with the held-out rewards and the control."""
         shuffled = self.out / "controls" / "shuffled" / METRICS
         others = [reward_curve("control: shuffled rewards", shuffled)] if shuffled.exists() else []
         return reward_plot(self.recipe.name, self.out / METRICS, self.directory.results, others=others)
@@ -463,7 +461,7 @@ class DemoRun(TrainingRun):
 
 
 def _scores(results: Results) -> tuple[Score, ...]:
-    """Return the rows of the table: before the loop, after it, and the controls."""
+    """Return the rows of the results table: before the loop, after the loop, and the controls."""
     rows = [
         _score(name, part["sampled"], part["greedy"], _partial_credit(part["sampled"]))
         for name, part in (("after imitation (before RL)", results.before), ("after RL", results.after))

@@ -1,7 +1,6 @@
-"""Upper bounds for the memory and tokens of a training run, from its settings and the model's `config.json`, without
-torch.
+"""Estimates a training run's memory and tokens from its settings and the model's `config.json`, without torch.
 
-Players, the shards of several processes, CUDA itself (about 0.5 GiB) and fragments in torch's allocator aren't counted.
+The results are upper bounds, but without players, shards, CUDA itself (about 0.5 GiB) and torch's fragmentation.
 """
 
 from __future__ import annotations
@@ -19,14 +18,15 @@ SAVED = {
     (True, False, WIDE): (16, 12, 12, 16),
     (True, False, NARROW): (28, 12, 8, 10),
 }
-"""(LoRA, autocast, bytes per weight) -> bytes that autograd saves for a token in a layer of Qwen3, per unit of width,
-queries, keys and feed-forward. They are counted as in Korthikanti et al. (2022). Llama needs a tenth less."""
+"""(LoRA, autocast, bytes per weight) -> bytes that autograd saves for each token in one layer of Qwen3. The numbers are
+per unit of width, queries, keys and feed-forward (Korthikanti et al., 2022). Llama needs a tenth less."""
 
 
 def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
-    """Estimate the memory and tokens that a run needs. `GiB` has the memory on the trainer's device by item, at the
-    moment when their `sum` is largest. `tokens` has the most tokens that an episode, an update, and the run with its
-    evaluations sample. The result is None if the model's shape is unknown. `config` must have its profile applied."""
+    """Estimate the memory and tokens that a run needs. `GiB` has the memory of each item on the trainer's device, and
+    their `sum`, at the moment when this sum is largest. `tokens` has the maximum number of sampled tokens in an
+    episode, in an update, and in the run with its evaluations. The result is None if the model's shape is unknown.
+    `config` must have its profile applied."""
     shape = shape_of(config.engine.model)
     if shape is None:
         return None
@@ -40,7 +40,7 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     cache = settings.slots * capacity * 2 * shape.layers * shape.keys * own
     engine = {
         "weights of the engine": model,
-        # Between two turns, a conversation's keys and values are parked. They take at most as much as the slots.
+        # Between turns, keys and values are kept outside the slots. They take at most as much memory again.
         "KV cache of the engine": cache * (1 if loop.limits.turns == 1 else 2),
         "logits of the engine": settings.slots * shape.vocabulary * 28,  # in float32, and three times in float64
     }
@@ -48,8 +48,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     apart = measures and (evaluation.engine or ("own" if embedded else "loop")) == "own"
     second, body = SECOND.get(loop.recipe, ()), loop.critic is None or loop.critic.body == "own"
     changed = [loop.changes.get(name) for name in ("regulariser", "shape")]
-    # `changes` is checked together with the recipe, which needs torch. Values that aren't terms are skipped here and
-    # refused by that check.
+    # `changes` is checked later together with the recipe, which needs torch. Values that aren't terms are skipped here,
+    # because that check refuses them.
     terms = [term for part in changed if isinstance(part, list) for term in part if isinstance(term, dict)]
     kls = [term for term in terms if "kl" in str(term.get("kind")) and term.get("to") in (None, "reference")]
     reads = "reference" in second or bool(kls)
@@ -71,8 +71,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
     if own == WIDE and not narrow and shape.keys != shape.queries:
         # No fused kernel in torch takes float32 with fewer key heads than query heads, so the attention matrix is kept.
         layer += micro * min(capacity, micro) * shape.heads * WIDE
-    # With checkpointing, the inputs of all layers and all activations of one layer are kept. The backward pass adds the
-    # gradients of one layer.
+    # With checkpointing, the inputs of all layers and all activations of one layer are kept. The backward pass also
+    # needs the gradients of one layer.
     whole = 1 if loop.optimiser.gradient_checkpointing else shape.layers
     inputs = micro * shape.width * own * (shape.layers - whole + 3)
     # `micro_tokens` counts tokens and patches together. For each patch, a layer keeps 16 times the width.
@@ -84,8 +84,8 @@ def estimate(config: TrainConfig) -> dict[str, dict[str, float]] | None:
         "weights cast by autocast": shape.body * NARROW if narrow and own == WIDE else 0,
         "logits": 64 << 20,
     }
-    # After the update, a copy of the weights is published, in which tied weights occur twice. The check of its delivery
-    # takes 5 times 144 rows of logits.
+    # After the update, a copy of the weights is published. Tied weights occur twice in it. The check of the delivery
+    # needs 5 times 144 rows of logits.
     copied = model + 2 * output * own - (shape.parameters - shape.body) * own + 5 * 144 * shape.vocabulary * WIDE
     memory = fixed | max(update, {"copy of the weights to publish": copied}, key=lambda items: sum(items.values()))
     episode = loop.longest_episode(capacity) or capacity

@@ -1,7 +1,7 @@
-"""Evaluation on held-out tasks, by episodes that have their own sampling and don't change the state of training.
+"""Evaluation on held-out tasks. Its episodes have separate sampling settings and don't change the state of training.
 
-Their tapes have a separate split, so that no update can name them and the accounting of tokens counts them as held out.
-`agents.runs.pass_at_k` computes the scores.
+Their tapes have a separate split. So no update can name these tapes, and the accounting counts their tokens as held
+out. `agents.runs.pass_at_k` computes the scores.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Evaluation:
     """The results of one pass over held-out tasks."""
 
     rewards: tuple[float | None, ...]
-    """The reward of each episode, task after task. It is None if the episode could not be scored, or ended with an
-    error that isn't the agent's."""
+    """The reward of each episode, in the order of the tasks. It is None if the episode could not be scored, or if it
+    ended with an error that the agent did not cause."""
     metrics: dict[str, float]
-    """Mean of every reward component and metric over the tapes that have it. A component is summed over an episode."""
+    """Mean of each reward component and metric, over the tapes that have it. Within an episode, values are summed."""
     tapes: tuple[str, ...]
     scores: Scores
     """Mean reward and pass@k, with intervals."""
     lengths: dict[str, float | None] = field(default_factory=dict)
-    """Turns, tokens and ends of the episodes, by their names in the metrics."""
+    """Values about the turns, the tokens and the ends of the episodes, by their names in metrics.jsonl."""
 
     @property
     def scored(self) -> int:
@@ -48,7 +48,7 @@ class Evaluation:
 
     @property
     def error(self) -> float | None:
-        """Standard error of the mean if episodes are independent, or None for fewer than two scored episodes."""
+        """Standard error of the mean, assuming independent episodes, or None for fewer than two scored episodes."""
         return standard_error({str(k): [reward] for k, reward in enumerate(self.rewards)})
 
 
@@ -69,10 +69,10 @@ async def evaluate(
     concurrent: int = 256,
     on_tape: Callable[[Tape], None] | None = None,
 ) -> Evaluation:
-    """Run `attempts` episodes for each task. Return their rewards, and pass@k for each number in `k`.
+    """Run `attempts` episodes for each task. Return the rewards, and pass@k for each number in `k`.
 
-    `success` is the minimum reward that counts as a success. The same seed gives every policy the same environment
-    seeds, so two policies can be compared task by task. Attempts at one task share the environment's seed.
+    `success` is the minimum reward that counts as a success. All attempts at a task have the same environment seed. It
+    depends only on `seed`, `split` and the task's position, so two policies can be compared task by task.
     """
     if split in TRAINED_SPLITS:
         raise ValueError(f"an evaluation can't be recorded as split {split!r}, which is trained on: choose another")

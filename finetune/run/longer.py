@@ -1,8 +1,8 @@
-"""Makes a run longer, by `--resume` with a larger `loop.updates`.
+"""Makes a run longer, if it is resumed with a larger `loop.updates`.
 
-The recorded updates stay as they are, so no other setting may change. Learning-rate schedules aren't stretched, because
-their `total` is a separate setting, and the recorded learning rates follow from it. The evaluation at the earlier end
-is for the weights of that update. It moves to `evaluations`, and the new end gets its own evaluation and split.
+The recorded updates stay as they are, so no other setting may change. Learning-rate schedules aren't stretched: their
+`total` is a separate setting, and the recorded learning rates depend on it. The evaluation at the earlier end stays
+valid for the weights of that update and moves to `evaluations`. The new end gets its own evaluation and split.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ UPDATES = "loop.updates"
 
 
 def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig] | None = None) -> Change:
-    """Return the function with which `open_run` changes `loop.updates`. `loop` has the new value. `warm` is the number
-    of updates before the loop."""
+    """Return the function that `open_run` calls if `loop.updates` has changed. `loop` has the new value. `warm` is the
+    number of updates before the loop."""
     optimisers = {"loop.optimiser": loop.optimiser}
     for name, player in (players or {}).items():
         if player.optimiser is not None:
@@ -45,8 +45,8 @@ def lengthening(loop: LoopConfig, warm: int, players: Mapping[str, PlayerConfig]
 
 
 def end_name(results: Results, updates: int) -> str:
-    """Return the name of the evaluation at the end. It is `after`, or `after-UPDATES` in a run that was made longer at
-    its end, because two ends must not share a split."""
+    """Return the name of the evaluation at the end. It is `after`, or `after-UPDATES` if the run had reached an earlier
+    end, because the evaluations at two ends must not share a split."""
     ended = any(one.done >= one.updates for one in results.lengths)
     return f"after-{updates:06d}" if ended else "after"
 

@@ -1,4 +1,5 @@
-"""The trainers of a run, one for each phase. They depend only on the settings, so every process makes the same ones."""
+"""Makes a run's trainers, one for each phase. They depend only on the settings, so every process makes the same
+trainers."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
 
 def recipes_by_phase(recipe: Recipe) -> dict[str, Recipe]:
-    """Return the recipe for each phase. `recipe` is the loop's recipe. `sft-more` is a control that imitates more
-    instead of running the loop."""
+    """Return phase -> recipe. `recipe` is the recipe for the loop. The phase `sft-more` is a control run that imitates
+    more instead of running the loop."""
     sft = get_recipe("sft")
     return {"sft": sft, "sft-more": sft, "rl": recipe}
 
@@ -46,14 +47,14 @@ class Phases:
     """Makes the trainers of a run."""
 
     policy: Policy
-    """Its model must have the base weights when `Phases` is made. Updates change it in place."""
+    """The policy. Its model must have the base weights when `Phases` is made. Updates change the model in place."""
     loop: LoopConfig
     recipe: Recipe
     """The recipe for the loop's updates."""
     warm: WarmStartConfig
 
     def __post_init__(self) -> None:
-        # The models with which the recipe compares the policy are loaded here, before anything is written.
+        # The models that the policy is compared against are loaded here, before anything is written.
         loop, recipe = self.loop, self.recipe
         if loop.critic is not None and not recipe.needs_value:
             raise UsageError(
@@ -92,8 +93,8 @@ class Phases:
         self._base = {name: p.detach().clone() for name, p in held.items()} or None
 
     def trainer(self, phase: str, work: nn.Module | None = None, ranks: Ranks | None = None) -> Trainer:
-        """Return a fresh trainer for `phase` on the model as it is now. If each rank has its own model (a sharded one,
-        for example), `work` has the same weights and is trained instead."""
+        """Return a new trainer for `phase` that starts from the model's current weights. If each rank has a separate
+        model with these weights (such as a sharded model), pass it as `work`, and it is trained instead."""
         recipe = self._recipes[phase]
         optimiser = self.warm.optimiser if phase == "sft" else self.loop.optimiser
         work = work if work is not None else cast(nn.Module, self.policy.model)
@@ -114,7 +115,8 @@ class Phases:
         )
 
     def _reference(self, work: nn.Module, ranks: Ranks | None) -> OtherModel:
-        """Make the reference for a phase that begins. A resumed run makes it too and then loads its earlier weights."""
+        """Make the reference for a new phase. A resumed run makes it too, and then loads the recorded weights into
+        it."""
         how = self._how
         return self._others.get("reference") or EarlierWeights(
             work, how.model, self._base, every=how.every, decay=how.decay, ranks=ranks
@@ -125,8 +127,7 @@ class Phases:
         return self.loop.critic or CriticConfig()
 
     def _critic(self, work: nn.Module, ranks: Ranks | None) -> CriticTrainer:
-        """Make a fresh critic from the policy as it is now. A resumed run makes it too and then loads its earlier
-        weights."""
+        """Make a new critic from the policy's current weights. A resumed run makes it too, and then loads its state."""
         config = self._critic_config
         make, model = (Critic.of, self.policy.model) if config.body == "own" else (Critic.on, work)
         critic = make(model, normalised=config.normalised, vision=self.policy.vision)
@@ -141,11 +142,11 @@ class Phases:
 
 
 def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, start: str) -> None:
-    """Raise UsageError if the recipe reads a reference or a teacher that no setting names, if a setting names one that
-    the recipe doesn't read, or if the policy would only be compared with itself. `start` is the model with which the
-    loop begins: `warm` or `base`."""
+    """Raise UsageError if the recipe needs a reference or a teacher that no setting names, if a setting names a model
+    that the recipe doesn't use, or if the policy would only be compared with itself. `start` says which weights the
+    loop begins with: `warm` or `base`."""
     reference = None if how.model == "none" else how.model
-    # Some configurations name `base` although their recipe doesn't read it.
+    # `base` is allowed without an error, because some configurations name it although their recipe needs no reference.
     unread = loop.reference is not None and (reference not in (None, "base") or how.every is not None)
     for setting, needs, name, chosen in (
         ("reference", recipe.needs_reference, reference, unread),
@@ -171,8 +172,8 @@ def _check_compared(loop: LoopConfig, recipe: Recipe, how: ReferenceConfig, star
 
 
 def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
-    """Load the model with that folder or name, on the policy's device and in its dtype. Raises UsageError if its tokens
-    differ from the policy's."""
+    """Load the model `name`, a folder or a name on the hub, on the policy's device and in the policy's dtype. Raises
+    UsageError if its tokenizer differs from the policy's."""
     weights = next(policy.model.parameters())
     base: Any = getattr(policy.model, "get_base_model", lambda: policy.model)()
     dtype: Any = str(base.dtype).removeprefix("torch.")
@@ -183,8 +184,8 @@ def _beside(policy: Policy, name: str, setting: str) -> OtherModel:
 
 
 def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeacher:
-    """Return the teacher behind that engine, which is made and closed for each batch. Raises UsageError if its tokens
-    differ from the policy's."""
+    """Return a teacher whose log-probs come from the engine in `config`. The engine is made and closed for each batch.
+    Raises UsageError if its tokenizer differs from the policy's."""
     if isinstance(config, ServerConfig) and not config.urls:
         raise UsageError("loop.teacher.urls is empty: start the teacher's server (`tapereel serve model`) and name it")
     if config.model is not None:
@@ -200,7 +201,7 @@ def _served(policy: Policy, config: ServerConfig | CustomConfig) -> ServedTeache
                     f"{config.kind}:{config.model} can't see: set loop.teacher to vLLM with --enable-scale-out that "
                     "serves a model that sees, or to the folder of one"
                 )
-            # A text-only engine doesn't accept these arguments.
+            # The arguments for pictures are passed only if needed, because a text-only engine doesn't accept them.
             more: list[Any] = [{"places": row.places, "picture": row.file} if row.places else {} for row in rows]
             asked = [engine.score(row.input_ids.tolist(), **own) for row, own in zip(rows, more, strict=True)]
             found = await asyncio.gather(*asked)
@@ -234,8 +235,8 @@ def _check_tokens(policy: Policy, tokenizer: PreTrainedTokenizerFast, named: str
 
 
 def _plain_digest(model: nn.Module) -> str:
-    """Return the digest of the weights without adapters that change nothing yet. It equals the digest of the model to
-    which they were added."""
+    """Return the digest of the weights, leaving out new adapters, which don't change the model's output yet. It equals
+    the digest of the model before the adapters were added."""
     base: Any = getattr(model, "get_base_model", lambda: model)()
     return weights_digest(
         {
@@ -247,7 +248,7 @@ def _plain_digest(model: nn.Module) -> str:
 
 
 def _settings(optimiser: OptimiserConfig) -> dict[str, Any]:
-    """Return the settings that a policy's trainer and a critic's trainer share, as arguments for `StepOptions`."""
+    """Return the settings that the trainers of policies and critics share, as arguments for `StepOptions`."""
     same = ("lr", "betas", "eps", "weight_decay", "grad_clip", "schedule", "micro_tokens", "gradient_checkpointing")
     return {
         **{name: getattr(optimiser, name) for name in same},

@@ -1,6 +1,6 @@
-"""The engines that `train` can train, and the settings `trainer` and `players` (other models, trained or frozen).
+"""The settings `engine`, `trainer` and `players` (other models, trained or frozen) of a training run.
 
-This module doesn't import torch, so that a configuration can be checked without it.
+This module doesn't import torch, so that a configuration can be checked without torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Frozen = Literal["tower", "vision", "nothing"]
 
 
 def kind(value: object) -> str:
-    """Return the tag for the engine's settings, which is `embedded` if no kind is set."""
+    """Return the tag that selects the class of an engine's settings. It is `embedded` if no kind is set."""
     return engine_kind({"kind": "embedded", **value} if isinstance(value, dict) else value) or ""
 
 
@@ -56,21 +56,20 @@ class TrainerConfig(ComputeConfig):
     """Where and how a policy is trained. An embedded engine samples with a copy of the policy on the same device."""
 
     attention: Attention | None = None
-    """The attention implementation in training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
+    """The attention implementation for training. None lets transformers choose. Sampling uses `sdpa` or `eager`."""
     lora: AdapterConfig | None = None
-    """Train these adapters instead of the model's own weights. With servers, `engine.publish=lora` sends them."""
+    """Train these adapters instead of the model's own weights. With servers, set `engine.publish=lora` too."""
     freeze: Frozen | None = None
     """Which part of a vision model isn't trained: `tower` (the default), `vision` (tower, projector) or `nothing`."""
 
 
 class PlayerConfig(PartnerConfig):
-    """Another model in the episodes. It is frozen, or it learns with the settings in `loop`, like the run's own
-    model."""
+    """Another model that speaks in the episodes. It is frozen, or it learns with the settings in `loop`."""
 
     frozen: bool = False
-    """Whether the player isn't trained. Its tokens are context for the others. Any engine may be frozen."""
+    """If true, the player isn't trained, and its tokens are only context for other models. Any engine may be frozen."""
     optimiser: OptimiserConfig | None = None
-    """Replaces `loop.optimiser`. Unset fields come from the profile for the player's own model."""
+    """Used in place of `loop.optimiser`. Unset fields come from the profile for the player's model."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how this player is trained."""
 
@@ -127,7 +126,7 @@ def check_engine(
 ) -> None:
     """Raise ValueError if the settings of a trained model contradict each other.
 
-    `player` is the name in `players`, or empty for the run's own model. `warm` is its warm start.
+    `player` is the model's name in `players`, or empty for the run's own model. `warm` is the model's warm start.
     """
     above = f"players.{player}." if player else ""
     name, trains = f"{above}engine", f"{above}trainer"

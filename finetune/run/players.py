@@ -1,7 +1,6 @@
 """The players of a run, which are other models that speak in its episodes (the setting `players`).
 
-A trained player learns in the loop (`loop/player.py`). A frozen player is an engine that is made once, for the loop and
-the evaluations.
+A trained player learns in the loop (`loop/player.py`). A frozen player has one engine for the loop and the evaluations.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ class Team:
         }
         self._phases: dict[str, Phases] = {}
         self.histories: dict[str, History] = {}
-        """The histories of the trained players. Each model has its base weights until `restore`."""
+        """Name -> history of each trained player. Its model has the base weights until `restore`."""
         self.frozen: dict[str, Made] = {}
-        """The engines of the frozen players. It is empty outside of `opened`."""
+        """Name -> engine of each frozen player. The dictionary is empty outside of `opened`."""
 
     def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
-        """Load the models with which the recipe compares the trained players. Raises UsageError if one can't be
-        compared."""
+        """Load the models that the trained players are compared against by the recipe. Raises UsageError if any of
+        these models can't be used for the comparison."""
         for name, policy in self.policies.items():
             if name not in self._phases:
                 self._phases[name] = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)
 
     def begin(self, run: RunDir, loop: LoopConfig, recipe: Recipe) -> None:
-        """Make the history of each trained player in the run. Raises BrokenHistory if a player began with other
+        """Make the history of each trained player. Raises BrokenHistory if a player began the run with other
         weights."""
         self.load_compared(loop, recipe)
         for name, phases in self._phases.items():
@@ -80,7 +79,7 @@ class Team:
         check_begun(own, digest, run.path, self.folder(name))
 
     def folder(self, name: str) -> str:
-        """Return the folder of the model with which a player began."""
+        """Return the folder of the model that a player began the run with."""
         return str(getattr(self.players[name].engine, "model", name))
 
     def restore(
@@ -89,9 +88,9 @@ class Team:
         checkpoint_every: int,
         line: Callable[[str, UpdateStats, Sequence[Use]], dict[str, object]],
     ) -> tuple[int, dict[int, dict[str, object]]]:
-        """Restore each player's weights after its last recorded update. Return how many updates were applied again, and
-        the players' metrics for each update. `checkpoint_every` is passed to `History.restore`. `line` computes the
-        metrics for one update of a player."""
+        """Restore each player's weights after its last recorded update. Return the number of updates that were applied
+        again, and update -> the players' metrics. `checkpoint_every` is passed to `History.restore`. `line` computes
+        the metrics of one update of a player."""
         again, metrics = 0, dict[int, dict[str, object]]()
         for name, history in self.histories.items():
             say = f"re-applying recorded updates of {name}"
@@ -107,18 +106,18 @@ class Team:
         return again, metrics
 
     def behind(self, updates: int) -> bool:
-        """Return whether a player lacks updates or records, if the loop's policy has made `updates`."""
+        """Return whether any player has fewer than `updates` updates, or has updates without a record."""
         return any(history.updates < updates or history.unrecorded for history in self.histories.values())
 
     def settle(self) -> None:
-        """Make sure that each player's present weights have a pinned checkpoint."""
+        """Write a pinned checkpoint of each player's current weights, unless there is one."""
         for history in self.histories.values():
             history.settle()
 
     @asynccontextmanager
     async def opened(self, run: RunDir) -> AsyncIterator[None]:
-        """Make the frozen players' engines for the block, and record their weights in the run."""
-        # Making an embedded engine sets torch's threads for the whole process, so the run's number is restored.
+        """Make the frozen players' engines for the block, and record the weights of these engines in the run."""
+        # An embedded engine sets torch's number of threads for the whole process, so the run's number is restored.
         threads = torch.get_num_threads()
         self.frozen = await make_partners({name: one for name, one in self.players.items() if one.frozen})
         torch.set_num_threads(threads)
@@ -134,14 +133,14 @@ class Team:
                 await made.engine.close()
 
     def measuring(self, lead: TrainableEngine) -> TrainableEngine:
-        """Return a team of `lead` and the players. Each trained player has a copy of its present weights."""
+        """Return a team of `lead` and the players. For trained players, it has copies of the current weights."""
         return self._team_with(
             lead, {name: policy.copy(self.histories[name].version) for name, policy in self.policies.items()}
         )
 
     async def playing(self, lead: TrainableEngine) -> tuple[TrainableEngine, list[Player]]:
-        """Return the team of `lead` and the players with which the loop samples, and the trained players. Closing the
-        team closes all engines except the frozen ones, because evaluations use those too."""
+        """Return the team with which the loop samples (`lead` and the players), and the trained players. Closing the
+        team closes all engines except those of frozen players, because evaluations use these too."""
         own: dict[str, Engine] = {}
         players: list[Player] = []
         try:

@@ -1,4 +1,4 @@
-"""A policy: the weights that a run trains, and the engines that sample with them."""
+"""A policy: the model that a run trains, and the engines that sample with its weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .player_config import Frozen, TrainedConfig, TrainerConfig
 
 @dataclass(frozen=True)
 class Policy:
-    """A model that updates change in place."""
+    """A model, and how to make engines with its weights. Updates change the model in place."""
 
     model: Any
     tokenizer: Any
@@ -40,10 +40,10 @@ class Policy:
     attention: Attention | None = None
     """The model's attention implementation in training, or None if transformers chose it."""
     autocast: torch.dtype | None = None
-    """The dtype in which the model's body computes, in training and in embedded engines. None means the dtype of its
+    """The dtype of the body's forward pass, in training and in embedded engines. None means the dtype of the
     weights."""
     servers: Callable[[], Awaitable[TrainableEngine]] | None = None
-    """Connects to the servers that sample for the loop. It is None if an engine in this process samples."""
+    """Connects to the servers that sample for the loop. None means that an embedded engine samples."""
 
     @property
     def vision(self) -> Vision | None:
@@ -53,11 +53,11 @@ class Policy:
 
     @property
     def sees(self) -> bool:
-        """Whether its engines accept pictures."""
+        """Whether the model's engines accept pictures."""
         return self.vision is not None
 
     def copy(self, version: str) -> EmbeddedEngine:
-        """Return an engine with a copy of the present weights, under the name `version`. With a copy, the trainer can
+        """Return an engine with a copy of the current weights, named `version`. Because it is a copy, the trainer can
         change the model while the engine samples."""
         model = copying.deepcopy(self.model)
         if sampling_attention(self.attention) != self.attention:
@@ -73,12 +73,12 @@ class Policy:
         )
 
     def computing(self, loop: LoopConfig) -> Policy:
-        """Return this policy with the precision in which `loop` trains it."""
+        """Return this policy with the dtype that `loop` sets for the forward pass."""
         name = loop.optimiser.autocast
         return replace(self, autocast=None if name is None else getattr(torch, name))
 
     async def sampler(self, version: str) -> TrainableEngine:
-        """Return the engine for the loop, with the present weights."""
+        """Return the engine that samples for the loop, with the current weights."""
         if self.servers is None:
             return self.copy(version)
         engine = await self.servers()
@@ -98,7 +98,7 @@ class Policy:
         make_trainer: Callable[[str], PolicyTrainer],
         loop: LoopConfig,
     ) -> History:
-        """Return its history for that lineage, with checkpoints in `directory`."""
+        """Return the policy's history for `lineage`, with checkpoints in `directory`."""
         history = History(
             store,
             lineage,
@@ -116,13 +116,14 @@ class Policy:
 
 
 def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:
-    """Load the model that `engine` names, on the device in `trainer`. Its adapters, if any, are drawn from `seed`."""
+    """Load the model that `engine` names on the device that `trainer` names. Its adapters, if any, are drawn from
+    `seed`."""
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"
     found = load_pretrained(engine.model, dtype=trainer.dtype, attention=trainer.attention, video=engine.renderer.video)
     renderer = engine.renderer.make(found.tokenizer, found.vision)
     # Adapters are drawn on the CPU, because a run must begin with the same adapters on every machine, and random
-    # streams differ between devices.
+    # numbers differ between devices.
     model = found.model if trainer.lora is None else add_adapters(found.model, trainer.lora, seed=seed)
     if trainer.freeze is not None and (found.vision is None or trainer.lora is not None):
         why = "trainer.lora trains adapters alone" if found.vision else f"the model in {engine.model} reads text alone"
@@ -141,17 +142,17 @@ def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Pol
 
 
 def freeze(model: torch.nn.Module, vision: Vision, what: Frozen) -> None:
-    """Freeze or unfreeze the weights that compute features of pictures. Frozen weights have no gradient and no
-    optimiser state, but checkpoints include them."""
+    """Freeze or unfreeze the weights that encode pictures. Frozen weights have no gradient and no optimiser state, but
+    they are part of checkpoints."""
     tower, *projector = vision.tower(model)
     tower.requires_grad_(what == "nothing")
-    for module in projector:  # it may be a part of the tower
+    for module in projector:  # the projector may be a part of the tower
         module.requires_grad_(what != "vision")
 
 
 def _connection(engine: TrainedConfig, trainer: TrainerConfig) -> Callable[[], Awaitable[TrainableEngine]] | None:
-    """Return a function that makes the engine that samples for the loop. Return None if an embedded engine samples with
-    a copy of the weights."""
+    """Return a function that makes the loop's engine. Return None if the engine is embedded, because it then samples
+    with a copy of the weights."""
     if isinstance(engine, EmbeddedConfig):
         return None
     if isinstance(engine, CustomConfig):
@@ -164,8 +165,8 @@ async def _make_custom(engine: CustomConfig) -> TrainableEngine:
 
 
 async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: bool = False) -> None:
-    """Make an engine that the user wrote, and close it again, so that a wrong one is refused before anything is
-    written. Raises UsageError, like `CustomConfig.make`."""
+    """Make a custom engine and close it again, so that an unsuitable engine is found before anything is written. Raises
+    UsageError, like `CustomConfig.make`."""
     if isinstance(engine, CustomConfig) and frozen:
         await engine.check()
     elif isinstance(engine, CustomConfig):
@@ -173,13 +174,13 @@ async def check_custom(engine: AnyEngineConfig, loop: LoopConfig, *, frozen: boo
 
 
 def sampling_attention(attention: Attention | None) -> Attention | None:
-    """Return the attention with which an embedded engine samples, for a model that trains with `attention`."""
+    """Return the attention implementation for sampling in an embedded engine, if `attention` is used for training."""
     return attention if attention in (None, "eager") else "sdpa"
 
 
 def check_begun(results: Results | PlayerResults, digest: str, run: Path, folder: str) -> None:
-    """Raise BrokenHistory if the run began with weights that have another digest. In a new run, the digest is written
-    to the results."""
+    """Raise BrokenHistory if the run did not begin with weights of this digest. In a new run, note the digest in
+    `results`."""
     if results.base is None:
         results.base = digest
     if results.base != digest:

@@ -1,7 +1,7 @@
-"""Keeps the `report.html` of a training run up to date: the viewer's overview page, written as one file.
+"""Keeps `report.html` in a run directory up to date. It is the viewer's overview page, written as one file.
 
-The file is written at evaluations and checkpoints, and when the run ends, even with an error. If writing it fails while
-the run is in progress, the run continues.
+The file is written at evaluations and checkpoints, and when the run ends, even if it ends with an error. If writing
+fails while the run is in progress, the run continues.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Reporter:
     """Number of updates that the loop is configured to make."""
     checkpoint_every: int
     tokenizer: PreTrainedTokenizerBase | None = None
-    """Decodes token ids to text. With None, the ids are shown."""
+    """The tokenizer that decodes token ids for the page. With None, the page shows the ids."""
     complete: Callable[[Overview], Overview] = lambda overview: overview
-    """Adds information that only the caller has to a finished run's page."""
+    """Adds information that only the caller has to the page of a finished run."""
 
     def __post_init__(self) -> None:
-        # This is a copy, because the report's thread can't safely use a tokenizer with which the run renders prompts.
+        # This is a copy, because a thread can't safely use the tokenizer that the run renders prompts with.
         self.tokenizer = copy.deepcopy(self.tokenizer)
         self._seconds_before = self.run.results.seconds.get("total", 0.0)
         self._began = self._last = time.perf_counter()
@@ -58,7 +58,8 @@ class Reporter:
         return self.run.path / REPORT
 
     def on_line(self, line: Mapping[str, object]) -> None:
-        """Write a report if one is due, in a thread so that the loop doesn't wait. Called with each line of metrics."""
+        """Write a report in a thread if one is due. This is called with each metrics line, and the loop doesn't
+        wait."""
         due = line.get("phase") == "evaluation" or cast(int, line.get("update", 0)) % self.checkpoint_every == 0
         busy = self._thread is not None and self._thread.is_alive()
         if not due or busy or time.perf_counter() - self._last < EVERY:
@@ -82,7 +83,7 @@ class Reporter:
         write_report(self.path, self.run.path, overview, decode)
 
     def end(self, error: BaseException | None) -> None:
-        """Write the last report, for a finished run or for a run that ended with `error`."""
+        """Write the last report. `error` is the error that ended the run, or None if the run has finished."""
         if self._thread is not None:
             self._thread.join()
         if error is None:
@@ -92,7 +93,7 @@ class Reporter:
             self._try(self.run.results, type(error).__name__ + (f": {text[0][:300]}" if text else ""))
 
     def overview(self, results: Results, *, over: bool, cut: str | None = None) -> Overview:
-        """Return the page's content. `results` are the run's results so far. `cut` is the error that ended it early."""
+        """Return the page's content. `results` are the results so far. `cut` is the error that ended the run early."""
         known = results.seconds.get("total", 0.0)
         running = self._seconds_before + time.perf_counter() - self._began
         total = known if over and known > self._seconds_before else running
@@ -128,7 +129,7 @@ class Reporter:
 
 @contextmanager
 def reporting(reporter: Reporter) -> Iterator[Reporter]:
-    """Write report.html from time to time inside the block, and once at its end, even if an error ends the run."""
+    """Write report.html from time to time during the block, and once at the end, even if an error ends the run."""
     reporter.run.listeners.append(reporter.on_line)
     try:
         yield reporter

@@ -1,13 +1,13 @@
 """Trackers: sends the lines of metrics.jsonl to TensorBoard, wandb, trackio or mlflow, through `accelerate`.
 
-The file is always written first. A tracker gets its numbers on three axes, each with its own step:
+The file is always written first. Trackers get the numbers on three axes, each with a separate step:
 
     rollout/   what was sampled              over the episodes so far (`rollout/episodes_so_far`)
     train/     what the update did           over the updates (`train/update`)
     eval/      held-out tasks                over the updates (`eval/update`)
 
-A tracker that fails never stops training. The failure is logged once, and the lost points are counted. Trackers only
-get numbers and never the configuration, so they get no secrets. All trackers write below the run directory, unless an
+A tracker that fails never stops training. The failure is logged once, and the lost points are counted. Trackers get
+only numbers and never the configuration, so they get no secrets. They write below the run directory, unless an
 environment variable names a server (WANDB_MODE, MLFLOW_TRACKING_URI, TRACKIO_SPACE_ID).
 """
 
@@ -34,12 +34,12 @@ log = logger("trackers")
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 FOLDER = "trackers"
-"""Folder below the run directory."""
+"""The trackers' folder, below the run directory."""
 IDS = "ids.json"
-"""File in that folder. It maps each tracker to its id for the run, so that a resumed run continues the same curves."""
+"""File in that folder with tracker -> its id for the run. With these ids, a resumed run continues the same curves."""
 ROLLOUT = frozenset({"reward", "component", "return", "episodes", "turns", "length", "ended", "truncated", "lag"})
 ROLLOUT |= {"stale_tokens", "stale_share", "filtered_tokens"}
-"""Keys in a line that describe rollouts. Keys that begin with one of these and a slash describe rollouts too."""
+"""Keys of a metrics line that describe rollouts. A key also does if its part before the first slash is one of these."""
 
 
 class TrackedConfig(Config):
@@ -59,18 +59,19 @@ class Point(NamedTuple):
     axis: Literal["rollout", "train", "eval"]
     step: int
     values: dict[str, float]
-    """Name with its axis, such as `train/loss`, -> number. The step is included, for trackers that chart against it."""
+    """Name with the axis, such as `train/loss` -> number. The step is included, because some trackers need it as a
+    value."""
 
 
 class Tracker(Protocol):
-    """The methods of each tracker in `accelerate.tracking` that are used here."""
+    """The methods of a tracker in `accelerate.tracking` that are used here."""
 
     def log(self, values: dict[str, float], step: int | None = None) -> None: ...
     def finish(self) -> None: ...
 
 
 class Axes:
-    """Converts lines of metrics.jsonl to points. It counts episodes, so it needs every line, in order."""
+    """Converts lines of metrics.jsonl to points. It needs every line, in order, because it counts the episodes."""
 
     def __init__(self) -> None:
         self.episodes = 0
@@ -101,7 +102,7 @@ def _point(axis: Literal["rollout", "train", "eval"], step: int, name: str, valu
 
 
 class Trackers:
-    """The trackers of one run. Call `close()` at its end."""
+    """The trackers of one run. Call `close()` at the end of the run."""
 
     def __init__(
         self,
@@ -111,9 +112,10 @@ class Trackers:
         earlier: Iterable[Mapping[str, object]] = (),
         make: Callable[[str, Path], Tracker] | None = None,
     ) -> None:
-        """`earlier` are the lines that an earlier process of the run wrote. They are counted but not sent again."""
+        """`earlier` are the lines from earlier processes of the run. Their episodes are counted, but they aren't sent
+        again."""
         self.failures: dict[str, int] = {}
-        """tracker -> number of points that it lost."""
+        """Tracker -> number of points that it lost."""
         self._axes = Axes()
         for line in earlier:
             self._axes.points(line)
@@ -157,7 +159,7 @@ class Trackers:
 
 @contextmanager
 def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
-    """Send the run's metrics to these trackers inside the block. `results.lost_points` counts the points they lost."""
+    """Send the run's metrics to these trackers inside the block. `results.lost_points` counts lost points."""
     if not names:
         yield
         return
@@ -173,7 +175,8 @@ def tracking(run: RunDir, names: Sequence[TrackerName]) -> Iterator[None]:
 
 
 def check_trackers(names: Iterable[TrackerName]) -> None:
-    """Raise MissingExtra if a tracker's package isn't installed. This is called before a run begins, to fail early."""
+    """Raise MissingExtra if a tracker's package isn't installed. This is called before the run begins, to fail
+    early."""
     for name in names:
         for package, extra in (("accelerate", "train"), (name, "track" if name == "tensorboard" else name)):
             if importlib.util.find_spec(package) is None:
@@ -181,12 +184,12 @@ def check_trackers(names: Iterable[TrackerName]) -> None:
 
 
 def start_tracker(name: str, directory: Path) -> Tracker:
-    """Start a tracker for the run in `directory`. It is offline unless an environment variable names a server. It
-    continues the curves from an earlier process of the run."""
+    """Start a tracker for the run in `directory`. It works offline unless an environment variable names a server, and
+    continues the curves from an earlier process."""
     from accelerate import PartialState
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    PartialState()  # some of accelerate's trackers read from it in which process they run
+    PartialState()  # some of accelerate's trackers read from this state which process they run in
     folder = (directory / FOLDER).resolve()
     folder.mkdir(parents=True, exist_ok=True)
     run, ids = directory.resolve().name, folder / IDS
@@ -237,6 +240,5 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 def _log(name: str, tracker: Tracker, point: Point) -> None:
     if name == "mlflow":  # mlflow refuses the whole point for one bad character, such as the @ in `reward@agent`
         point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
-    # wandb has one step counter for all axes and drops a point whose step goes back. So each axis sends its step as a
-    # number instead.
+    # wandb has one step counter for all axes and drops points whose step is lower. So steps are sent as values instead.
     tracker.log(point.values, step=None if name == "wandb" else point.step)

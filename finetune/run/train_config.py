@@ -28,37 +28,38 @@ from .player_config import (
 from .trackers import TrackedConfig
 
 MeasuredBy = Literal["own", "loop"]
-"""The engine that samples held-out tasks: `own` is in this process and has a copy of the weights, `loop` is the
-loop's."""
+"""The engine for evaluations: `own` is an engine in this process with a copy of the weights, `loop` is the loop's
+engine."""
 
 
 class EvaluationConfig(ScoresConfig, TasksConfig):
     """Held-out tasks, and when and how the policy is evaluated on them. An evaluation doesn't change training.
 
-    If `tasks` are given, they replace `fraction`, and none of them may be a task to train on. `attempts` is the number
+    If `tasks` is given, `fraction` is ignored, and no held-out task may be a task to train on. `attempts` is the number
     of episodes for each held-out task.
     """
 
     fraction: float = Field(default=0.1, ge=0, lt=1)
-    """Share of the tasks that is held out, chosen by task hash. 0 disables held-out tasks and evaluation."""
+    """Share of the tasks that are held out. They are chosen by task hash. 0 disables evaluations."""
     limit: int | None = Field(default=128, ge=1)
-    """Largest number of held-out tasks in one evaluation. None uses all."""
+    """Maximum number of held-out tasks in one evaluation. None uses all."""
     every: int | None = Field(default=20, ge=1)
     """Updates of the loop between two evaluations. None evaluates only before and after the loop."""
     sampling: Sampling | None = None
-    """How evaluations sample. None uses the loop's sampling."""
+    """Sampling settings for evaluations. None uses those of the loop."""
     greedy: bool = False
-    """Whether to evaluate at temperature 0 too."""
+    """Whether to evaluate at temperature 0 in addition."""
     engine: MeasuredBy | None = None
-    """`own` samples with a copy of the weights in this process while the loop continues. `loop` uses the loop's engine,
-    which gets its next weights after the evaluation. None means `own` with an embedded engine, otherwise `loop`."""
+    """`own` samples in this process with a copy of the weights, while the loop continues. `loop` samples with the
+    loop's engine, which gets no new weights meanwhile. None means `own` if the loop's engine is embedded, otherwise
+    `loop`."""
 
 
 class ImitationConfig(WarmStartConfig):
     """A warm start on the tapes of another run."""
 
     tapes: str
-    """The other run's directory. The tapes are copied, so it isn't needed again."""
+    """The directory of the other run. Its tapes are copied, so a resumed run doesn't need it."""
     split: str | None = None
     """Only tapes in this split are used. None uses `train` and `demo`."""
     min_reward: float | None = None
@@ -66,36 +67,36 @@ class ImitationConfig(WarmStartConfig):
 
 
 class CurriculumConfig(SuccessConfig):
-    """Tasks are drawn from the pools easy, normal and hard, by the share of attempts that passed. Tasks without any
-    attempt are in the pool new."""
+    """Draws tasks from four pools. A task is in the pool `easy`, `normal` or `hard` by the share of its attempts that
+    passed, or in the pool `new` if it has no attempts."""
 
     tapes: str
-    """A run directory. Its attempts at these tasks are counted once, when training begins."""
+    """A run directory. Its attempts at the tasks to train on are counted once, when training begins."""
     easy: float = Field(default=EASY, ge=0, le=1)
-    """A task is easy if a larger share of its attempts passed."""
+    """A task is easy if more than this share of its attempts passed."""
     hard: float = Field(default=HARD, ge=0, le=1)
-    """A task is hard if a smaller share of its attempts passed."""
+    """A task is hard if less than this share of its attempts passed."""
     weights: dict[str, float] = Field(default={"easy": 1.0, "normal": 2.0, "hard": 1.0, "new": 1.0})
-    """How often each pool is drawn from, relative to the others. The share of an empty pool goes to the others."""
+    """Pool -> how often a task is drawn from it, relative to the others. An empty pool's share goes to the others."""
 
 
 class TrainConfig(Setup, TrackedConfig):
     """The settings of a training run."""
 
     engine: TrainedEngine
-    """The model to train, and the engine that samples with it. The engine is embedded, or it takes the weights."""
+    """The model to train, and the engine that samples with it: an embedded engine, or one that receives the weights."""
     trainer: TrainerConfig = TrainerConfig()
     """Where and how the model is trained."""
     loop: LoopConfig = LoopConfig()
     players: Players = Field(default={})
-    """Other models in the episodes, by names of your choice. Each learns from its agents' tokens or is frozen. The
-    model of `engine` learns from the agents in `loop.agents`, and speaks for every agent that no player has."""
+    """Name of your choice -> another model that speaks in the episodes. It is frozen or learns from its agents' tokens.
+    The model of `engine` learns from `loop.agents` and speaks for every agent without a player."""
     warm: ImitationConfig | None = None
     curriculum: CurriculumConfig | None = None
-    """Draw tasks by their difficulty. None takes the tasks in turn."""
+    """How tasks are drawn by their difficulty. None takes the tasks in turn."""
     evaluation: EvaluationConfig = EvaluationConfig()
     processes: ProcessesConfig = ProcessesConfig()
-    """Multi-process settings. They are ignored unless the run is started by `accelerate launch` or `torchrun`."""
+    """Settings for several processes. They are ignored unless `accelerate launch` or `torchrun` starts the run."""
 
     @model_validator(mode="after")
     def _agree(self) -> TrainConfig:
@@ -114,10 +115,10 @@ class TrainConfig(Setup, TrackedConfig):
         return self
 
     def checked(self, resume: bool = False) -> TrainConfig:
-        """Make the checks that don't need torch, download models from the hub, and apply the model's profile.
+        """Make the checks that don't need torch, download the models from the hub, and apply the model's profile.
 
-        So a wrong setting is reported at once. With `resume`, the runs in `warm` and `curriculum` may be gone.
-        Raises UsageError if a check fails."""
+        This reports a wrong setting at once. With `resume`, the corpus and the runs that `warm` and `curriculum` name
+        aren't checked, because they may be gone. Raises UsageError if a check fails."""
         check_models([self.engine, *(player.engine for player in self.players.values())])
         files = {"evaluation.tasks": str(self.evaluation.tasks)}
         if self.loop.corpus is not None and not resume:

@@ -1,8 +1,9 @@
 """`train`: the asynchronous loop on any agent, environment, tasks and model, in one run directory.
 
-If a warm start on another run's tapes is configured, it comes first. Then rollouts and updates run side by side, with
-evaluations on held-out tasks before, between and after them. A run that was killed can be resumed: recorded updates are
-applied again from the tapes, and recorded rollouts are used. A finished run continues if `loop.updates` is raised.
+If a warm start on another run's tapes is configured, it comes first. Then rollouts and updates run at the same time,
+with evaluations on held-out tasks before, during and after the loop. A run that was killed can be resumed: recorded
+updates are applied again from the tapes, and recorded rollouts are used. A finished run continues if `loop.updates` is
+raised.
 """
 
 from __future__ import annotations
@@ -68,11 +69,11 @@ log = logger("train")
 
 
 class PlayerSummary(Value):
-    """The result of another model in the episodes."""
+    """The result of a player, which is another model in the episodes."""
 
     agents: tuple[str, ...]
     lineage: str | None
-    """The lineage of its weights, or None for a frozen model."""
+    """The lineage of the player's weights, or None for a frozen player."""
     updates: int
     model: str | None
     """The folder with the model, or None if the engine has no folder."""
@@ -85,16 +86,16 @@ class TrainSummary(Value):
     lineage: str
     recipe: str
     updates: int
-    """Updates made by the loop, without the warm start."""
+    """Number of updates that the loop made. Updates of the warm start don't count."""
     reward: dict[str, float | None]
-    """Mean reward in the loop's `first` and `last` five updates."""
+    """Mean reward in the `first` five and the `last` five updates of the loop."""
     agents: dict[str, dict[str, float | None]]
-    """The same means by path, for each agent with its own reward (`loop.by_agent`)."""
+    """Path -> the same means, for each agent that has its own reward (`loop.by_agent`)."""
     players: dict[str, PlayerSummary]
     held_out: dict[str, Any]
     """`before`, `after` and, if configured, `greedy_before` and `greedy_after` are mean rewards over `n` scored
-    episodes, or None without an evaluation. `after_change` is the difference, paired by task, with its interval.
-    `every` maps updates to mean rewards."""
+    episodes. They are None if there was no evaluation. `after_change` is the difference, paired by task, with its
+    interval. `every` maps updates to mean rewards."""
     seconds: dict[str, float]
     tokens: dict[str, int]
     episodes: int
@@ -102,11 +103,11 @@ class TrainSummary(Value):
     model: str
     """The folder with the trained model, in Hugging Face format."""
     report: str
-    """The file with a page of these results, for a browser."""
+    """The HTML file that shows these results."""
     compared: dict[str, str] = Field(default={})
-    """`reference` and `teacher` -> name and digest of the model, if the recipe reads them."""
+    """`reference` and `teacher` -> name and digest of the model, if the recipe uses such a model."""
     advice: tuple[str, ...] = ()
-    """Suggestions for where to look if training doesn't work. Each is one sentence."""
+    """Suggestions of where to look if training doesn't work. Each suggestion is one sentence."""
 
 
 def train(
@@ -120,13 +121,14 @@ def train(
     resume: bool = False,
     progress: Progress = silent,
 ) -> TrainSummary:
-    """Train, or continue the run in `out`. Raises UsageError if `out` holds a run and `resume` is false.
+    """Train in `out`, or continue the run there with `resume`. Raises UsageError if there is a run and `resume` is
+    false.
 
-    `agent`, `env` and `tasks` are objects for a configuration that names none. `setup` is the result of
-    `config.checked()` and `resolve`. Raises UsageError, before anything is written, if the configuration names
-    something that doesn't exist.
-    In a group of processes (`accelerate launch`, `torchrun`), rank 0 does all of this, and the other ranks compute
-    shares of its updates. Every rank returns the summary. `train` also works inside a running event loop.
+    `agent`, `env` and `tasks` are objects to use if the configuration doesn't name them. `setup` is the result of
+    `config.checked()` and `resolve`, if the caller has it. Raises UsageError, before anything is written, if the
+    configuration names something that doesn't exist. In a group of processes (`accelerate launch`, `torchrun`), rank 0
+    leads the run, and the other ranks only compute their share of each update. Every rank returns the summary. `train`
+    also works inside a running event loop.
     """
     if setup is None:
         config, setup = config.checked(resume).resolve(agent=agent, env=env, tasks=tasks)
@@ -144,13 +146,13 @@ def train(
 
 
 class TrainingRun:
-    """One run of `train`. Everything that the configuration names is loaded before the run directory is made, so that a
-    failure to load it leaves no directory behind."""
+    """One run of `train`. Everything that the configuration names is loaded before the run directory is made. So if
+    something can't be loaded, no directory is left behind."""
 
     directory: RunDir
-    """The run directory, which `lead` sets."""
+    """The run directory. `lead` sets it."""
     training: Training
-    """The training in the run directory, which `lead` sets."""
+    """The training in the run directory. `lead` sets it."""
     advice: tuple[str, ...] = ()
 
     def __init__(
@@ -162,7 +164,7 @@ class TrainingRun:
         ranks: Ranks,
         policy: Policy | None = None,
     ) -> None:
-        """`policy` is the model of `config.engine`, if the caller has already made it."""
+        """`policy` is the model of `config.engine`, if the caller has already loaded it."""
         self.config, self.out, self.progress = config, out, progress
         self.title = f"Training {setup.agent.name}"
         train_tasks, held_out = _split_tasks(setup.tasks, config.evaluation, config.dataset)
@@ -171,7 +173,7 @@ class TrainingRun:
         recipe = get_recipe(config.loop.recipe, config.loop.changes, run=None if ranks.rank else out)
         self.recipe = cast(Recipe, ranks.broadcast(recipe))
         if self.recipe.needs_value and "critic" not in config.loop.model_fields_set:
-            # Whether a recipe written by the user needs values is only known here.
+            # Only now is it known whether a recipe that the user wrote needs values.
             loop = config.loop.model_copy(update={"critic": CriticConfig()})
             self.config = config = fit_critic(config.model_copy(update={"loop": loop}))
         check_recipe(config.loop, self.recipe, None if config.warm or config.loop.corpus else 0)
@@ -195,7 +197,7 @@ class TrainingRun:
         self.processes = Processes(ranks, self.policy.model, phases.trainer)
 
     def lead(self, resume: bool) -> TrainSummary:
-        """Do the whole run, on rank 0. The other ranks only compute shares of its updates."""
+        """Do the whole run on rank 0. The other ranks only compute their share of each update."""
         check_trackers(self.config.trackers)
         run_async(self._check_custom_engines())
         places = (
@@ -238,9 +240,9 @@ class TrainingRun:
         return self.summary()
 
     def _new_results(self) -> Results:
-        """Return the results of a new run. Tapes that can't be imitated and tasks that can't be drawn are refused here,
-        before there is a directory."""
-        # A new lineage makes the names of the run's versions unique.
+        """Return the results of a new run. Raises UsageError for tapes that can't be imitated and tasks that can't be
+        drawn, before the run directory is made."""
+        # A new lineage makes the version names of this run unique.
         results = Results(lineage=secrets.token_hex(4))
         self.tapes_to_imitate()
         if self.config.loop.corpus is not None:
@@ -249,7 +251,7 @@ class TrainingRun:
         return results
 
     def _texts(self, results: Results) -> Sequence[Conversation]:
-        """Return the documents in `loop.corpus`. Raises UsageError if they have changed since the run began."""
+        """Return the documents in `loop.corpus`. Raises UsageError if the corpus has changed since the run began."""
         assert self.config.loop.corpus is not None
         documents, digest = read_corpus(self.config.loop.corpus, self.policy.renderer)
         if results.corpus_digest not in (None, digest):
@@ -266,7 +268,7 @@ class TrainingRun:
             await check_custom(policy.engine, self.config.loop, frozen=frozen)
 
     def _work(self) -> None:
-        """Restore the weights, then run the warm start, and then the loop with its evaluations."""
+        """Restore the weights, then run the warm start, the loop with its evaluations, and the controls."""
         results = self.directory.results
         check_begun(results, weights_digest(self.policy.model.state_dict()), self.out, str(self.config.engine.model))
         self.scene = replace(self.scene, draw=self._draw(results))
@@ -295,8 +297,8 @@ class TrainingRun:
             await self.training.improve()
 
     def _draw(self, results: Results) -> Callable[[int], Task] | None:
-        """Return the function with which the curriculum draws tasks, by the pass rates at the start of the run. Return
-        None if there is no curriculum."""
+        """Return the function that draws the curriculum's tasks, by the pass rates at the start of the run. Return None
+        if there is no curriculum."""
         config, tasks = self.config.curriculum, self.scene.train_tasks
         if config is None:
             return None
@@ -317,8 +319,8 @@ class TrainingRun:
         return lengthening(self.config.loop, warm, self.config.players)(directory, then, now)
 
     def tapes_to_imitate(self) -> Sequence[str]:
-        """Return the ids of the tapes to imitate in the other run, or none if there is no warm start. Raises UsageError
-        if there are too few."""
+        """Return the ids of the tapes in the other run that the warm start imitates, or () if there is no warm start.
+        Raises UsageError if there are too few tapes."""
         warm = self.config.warm
         if warm is None:
             return ()
@@ -331,8 +333,7 @@ class TrainingRun:
         return tapes
 
     def imitated(self) -> tuple[Sequence[str], Source]:
-        """Return the tapes in this run that the warm start imitates, and a source for them. The first call copies
-        them."""
+        """Return the tapes that the warm start imitates, and their source. The first call copies them into this run."""
         warm, results = self.config.warm, self.directory.results
         if warm is not None and results.imitated is None:
             tapes = self.tapes_to_imitate()
@@ -341,10 +342,10 @@ class TrainingRun:
         return results.imitated or (), self.training.history.from_store
 
     def control(self) -> None:
-        """Do other runs to compare with, after the loop."""
+        """Do the control runs after the loop, if there are any."""
 
     def page(self, overview: Overview) -> Overview:
-        """Return the page for the finished run."""
+        """Return the report page for the finished run."""
         return overview
 
     def summary(self) -> TrainSummary:
@@ -385,7 +386,7 @@ def _split_tasks(
     tasks: Taskset, config: EvaluationConfig, dataset: DatasetConfig
 ) -> tuple[Sequence[Task], Sequence[Task]]:
     """Return the tasks to train on and the held-out tasks. No task is in both. `dataset` has the settings for the tasks
-    to train on. Its columns also apply to the held-out tasks."""
+    to train on. Its columns also apply to held-out tasks that have no columns or row function configured."""
     if config.tasks is not None:
         columns = config.dataset.columns or ({} if config.task_row else dataset.columns)
         shared = config.dataset.model_copy(update={"columns": columns})
@@ -409,8 +410,8 @@ def _split_tasks(
 
 
 def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tuple[int, int]]:
-    """Return task hash -> (passed, tried) for these tasks in the run `config.tapes`. Raises UsageError if that run
-    tried none of them."""
+    """Return task hash -> (passed, tried): the numbers of attempts at each of these tasks in the run `config.tapes`.
+    Raises UsageError if that run has no scored attempt at any of them."""
     with Store.open(config.tapes) as store:
         found = pass_rates(store.tapes(closed=True), success=config.success)
     rates = {task.hash: (found[task.hash].passed, found[task.hash].tried) for task in tasks if task.hash in found}
@@ -425,8 +426,8 @@ def _rates_of(config: CurriculumConfig, tasks: Sequence[Task]) -> dict[str, tupl
 def _drawn(
     config: CurriculumConfig, tasks: Sequence[Task], rates: Mapping[str, tuple[int, int]], seed: int
 ) -> Callable[[int], Task]:
-    """Return a function that maps k to the task for group k. Raises UsageError if the weights or bounds leave no task
-    to draw."""
+    """Return a function that maps k to the task for group k. Raises UsageError if weights or bounds exclude all
+    tasks."""
     measured = {name: Rate(passed, tried) for name, (passed, tried) in rates.items()}
     try:
         parts = pools(Taskset(tasks), measured, easy=config.easy, hard=config.hard)

@@ -62,7 +62,7 @@ class Scene:
     train_tasks: Sequence[Task]
     held_out: Sequence[Task]
     draw: Callable[[int], Task] | None = None
-    """Returns the task for the loop's group k. None takes `train_tasks` in turn, in an order drawn from the seed."""
+    """Maps k to the task for group k. None takes `train_tasks` in turn, in an order drawn from the seed."""
     shows: str | None = None
     """The same as `LoadedSetup.shows`."""
 
@@ -81,9 +81,9 @@ class Training:
         processes: Processes | None = None,
         progress: Progress = silent,
     ) -> None:
-        """`policy` and `team` hold the models of `config`, with their base weights. Updates change them in place.
-        `scene` may be None if recorded updates are only applied again. `processes` compute the updates; None means only
-        this process."""
+        """`policy` and `team` have the models of `config` with their base weights, which updates change in place.
+        `scene` may be None if nothing is sampled, only recorded updates applied again. `processes` compute the updates.
+        None means only this process."""
         self.config, self.run, self.team, self.progress = config, run, team, progress
         self.loop = config.loop
         self.policy = policy.computing(config.loop)
@@ -98,15 +98,15 @@ class Training:
         team.begin(run, self.loop, self.recipe)
         self._scene = scene
         self.shown: Sequence[str] = ()
-        """Tapes in the run that the loop may also imitate."""
+        """Tapes in this run that the loop may also imitate."""
         self._loop: Loop | None = None
         """The loop, while it runs."""
         self._evaluation: asyncio.Task[None] | None = None
-        """The most recently started evaluation that runs while the loop continues."""
+        """The latest evaluation that was started while the loop continues."""
 
     @property
     def scene(self) -> Scene:
-        """The scene. Only a run that samples has one."""
+        """The scene. It must not be None, so this is only for a run that samples."""
         assert self._scene is not None
         return self._scene
 
@@ -116,7 +116,7 @@ class Training:
         return self.policy.history(store, lineage, out / "checkpoints", self.processes.trainer, self.loop)
 
     def engine(self, history: History) -> Engine:
-        """Return an engine with a copy of the present weights, including those of the players."""
+        """Return an engine with a copy of the current weights of the policy and the players."""
         return self.team.measuring(self.policy.copy(history.version))
 
     @property
@@ -126,8 +126,8 @@ class Training:
 
     @asynccontextmanager
     async def measuring(self) -> AsyncIterator[Engine]:
-        """Provide an engine with the present weights for an evaluation. It is the loop's engine, or another one that is
-        closed at the end of the block."""
+        """Provide an engine with the current weights for an evaluation. This is either the loop's engine or a separate
+        engine, which is closed at the end of the block."""
         if self.measured_by == "loop" and self._loop is not None:
             yield self._loop.engine
             return
@@ -139,7 +139,7 @@ class Training:
             yield engine
 
     async def _sampling(self, version: str) -> tuple[TrainableEngine, list[Player]]:
-        """Return the loop's engine with the present weights, and the players."""
+        """Make the loop's engine, with the current weights. Return this engine and the players."""
         engine, tolerance = await self.policy.sampler(version), self.loop.sampler_tolerance
         try:
             team, players = await self.team.playing(engine)
@@ -154,16 +154,16 @@ class Training:
             raise
 
     async def settled(self) -> None:
-        """Wait until no evaluation needs the present weights in the loop's engine. New weights in the middle of an
-        evaluation would mix two versions in one score."""
+        """Wait until no evaluation needs the weights in the loop's engine. If they changed during an evaluation, its
+        score would mix two versions."""
         if self._evaluation is not None and self.measured_by == "loop":
             await self._evaluation
 
     def restore(self) -> None:
         """Restore the weights after the last recorded update, and make metrics.jsonl have one line for each update.
 
-        The record of an update becomes durable before its line of metrics is written, without fsync. After a crash, a
-        recorded update may lack its line, or a line may be there without its recorded update. Both are fixed here.
+        The record of an update is durable before its metrics line is written, and the line is written without fsync. So
+        a crash can leave a recorded update without a line, or a line without a recorded update. Both are repaired here.
         """
         lines = read_metrics(self.run.path / METRICS)
         reported = {cast(int, line["update"]) for line in lines if line.get("phase") != "evaluation"}
@@ -182,7 +182,7 @@ class Training:
                 report=report,
                 checkpoint_every=self.loop.checkpoint_every,
             )
-        # Lines without a recorded update are dropped. The run makes those updates again and writes their lines.
+        # Lines without a recorded update are dropped. The run makes these updates again and then writes their lines.
         self.run.drop_metrics(
             lambda line: line.get("phase") != "evaluation" and cast(int, line["update"]) > self.history.updates
         )
@@ -195,7 +195,7 @@ class Training:
             self.run.save()
 
     def _note_scores(self) -> None:
-        """Pass the held-out rewards of their versions to the histories, so that the best checkpoint is kept."""
+        """Pass the held-out reward of each evaluated version to the histories, so that the best checkpoint is kept."""
         for update, found in self.run.results.evaluations.items():
             mean = found["sampled"].mean if "sampled" in found else None
             if mean is None:
@@ -212,8 +212,8 @@ class Training:
         return [self.run.store.tape(tape, refresh=False) for tape in Plan.of(uses[0]).every]
 
     def imitate(self, tapes: Sequence[str], source: Source) -> None:
-        """Make the warm start's missing updates on these tapes. Every process must pass the same tapes in the same
-        order. The loop may also imitate them (`loop.demonstrations`)."""
+        """Make the missing updates of the warm start on these tapes, which the loop may also imitate
+        (`loop.demonstrations`). Every process of the run must pass the same tapes in the same order."""
         self.shown = tapes
         target = self.warm.updates
         if self.history.updates >= target:
@@ -241,9 +241,9 @@ class Training:
         self.run.save()
 
     async def improve(self) -> None:
-        """Make the loop's missing updates, with evaluations on the held-out tasks before, between and after."""
+        """Make the missing updates of the loop, with evaluations on held-out tasks before, during and after it."""
         results = self.run.results
-        # `before` stays None if the loop has begun without it, because the weights from that moment are gone.
+        # `before` stays None if the loop began without this evaluation, because those weights are gone.
         if self.scene.held_out and self.history.updates == self.warm.updates and results.before is None:
             async with self.measuring() as engine:
                 results.before = await self.evaluate(engine, "before")
@@ -268,7 +268,7 @@ class Training:
     async def _improve(self) -> None:
         start = self.warm.updates
         if self.history.updates >= start + self.loop.updates:
-            # All updates were made, but a crash may have prevented their last records or a player's last update.
+            # All updates were made, but a crash may have come before the last records or a player's last update.
             if self.history.unrecorded or self.team.behind(self.history.updates):
                 await self.run_loop(self.history, self.loop, lambda update: None, name="catching up", start=start)
             self.history.settle()
@@ -287,14 +287,14 @@ class Training:
         self.run.save()
 
     def _evaluate_beside(self, done: int) -> None:
-        """Start the evaluation that is due after `done` updates of the loop. It waits for the previous one to end. It
-        has either its own engine with a copy of the present weights, while training continues, or the loop's engine,
-        which gets its next weights after the evaluation. If a crash interrupts an evaluation, it is not repeated,
-        because its weights are gone."""
+        """Start the evaluation that is due after `done` updates of the loop, if there is one. It waits until the
+        previous evaluation has ended. Either a separate engine has a copy of the current weights while training
+        continues, or the loop's engine is used, which then gets no new weights until the evaluation has ended. An
+        evaluation that a crash interrupted isn't repeated, because its weights are gone."""
         every = self.config.evaluation.every
         if not self.scene.held_out or every is None or done % every or done >= self.loop.updates:
             return
-        # The weights are copied here. A copy made after waiting for the previous evaluation would have later weights.
+        # The weights are copied now. After the wait for the previous evaluation, the copy would have later weights.
         engine = self.engine(self.history) if self.measured_by == "own" else None
         self._evaluation = asyncio.create_task(self._measure(self._evaluation, engine, done))
 
@@ -318,9 +318,9 @@ class Training:
         start: int,
         stop: Callable[[], bool] = lambda: False,
     ) -> Loop:
-        """Run the loop with `config` on `history` and in its store. `start` and `stop` are passed to `Loop`."""
+        """Run the loop with `config` on `history` and its store. `start` and `stop` are passed to `Loop`."""
         engine, players = await self._sampling(history.version)
-        # Tapes name the version that sampled them, so its record must be there before the first one.
+        # Tapes name the version that sampled them, so the record of this version must come before the first tape.
         history.record_version("start")
         scene = self.scene
         order = list(range(len(scene.train_tasks)))
@@ -359,8 +359,8 @@ class Training:
         return loop
 
     def _note_evaluation(self, update: int, found: Evaluations) -> None:
-        """Write a line of metrics with mean reward, components, lengths and pass@k for each evaluation. `update` is the
-        number of updates that the loop has made."""
+        """Write one metrics line with the mean reward, components, lengths and pass@k of each evaluation in `found`.
+        `update` is the number of updates that the loop has made."""
         line: dict[str, Any] = {"phase": "evaluation", "update": update, "updates": self.warm.updates + update}
         for name, part in found.items():
             line[name] = part.mean
@@ -372,13 +372,12 @@ class Training:
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Paths of the trained agents if `loop.by_agent` gives each its own reward, otherwise empty."""
+        """With `loop.by_agent`, where each agent has its own reward, the paths of all trained agents. Otherwise ()."""
         others = (path for name in self.team.policies for path in self.team.players[name].agents)
         return (*(self.loop.agents or ()), *others) if self.loop.by_agent else ()
 
     async def evaluate(self, engine: Engine, when: str) -> Evaluations:
-        """Run every evaluation on the held-out tasks with that engine. `when` becomes part of the names of their
-        splits."""
+        """Run every evaluation on the held-out tasks with `engine`. The names of their splits contain `when`."""
         config, scene = self.config.evaluation, self.scene
         sampled = config.sampling or self.loop.sampling
         evaluations = {"sampled": sampled}
@@ -433,6 +432,6 @@ class Training:
         return found
 
     def token_counts(self) -> dict[str, int]:
-        """Return the accounting of tokens, as `--json` prints it."""
+        """Return the run's accounting of tokens, as `--json` prints it."""
         assert self.run.results.books is not None
         return self.run.results.books.counts

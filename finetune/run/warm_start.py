@@ -1,7 +1,7 @@
-"""Warm start: copies tapes from another run into a run, and imitates them (SFT) with the loop's trainer and ledger.
+"""Warm start: copies tapes from another run and imitates them (SFT), with the same trainer and ledger as the loop.
 
-Tapes are copied record by record, so each keeps its id and its digest, and every token in the copying run stays
-accounted for. Calls that were recorded as text are tokenized once here, and the tokens are added as a layer.
+Tapes are copied record by record, so each tape keeps its id and digest, and the accounting of the copying run covers
+every token. If a call was recorded as text, its text is tokenized once here, and the tokens are added as a layer.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ CHECKPOINT_EVERY = 100
 def choose(
     source: str | Path, renderer: Renderer, *, split: str | None = None, min_reward: float | None = None
 ) -> list[str]:
-    """Return the ids of the tapes in the run `source` that may be imitated and match the filters, oldest first.
+    """Return the ids of the tapes in the run `source` that match the filters and may be imitated, oldest first.
 
-    Raises UsageError if no tape matches, a tape was tokenized for another model, `split` is held out, or `source` isn't
-    a run.
+    Raises UsageError if `source` isn't a run, `split` is held out, no tape matches, or a tape has another tokenizer.
     """
     if split is not None and split not in TRAINABLE_SPLITS:
         raise UsageError(f"split {split!r} is held out: imitate tapes of {' or '.join(TRAINABLE_SPLITS)}")
@@ -53,10 +52,8 @@ def choose(
 
 
 def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Renderer) -> list[str]:
-    """Copy these tapes from the run `source`. Return the ids of the tapes that `into` now has completely, in the same
-    order.
-
-    A tape that an earlier call copied is not copied again.
+    """Copy these tapes from the run `source`, except those that an earlier call copied. Return the ids of the tapes
+    that are complete in `into` now, in the same order.
     """
     there = {summary.id for summary in into.summaries()}
     with Store.open(source) as store:
@@ -65,8 +62,8 @@ def bring_in(source: str | Path, ids: Sequence[str], into: Store, renderer: Rend
             if name not in there:
                 _copy(store.tape(name, refresh=False), store, into, renderer, there)
     into.writer.sync()
-    # If a process was killed while it copied a tape, that tape is `crashed`. An id can occur only once in a store, so
-    # the tape can't be copied again. It is incomplete, so it must not be imitated.
+    # If a process was killed while it copied a tape, this tape is `crashed` and must not be imitated. It can't be
+    # copied again, because an id can occur only once in a store.
     crashed = {summary.id for summary in into.summaries(status=Status.CRASHED)}
     return [name for name in ids if name not in crashed]
 
@@ -82,7 +79,7 @@ def _check_tokens(tape: Tape, renderer: Renderer, source: str | Path) -> None:
 
 def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set[str]) -> None:
     parent = tape.begin.parent
-    # A fork only contains its own turns, so its parent must be in the store first.
+    # A fork contains only its own turns, so its parent must be copied first.
     if parent is not None and parent.tape not in there:
         _copy(source.tape(parent.tape, refresh=False), source, into, renderer, there)
     for name in sorted({name for body in tape.bodies for name in references(body)}):
@@ -95,7 +92,7 @@ def _copy(tape: Tape, source: Store, into: Store, renderer: Renderer, there: set
 
 
 def _missing_tokens(tape: Tape, renderer: Renderer) -> Sequence[Tokens]:
-    """Return a layer of tokens for each call that was recorded as text and has no such layer yet."""
+    """Return a layer of tokens for each call that was recorded as text and has no layer of tokens yet."""
     layered = {layer.call for layer in tape.layers if isinstance(layer, Tokens)}
     made = []
     for call in tape.calls:
@@ -122,10 +119,10 @@ def warm_start(
     on_update: Callable[[int, dict[str, object]], None] | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Train until the history has `updates` updates (by default, the configured number), or `stop()` returns true.
+    """Train until the history has `updates` updates (the configured number by default) or `stop()` returns true.
 
-    Training continues from the history's present update. Each update is recorded in the ledger, and the last one gets a
-    pinned checkpoint. `agents` are the paths of the agents that are imitated, or None for all.
+    Updates that the history already has count too. Each new update is recorded in the ledger, and the last one gets a
+    pinned checkpoint. `agents` are the paths of the agents to imitate; None imitates all agents.
     """
     target = config.updates if updates is None else updates
     while history.updates < target and not stop():
@@ -136,8 +133,8 @@ def warm_start(
         if on_update is not None:
             on_update(history.updates, imitation_line(stats, uses))
         if history.updates % CHECKPOINT_EVERY == 0 and history.updates < target:
-            # The records must be durable before the checkpoint, because no run can resume from a checkpoint that is
-            # ahead of the ledger.
+            # The records must be durable before the checkpoint, because a checkpoint with updates that aren't recorded
+            # can't be used to resume.
             store.writer.sync()
             history.checkpoint()
     store.writer.sync()
