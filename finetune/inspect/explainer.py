@@ -1,7 +1,7 @@
-"""Explain: which role each token in a tape had in training, and why.
+"""Explain: shows which role each token in a tape had in training, and why.
 
-The same converter as in training makes the rows. The ledger says which tokens were trained on. Advantages are computed
-again from the batch that the ledger names, with the recipe that the run recorded. The run is only read.
+The rows are made by the same converter as in training. The ledger says which tokens were trained on. Advantages are
+computed again from the batch in the ledger, with the recipe that the run recorded. The run is only read.
 """
 
 from __future__ import annotations
@@ -51,39 +51,39 @@ class TokenLine(Value):
     text: str | None
     """The token's text, or None if there is no tokenizer."""
     own: bool
-    """Whether the token is a label, which is a token that an agent produced. The fields below are None for context."""
+    """Whether the token is a label, that is, an agent produced it. For other tokens, the fields below are None."""
     call: str | None = None
     offset: int | None = None
     """Index in the call's completion."""
     turn: int | None = None
     step: int | None = None
-    """Index of the step that was parsed from the token."""
+    """Index of the step that was parsed from this part of the completion."""
     version: str | None = None
-    """Policy version that sampled the token, or None for authored text."""
+    """The policy version that sampled the token, or None for authored text."""
     temperature: float | None = None
     """Temperature at sampling, or None for authored text."""
     logprob: float | None = None
     """Log-prob at sampling, or None if unknown."""
     reward: float | None = None
-    """Reward of the token's turn. Rewards for the whole episode count in its last turn."""
+    """Reward of the token's turn. A reward for the whole episode counts in the last turn."""
     fate: str | None = None
-    """Fate in the last update that took the tape: `trained`, `stale`, `filtered`, `context`, or None if no update
-    accounts for the token."""
+    """What happened to the token in the last update that took the tape: `trained`, `stale`, `filtered` or `context`. It
+    is None if no update accounts for the token."""
     advantage: float | None = None
-    """Advantage in that update, or None if it had none or can't be computed again."""
+    """The token's advantage in that update. It is None if there was no advantage or if it can't be computed again."""
     weight: float | None = None
-    """Weight in that update's loss, or None for a token outside the loss."""
+    """The token's weight in the loss of that update. It is None for a token outside the loss."""
 
 
 class RowLine(Value):
-    """One token sequence that the trainer processes in a forward pass."""
+    """One row: a token sequence that the trainer processes in a forward pass."""
 
     begins: str
-    """Id of the row's first call."""
+    """Id of the first call in the row."""
     split: str | None
-    """Why that call doesn't extend an earlier row, or None for the first call on its path."""
+    """Why the first call doesn't extend an earlier row, or None if it is the first call of its agent."""
     repeated: int
-    """Leading tokens that an earlier row also has. The trainer processes them again here."""
+    """Number of tokens at the beginning that an earlier row also has, so that the trainer processes them twice."""
     own: int
     calls: tuple[str, ...]
     tokens: tuple[TokenLine, ...]
@@ -96,9 +96,9 @@ class UseLine(Value):
     update: int
     phase: str
     recipe: str | None
-    """The recipe's name, or None if `recipes.json` has no recipe that can be used here."""
+    """Name of the update's recipe, or None if `recipes.json` has no recipe that can be used here."""
     trained: int
-    """Number of tokens in this tape that have a weight."""
+    """Number of tokens in this tape with a weight in the loss."""
     skipped: str | None
     """Why the update was not applied, or None if it was."""
 
@@ -111,21 +111,21 @@ class Explanation(Value):
     """How the tape was used in training, as a sentence."""
     uses: tuple[UseLine, ...]
     group_rewards: tuple[float | None, ...]
-    """Rewards of the tapes in the tape's group in its last update, including the tape."""
+    """Rewards of all tapes in the tape's group, including the tape itself, in the last update that took the tape."""
     rows: tuple[RowLine, ...]
     forwarded: int
     repeated: int
-    """Tokens among them that another row also has."""
+    """Number of `forwarded` tokens that an earlier row also has."""
     own: int
     unlabelled: int
-    """Completion tokens without a label in any row. They are from failed calls or were removed by a label layer."""
+    """Number of completion tokens without a label in any row, because the call failed or a label layer removed it."""
     notes: tuple[str, ...]
     """What could not be computed, and why."""
 
 
 @dataclass
 class Explainer:
-    """Explains the tapes of one run. `decode` returns the text of a token id. `renderer` tokenizes authored text."""
+    """Explains the tapes of one run. `decode` maps a token id to its text. `renderer` tokenizes authored text."""
 
     store: Store
     decode: Callable[[int], str] | None = None
@@ -134,23 +134,23 @@ class Explainer:
 
     @cached_property
     def updates(self) -> list[_Update]:
-        """Every update in every living lineage, in order."""
+        """All updates in all living lineages, in order."""
         lineages = self.store.lineages()
         uses = (use for lineage in lineages.living for use in lineages.ledger(lineage).uses)
         return [_Update(use, UpdateInfo.of(use)) for use in uses]
 
     @cached_property
     def recipes(self) -> dict[str, Recipe | UsageError]:
-        """The recorded recipe for each phase, or the error that says why it can't be used here."""
+        """Phase -> recorded recipe, or the error that says why this recipe can't be used here."""
         return read_recipes(self.store.path)
 
     def newest(self, n: int) -> list[str]:
-        """Return the last n tapes in the last update. In a run without updates, return the last n closed tapes."""
+        """Return the ids of the last n tapes in the last update. Without updates, return the last n closed tapes."""
         taken = [tape for update in self.updates[-1:] for tape in update.info.tapes]
         return (taken or [summary.id for summary in self.store.summaries(closed=True)])[-n:]
 
     def explain(self, name: str) -> Explanation:
-        """Explain the tape with this id, or with the only id that begins with `name`."""
+        """Explain the tape whose id is `name`, or the only tape whose id begins with `name`."""
         tape = self.store.tape(name)
         notes: list[str] = []
         took = [update for update in self.updates if update.read(tape.id)]
@@ -194,7 +194,7 @@ class Explainer:
         for index, entry in enumerate(tape.entries):
             for call, start, end in entry.calls:
                 facts.steps.update(dict.fromkeys(((call, k) for k in range(start, end)), index))
-        # Later fates overwrite earlier ones. FATES begins with the strongest, so `trained` is written last.
+        # A later fate overwrites an earlier one. FATES begins with the one that should win, so it is read in reverse.
         for fate in reversed(FATES):
             for name, call, start, end in (entry for use, _ in updates for entry in ranges(use, fate)):
                 if name == tape.id:
@@ -284,13 +284,13 @@ class _Update(NamedTuple):
     info: UpdateInfo
 
     def read(self, tape: str) -> bool:
-        """Return whether the update read the tape, to train on it, to set it aside or to imitate it."""
+        """Return whether the update read the tape: to train on it, to set it aside, or to imitate it."""
         return tape in self.info.read
 
 
 def _lasts(took: list[_Update]) -> list[_Update]:
-    """Return the last applied update that took the tape, or the last one if none was applied, and the updates of other
-    policies on the same batch. With several policies, each trains on its own tokens in a tape."""
+    """Return the last applied update that took the tape (or the last update, if they were all skipped), and the updates
+    that other policies made on the same batch. Each policy trains on the tokens of its own agents in the tape."""
     last = next((update for update in reversed(took) if not update.info.skipped), took[-1] if took else None)
     if last is None:
         return []
@@ -311,12 +311,12 @@ class _Taken:
     groups: dict[str, list[float | None]]
     """Group -> rewards of its tapes."""
     problem: str = ""
-    """Why advantages can't be computed. It is empty if they can, or if the recipe has none."""
+    """Why advantages can't be computed. It is empty if they can be, or if the recipe has no advantages."""
 
 
 @dataclass
 class _Facts:
-    """Facts about a tape's completion tokens, by (call, offset)."""
+    """Facts about a tape's completion tokens. The keys are (call, offset)."""
 
     turn_rewards: NDArray[Any] | None
     steps: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -349,7 +349,7 @@ def _verdict(tape: Tape, took: list[_Update], facts: _Facts) -> str:
 
 
 def _unknowable(recipe: Recipe | UsageError | None, phase: str) -> str:
-    """Return why a recipe's advantages can't be computed from the tapes alone. The text is empty if they can."""
+    """Return why the recipe's advantages can't be computed from the tapes alone, or '' if they can."""
     if recipe is None:
         return f"the run has no recipes.json with the recipe of phase {phase!r}"
     if isinstance(recipe, UsageError):
@@ -368,8 +368,8 @@ def _no_trainer(phase: str) -> Any:
 def token_reader(
     run: Path, named: str | None, tapes: Sequence[Tape]
 ) -> tuple[Callable[[int], str] | None, Renderer | None]:
-    """Return a function that decodes a token id, and the renderer, both with the tapes' own tokenizer. Return (None,
-    None) if that tokenizer is missing or differs."""
+    """Return a function that maps a token id to its text, and the renderer. Both use the tokenizer in the folder
+    `named` or, by default, the run's. Return (None, None) if it is missing or isn't the tokenizer of `tapes`."""
     folder = named or tokenizer_folder(run)
     if folder is None:
         log.warning("the run has no tokenizer, so tokens are shown as numbers: name the folder of one")

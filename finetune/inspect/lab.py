@@ -1,7 +1,7 @@
-"""Lab: computes a recorded update under other recipes, with the same tapes at the same weights, and compares them.
+"""Lab: computes a recorded update under several recipes, with the same tapes and weights, and compares the results.
 
-The update's initial weights are rebuilt from the nearest checkpoint. The batch has the tapes as the update read them.
-Gradients are computed and compared, no weights change, and the run is only read. These values are compared:
+The weights that the update began with are rebuilt from the nearest checkpoint. The tapes have the content that the
+update read. Only gradients are computed, so no weights change, and the run is only read. The lab compares:
 
     pull      minus the derivative of the loss by a token's log-prob, as a share of the sum of all |pulls|. If it is
               above 0, the step makes the token likelier. The pull includes weight, advantage, clip, ratio and KL. It
@@ -47,13 +47,13 @@ from ..trainer.updates import UpdateStats
 from .rebuild import RebuiltRun
 
 ROUNDING = 1e-6
-"""Pulls, as shares, that differ by less than this count as equal."""
+"""Two pulls, as shares, count as equal if they differ by no more than this."""
 OWN = "own"
-"""Name for the run's own recipe."""
+"""The name that stands for the run's own recipe."""
 
 
 class TokenShift(Value):
-    """A token that one recipe pulls more or less than the first recipe does."""
+    """A token on which a recipe has a larger or smaller |pull| than the first recipe."""
 
     tape: str
     call: str
@@ -62,56 +62,57 @@ class TokenShift(Value):
     id: int
     text: str
     first: float
-    """Pull under the first recipe, as a share."""
+    """The token's pull under the first recipe, as a share."""
     pull: float
-    """Pull under this recipe, as a share."""
+    """The token's pull under this recipe, as a share."""
 
 
 class RecipeLine(Value):
-    """The update under one recipe."""
+    """Results of the update under one recipe."""
 
     recipe: str
     loss: float | None
     grad_norm: float | None
-    """Norm of the gradient, or None if no token has a finite one."""
+    """Norm of the gradient, or None if it isn't finite."""
     cosine: float | None
-    """Cosine with the first recipe's gradient, or None if either gradient is missing or 0."""
+    """Cosine between this gradient and the first recipe's, or None if one of the two is missing or 0."""
     mean_advantage: float | None
-    """Mean |advantage| of the tokens that enter the loss, or None for a recipe without advantages."""
+    """Mean |advantage| over the tokens that enter the loss, or None if the recipe has no advantages."""
     clipped: float | None
-    """Share of live tokens whose surrogate is clipped, or None if the recipe clips nothing."""
+    """Share of tokens whose surrogate is clipped, among those that can have a gradient. None if the recipe never
+    clips."""
     tokens: int
     """Number of tokens with a weight in the loss."""
     dropped: int
-    """Number of the agent's own tokens without a weight."""
+    """Number of own tokens without a weight in the loss."""
     skipped: str | None
     """Why the update would not be applied, or None if it would."""
     recorded: bool | None
-    """Whether token weights, loss and gradient norm equal the ledger bit for bit. It is None if they need not be equal,
-    because the recipe isn't the run's or the update has several steps."""
+    """Whether token weights, loss and gradient norm equal the record bit for bit. It is None if they need not be equal,
+    because this isn't the run's recipe or the update has several steps."""
     gained: tuple[TokenShift, ...]
-    """Tokens whose |pull| grows most compared to the first recipe."""
+    """Tokens whose |pull| is larger than under the first recipe. The largest difference comes first."""
     lost: tuple[TokenShift, ...]
     pulls: tuple[float, ...]
-    """Pull on each of the agent's own tokens, in the order of the batch."""
+    """Pull on each own token, in the order of the batch."""
 
 
 class Experiment(Value):
-    """One update under every recipe."""
+    """Results of one update under every recipe."""
 
     lineage: str
     update: int
     version: str
-    """Version of the weights with which the update began."""
+    """Version of the weights that the update began with."""
     phase: str
     episodes: int
     tokens: int
-    """Number of the agent's own tokens in the batch."""
+    """Number of own tokens in the batch."""
     lines: tuple[RecipeLine, ...]
 
 
 class LabReport(Value):
-    """The updates under all recipes."""
+    """Results of the updates under all recipes."""
 
     run: str
     recipes: tuple[str, ...]
@@ -128,12 +129,12 @@ def lab(
     tokens: int = 5,
     progress: Progress = silent,
 ) -> LabReport:
-    """Compute recorded updates of the run under each recipe, and compare the others with the first recipe.
+    """Compute recorded updates of the run under each recipe, and compare the other recipes with the first one.
 
-    A recipe is a `Recipe`, a name, `own` (the run's), or a file (`RecipeConfig`). `updates` are counted from 0; None is
-    the loop's last update. `policy` is a trained player in the run; None is the loop's own policy. `tokens` is how many
-    tokens to list with the largest gain, and how many with the largest loss. Raises UsageError if an update, a policy
-    or a recipe doesn't exist, and Unknown if the base weights are gone.
+    A recipe is a `Recipe`, a recipe's name, `own` (the run's recipe), or a file with a `RecipeConfig`. `updates` are
+    numbers counted from 0. None is the loop's last update. `policy` is the name of a trained player, or None for the
+    loop's own policy. At most `tokens` tokens are listed in `gained`, and as many in `lost`. Raises UsageError if an
+    update, a policy or a recipe doesn't exist, and Unknown if the base weights can't be rebuilt.
     """
     run, started = Path(run), time.perf_counter()
     named = [_named(recipe) for recipe in recipes]
@@ -157,7 +158,7 @@ def lab(
 
 
 def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
-    """Return the name of the recipe, and the recipe or None for the run's own."""
+    """Return the name of the recipe, and the recipe. For the run's own recipe, this is None."""
     if isinstance(recipe, Recipe):
         return recipe.name, recipe
     if recipe == OWN:
@@ -169,7 +170,7 @@ def _named(recipe: str | Recipe) -> tuple[str, Recipe | None]:
 
 
 def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
-    """Return the policy's lineage and the directory with its checkpoints."""
+    """Return the lineage of the policy, and the directory with the policy's checkpoints."""
     living = store.lineages().living
     own, *others = checkpoint_folders(run)
     last = [one.state["lineage"] for one in checkpoints(own)]
@@ -186,7 +187,7 @@ def _lineage(run: Path, store: Store, policy: str | None) -> tuple[str, Path]:
 
 
 def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use]]:
-    """Return the records for each requested update, in order."""
+    """Return the records of each requested update, in order."""
     known = {epochs[0].update: epochs for epochs in by_update(uses)}
     if updates is None:
         loop = [n for n, epochs in known.items() if not UpdateInfo.of(epochs[0]).phase.startswith("sft")]
@@ -198,9 +199,9 @@ def _wanted(uses: Sequence[Use], updates: Sequence[int] | None) -> list[list[Use
 
 
 def _go_to(history: History, update: int) -> None:
-    """Restore the weights with which `update` began, from the present weights or from the nearest checkpoint.
+    """Restore the weights that `update` began with, from the current weights or from the nearest checkpoint.
 
-    Recorded updates may only be applied to the present weights if these are before `update`, on the same lineage.
+    The current weights must be from before `update`. They are used unless a checkpoint is nearer.
     """
     saved = [
         one.update
@@ -216,7 +217,7 @@ def _go_to(history: History, update: int) -> None:
 
 
 class _Bench:
-    """Computes updates under every recipe, with one model in memory."""
+    """Computes updates under every recipe. Only one model is in memory."""
 
     def __init__(self, rebuilt: RebuiltRun, recipes: Sequence[tuple[str, Recipe | None]], tokens: int) -> None:
         self.history, self.recipes, self.tokens = rebuilt.history, recipes, tokens
@@ -325,7 +326,7 @@ class _Bench:
 
 @dataclass(frozen=True)
 class _Trial:
-    """One recipe's gradient for one update."""
+    """The gradient of one update under one recipe."""
 
     name: str
     mine: bool
@@ -349,6 +350,6 @@ def _as_recorded(trial: _Trial, batch: Batch, use: Use) -> bool:
     weights = [list(item) for item in weighed(batch.rows, stats.stream, stats.weight)] if stats.applied else []
     recorded = [list(item) for item in use.items]
     if stats.applied and stats.shown is not None:
-        recorded = recorded[: len(weights)]  # the weights of imitated demonstrations come after those of the batch
+        recorded = recorded[: len(weights)]  # the weights of demonstrations come after those of the batch
     info = UpdateInfo.of(use)
     return (weights, known(stats.loss), known(stats.grad_norm)) == (recorded, info.loss, info.grad_norm)

@@ -1,8 +1,7 @@
-"""Rebuilds the beginning of a training run: its base weights and the history that trains from them.
+"""Rebuilds the beginning of a training run: the base weights, and a history that trains from them.
 
-Agent, environment and tasks are not needed. The parts are built by the code of `demo` and `train`, from the
-configuration in the run directory, so there is no second training code. The run is only read. `reproduce` and `lab` use
-this module.
+No agent, environment or tasks are needed. Everything is built from the configuration in the run directory by the code
+of `demo` and `train`, so training isn't implemented twice. The run is only read. `reproduce` and `lab` use this module.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Unknown(TapereelError, ValueError):
 
 @dataclass(frozen=True)
 class RebuiltRun:
-    """The beginning of a run. The history's model has the base weights, and the history has no checkpoint."""
+    """The beginning of a run. The model of `history` has the base weights, and `history` has no checkpoints."""
 
     training: Training
     history: History
@@ -45,8 +44,8 @@ class RebuiltRun:
 
     @classmethod
     def of(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """Rebuild the beginning of the run in the directory `run`, which is open as `store`. The history writes to
-        `scratch`, an empty directory. Raises Unknown if the beginning can't be rebuilt."""
+        """Rebuild the beginning of the run in the directory `run`, which is open as `store`. The history writes to the
+        empty directory `scratch`. Raises Unknown if the base weights or the configuration can't be rebuilt."""
         if not (run / CONFIG).exists():
             if run.parent.name == "controls" and (run.parent.parent / CONFIG).exists():
                 return cls._of_control(run, store, scratch, lineage)
@@ -66,7 +65,7 @@ class RebuiltRun:
 
     @classmethod
     def _of_control(cls, run: Path, store: Store, scratch: Path, lineage: str) -> RebuiltRun:
-        """Rebuild a demo's control. It begins with the weights that the demo had after its imitation."""
+        """Rebuild a control run of a demo. It begins with the weights that the demo had after its warm start."""
         demo = run.parent.parent
         directory = RunDir(scratch, _results(demo).model_copy(update={"lineage": lineage}), store, resumed=True)
         training, _ = _begin(demo, directory)
@@ -106,7 +105,7 @@ def _begin(run: Path, directory: RunDir) -> tuple[Training, str]:
         raise Unknown(str(error)) from error
     except (UsageError, BrokenHistory) as error:
         raise Unknown(f"a model that the run began with is gone: {error}") from error
-    # A model folder may have been overwritten since. With other base weights, every later update would differ.
+    # The model folder may have been overwritten since. With other base weights, every later update would differ.
     found, begun = weights_digest(policy.model.state_dict()), directory.results.base
     if begun not in (None, found):
         raise Unknown(
@@ -124,8 +123,8 @@ def _read(kind: type[Settings], run: Path) -> Settings:
 
 
 def _on_present_devices(config: TrainConfig) -> TrainConfig:
-    """Set the trainers to their recorded devices, or to a device that this machine has. So a machine without a GPU can
-    inspect a run that used one."""
+    """Replace recorded devices that this machine lacks, so that a machine without a GPU can inspect a run that used
+    one."""
     players = {
         name: player if player.frozen else player.model_copy(update={"trainer": _on_present_device(player.trainer)})
         for name, player in config.players.items()

@@ -1,13 +1,13 @@
 """Reproduce: derives a checkpoint again, update by update, from the base weights and the recorded tapes.
 
-No model samples and no environment runs. The training code makes every update again from the tapes that its record
-names, and compares the result with the record, bit for bit. The weights after an update are compared with the published
-digest. The report names the first update that differs, and what differs. The run is only read.
+No model samples and no environment runs. The training code makes every update again from the tapes that the update's
+record names, and the result is compared with this record, bit for bit. The weights after each update are compared with
+the published digest. The report names the first update that differs, and what differs. The run is only read.
 
-1. `verified` holds on every machine, because equal digests mean equal weights. A difference on another machine or with
-   another version of torch is `unverifiable`, because a sum in another order can differ in its last bits.
-2. Reproduce does not check how a tape came about. `verify` checks its bytes, and `replay` checks the agent and the
-   model.
+1. `verified` holds on every machine, because equal digests mean equal weights. If an update differs on another machine
+   or torch version than the run's, the outcome is `unverifiable`, because sums in another order can differ in the last
+   bits.
+2. How a tape was made isn't checked here. `verify` checks its bytes, `replay` the agent, and `requery` the log-probs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Outcome = Literal["verified", "diverged", "unverifiable"]
 
 
 class Difference(Value):
-    """The first difference from the record."""
+    """The first difference between the derived run and the record."""
 
     update: int
     """Number of the update, counted from 0. It makes version `update + 1`. -1 stands for the base weights."""
@@ -69,27 +69,27 @@ class Reproduction(Value):
     outcome: Outcome
     base: str
     updates: int
-    """Number of updates that were applied again and found equal."""
+    """Number of updates that were applied again with an equal result."""
     of: int
-    """Number of updates in the checkpoint."""
+    """Number of updates that the checkpoint contains."""
     published: int = 0
-    """Number of versions up to the checkpoint whose weights have the published digest."""
+    """Number of versions, up to the checkpoint, whose derived weights have the published digest."""
     checkpoints: int = 0
-    """Number of checkpoints whose weights equal the derived weights."""
+    """Number of checkpoints whose weights equal those that were derived."""
     trainers: int = 0
-    """Number of these checkpoints whose trainer's state (optimiser, counts, moments, coefficients, averages, critic)
-    equals the derived state. The base has no such state."""
+    """Number of these checkpoints in which the state of the trainer (optimiser, counts, moments, coefficients,
+    averages, critic) equals the derived state. The base checkpoint has no such state."""
     tapes: int = 0
-    """Number of tapes that were trained on. Each has the digest that its updates pinned."""
+    """Number of tapes that were trained on. Each has the content that its updates read."""
     digest: str | None = None
-    """Digest of the derived weights, or None unless the outcome is `verified`."""
+    """Digest of the derived weights if the outcome is `verified`, otherwise None."""
     difference: Difference | None = None
     """The first difference, if the outcome is `diverged`."""
     reason: str | None = None
     """Why the comparison is not possible, if the outcome is `unverifiable`."""
     seconds: float = 0.0
     players: dict[str, Reproduction] = Field(default={})
-    """Results for the last checkpoints of the run's other policies, by name. It is empty if a checkpoint was named."""
+    """Name of a trained player -> result for its last checkpoint. It is empty if a checkpoint was named."""
 
     @computed_field
     @property
@@ -103,7 +103,7 @@ class Reproduction(Value):
     @computed_field
     @property
     def verdict(self) -> Standing:
-        """The exit code in words. It is `broken` if a policy diverged, and `undecided` if one can't be verified."""
+        """The exit code in words: `broken` if a policy diverged, `undecided` if a policy is unverifiable."""
         return STANDINGS[self.exit_code]
 
     def __str__(self) -> str:
@@ -114,12 +114,12 @@ class Reproduction(Value):
 
 
 def reproduce(run: str | Path, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-    """Derive a checkpoint of the run in the directory `run` again. By default, this is the last one, and all earlier
-    ones are compared too.
+    """Derive a checkpoint of the run in the directory `run` again. By default, this is the last checkpoint, and all
+    earlier checkpoints are compared too.
 
-    `checkpoint` is the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates.
-    Without it, `run` may also be the directory of a checkpoint inside its run. Raises UsageError if no such checkpoint
-    exists, and OtherVersion if another version wrote the run's settings.
+    `checkpoint` is the directory of a checkpoint anywhere, its name (`update-000040`), or its number of updates. If it
+    is not given, `run` may also be the directory of a checkpoint inside a run. Raises UsageError if the checkpoint
+    doesn't exist, and OtherVersion if another version of this package wrote the run's settings.
     """
     run = Path(run)
     if not run.is_dir():
@@ -140,7 +140,7 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
     wanted = _find_checkpoint(run, checkpoint, found)
     with Store.open(run) as store, tempfile.TemporaryDirectory() as scratch:
         lineage = str(wanted.state["lineage"])
-        # A damaged checkpoint is reported, whichever lineage its state names now.
+        # A damaged checkpoint is included whichever lineage it names, so that the damage is reported.
         among = [c for c in found if c.update < wanted.update]
         among = [c for c in among if c.state.get("lineage") == lineage or store.damage(c.path)]
         try:
@@ -166,13 +166,13 @@ def _one(run: Path, folder: Path, checkpoint: str | Path | None, progress: Progr
 
 
 def _run_of(checkpoint: Path) -> Path:
-    """Return the run that contains a checkpoint."""
+    """Return the directory of the run that contains a checkpoint."""
     return next((above.parent for above in checkpoint.parents if above.name == "checkpoints"), checkpoint.parent.parent)
 
 
 def _find_checkpoint(run: Path, name: str | Path | None, found: Sequence[Checkpoint]) -> Checkpoint:
-    """Return the checkpoint that is named by a directory, `update-000040` or `40`. None is the last one. Raises
-    UsageError if there is no such checkpoint."""
+    """Return the checkpoint that `name` stands for: a directory, `update-000040` or `40`. None stands for the last
+    checkpoint. Raises UsageError if there is no such checkpoint."""
     if not found and name is None:
         raise UsageError(
             f"{run} has no checkpoint: it is not a training run, or it has not written its first checkpoint yet"
@@ -197,8 +197,8 @@ def retrace(
     base: str = "the weights of the model",
     progress: Progress = silent,
 ) -> Reproduction:
-    """Apply the recorded updates below `until` (by default all) to `history`, whose model has the base weights. Compare
-    the results with the records and with the weights in `files`."""
+    """Apply the recorded updates with a number below `until` (all by default) to `history`, whose model has the base
+    weights. Compare the results with the records and with the checkpoints in `files`."""
     return _Walk(history, until, files, base, progress).report()
 
 
@@ -218,7 +218,7 @@ class _Walk:
         self.digest: str | None = None
         self.started = time.perf_counter()
         self.other = ""
-        """How torch or this machine differs from those that made an update. It is empty if no difference was found."""
+        """How torch or this machine differs from what made an update. It is empty if no difference was found."""
 
     def report(self) -> Reproduction:
         steps = by_update(use for use in self.ledger.uses if use.update < self.until)
@@ -243,7 +243,7 @@ class _Walk:
     def _apply(self, epochs: list[Use]) -> None:
         on: Any = epochs[0].info.get("on") or {}
         trainer = self.history.enter(Plan.of(epochs[0]).phase)
-        # Torch has the recorded number of threads while an update is applied, so it can't differ.
+        # The number of threads can't differ, because an update is applied with the recorded number.
         here = {**computed_on(trainer), "threads": on.get("threads")}
         self.other = elsewhere(on, here) or self.other
         _, again = apply_again(self.history, epochs)
@@ -255,10 +255,9 @@ class _Walk:
         self._weights(epochs[0].lineage)
 
     def _weights(self, lineage: str) -> None:
-        """Compare the present weights with the published digest and the checkpoint for this update, if there are any.
+        """Compare the current weights with the published digest and the checkpoint of this version, if there are any.
 
-        They are compared after each update. Otherwise only the last checkpoint would show that something differs, but
-        not which update.
+        The comparison is made after each update, because the last checkpoint alone wouldn't show which update differs.
         """
         n = self.history.updates
         published, file = self.known.get(version_name(lineage, n)), self.files.get(n)
@@ -291,8 +290,8 @@ class _Walk:
             raise _Other(file.update - 1, "checkpoint", str(error), self.digest, None) from error
 
     def _unlike_file(self, file: Checkpoint) -> Iterator[tuple[str, str, JsonValue, JsonValue]]:
-        """Yield (field, sentence, recorded, found) for each part that differs in a checkpoint. Random number states are
-        left out, because no update draws from them."""
+        """Yield (field, sentence, recorded, found) for each part of the checkpoint that differs from the derived one.
+        States of random number generators are left out, because no update draws from them."""
         derives = "base weights and tapes give"
         found, taught = weights_digest(file.weights()), file.taught()
         if found != self.digest:
@@ -318,7 +317,7 @@ class _Walk:
             then, now = taught.get(tape), pinned.get(tape)
             sentence = f"{file.path} was taught by tape {tape} as {then}, the ledger says {now}"
             yield "taught", sentence, list(now or ()), list(then or ())
-        if broken := self.history.store.damage(file.path):  # files that no update reads, such as the deployed `hf/`
+        if broken := self.history.store.damage(file.path):  # this includes files that no update reads, such as `hf/`
             yield "files", broken[0], None, None
 
     def _differs(self, difference: Difference) -> Reproduction:
@@ -350,7 +349,7 @@ class _Walk:
 
 
 def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield (place, saved, derived) for every value that is not equal bit for bit. Tensors are given as digests."""
+    """Yield (place, saved, derived) for every value that isn't equal bit for bit. Tensors are replaced by digests."""
     if isinstance(saved, dict) and isinstance(derived, dict):
         for key in dict.fromkeys([*saved, *derived]):
             yield from _unlike(saved.get(key), derived.get(key), f"{place}.{key}" if place else str(key))
@@ -364,7 +363,7 @@ def _unlike(saved: Any, derived: Any, place: str = "") -> Iterator[tuple[str, st
 
 
 class _Other(TapereelError):
-    """Weights or files differ from the derived ones."""
+    """Recorded weights or files differ from the derived ones."""
 
     def __init__(self, update: int, field: str, sentence: str, recorded: Any, found: Any) -> None:
         super().__init__(sentence)

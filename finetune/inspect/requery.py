@@ -1,8 +1,8 @@
-"""Requery: scores recorded tokens with a model again, and compares its log-probs with the recorded ones.
+"""Requery: scores recorded tokens with a model again, and compares the log-probs with those on tape.
 
-It checks that a tape came from a policy. Each sampled token is scored, teacher-forced, with the weights of the policy
-version that the tape names for it. The caller may name other weights. The weights come from checkpoints and model
-folders. A version without weights can't be verified.
+It checks that the policy that a tape names sampled the tape's tokens. Each token is scored, teacher-forced, with the
+weights of the version that the tape names for this token, or with weights that the caller names. The weights come from
+checkpoints and model folders. Tokens of a version whose weights are missing can't be verified.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from ..trainer.checkpoint import Checkpoint, checkpoint_folders, checkpoints
 from ..trainer.logprobs import score
 
 TOLERANCE = 1e-4
-"""Nats by which a log-prob may differ in float32. This is ten times the observed rounding, and less than the effect of
-one update."""
+"""Largest difference of a log-prob in float32 that counts as equal, in nats. It is ten times the observed rounding, and
+less than the effect of one update."""
 BATCH = 128
-"""Tapes that are scored in one call of `requery`."""
+"""Number of tapes that are scored in one call of `requery`."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Weights with their name and digest."""
+    """The weights of a policy, with their name and digest."""
 
     name: str
     """The folder with the weights."""
     digest: str
     """The same digest as in a `publish` record."""
     load: Callable[[], Pretrained] = field(repr=False)
-    """Loads the model, ready to score."""
+    """Loads the model with these weights."""
 
 
 class Policies:
@@ -59,8 +59,8 @@ class Policies:
     def __init__(
         self, run: Path, published: Sequence[Publish], *, only: str | None = None, begun: Sequence[str] = ()
     ) -> None:
-        """`only` is a checkpoint or model folder that scores all tokens, whichever version the tapes name. `begun` are
-        the model folders with which the run began."""
+        """If `only` is set, this checkpoint or model folder scores all tokens, whichever version the tapes name.
+        `begun` are the model folders that the run began with."""
         self.run = run
         self.digests = {publish.version: publish.digest for publish in published}
         self._video: VideoTokens = recorded_rendering(run).video
@@ -70,7 +70,7 @@ class Policies:
         self._loaded: tuple[str, Pretrained] | None = None
 
     def of(self, version: str) -> Policy | str:
-        """Return the weights of a version, or the reason why they are missing."""
+        """Return the weights of this version, or the reason why they are missing."""
         if self.only is not None:
             return self.only
         digest = self.digests.get(version)
@@ -109,7 +109,7 @@ def _checkpoint(one: Checkpoint, video: VideoTokens) -> Policy:
 
 
 def _folder(path: Path, video: VideoTokens) -> Policy:
-    """Find the weights in a checkpoint's directory or in a model in Hugging Face format."""
+    """Return the weights in the directory of a checkpoint, or of a model in Hugging Face format."""
     if (path / "state.json").is_file():
         return _checkpoint(next(one for one in checkpoints(path.parent) if one.path == path), video)
     found = load_pretrained(path, device="auto", video=video)
@@ -118,7 +118,7 @@ def _folder(path: Path, video: VideoTokens) -> Policy:
 
 @dataclass(frozen=True)
 class Scored:
-    """The tokens in a row that one version sampled, with their log-probs under its weights."""
+    """The tokens in a row that one version sampled, and their log-probs under the weights of this version."""
 
     row: Row
     logprob: NDArray[np.float64]
@@ -141,11 +141,11 @@ def requery_run(
     split: str | None = None,
     progress: Progress = silent,
 ) -> tuple[Verdicts, str | None]:
-    """Check the named tapes, or all closed tapes in a split that have sampled tokens. Return the verdicts, and the
-    reason if there are none.
+    """Check the named tapes, or by default all closed tapes in a split that have sampled tokens. Return the verdicts,
+    and the reason if there are no verdicts.
 
-    `model` is a checkpoint or model folder that scores every token. With None, each token is scored with the weights of
-    its own version, from the run's checkpoints and model folders. `tolerance` is the largest difference in nats that
+    `model` is a checkpoint or model folder that scores every token. With None, each token is scored with the version
+    that sampled it, from the run's checkpoints and model folders. `tolerance` is the largest difference in nats that
     counts as equal. `threads` is the number of torch threads.
     """
     if tolerance < 0 or threads < 1:
@@ -160,7 +160,7 @@ def requery_run(
         ids = chosen if tapes else [one.id for one in store.summaries(split=split, closed=True) if one.sampled]
         published = list(store.published.values())
         policies = Policies(store.path, published, only=model, begun=_begun(run))
-        # The tapes in a batch share forward passes. Only one batch of tapes is in memory at a time.
+        # The tapes in a batch share forward passes. Only one batch is in memory at a time.
         for k in range(0, len(ids), BATCH):
             batch = [store.tape(name, refresh=False) for name in ids[k : k + BATCH]]
             verdicts = requery(batch, policies, tolerance=tolerance)
@@ -177,7 +177,7 @@ def requery_run(
 
 
 def _begun(run: str | Path) -> list[str]:
-    """Return the model folders with which the run began, including those of its players."""
+    """Return the model folders that the run began with, including those of its players."""
     settings = recorded_settings(run)
     policies = (settings, *(settings.get("players") or {}).values())
     folders = ((policy.get("engine") or {}).get("model") for policy in policies)
@@ -215,8 +215,8 @@ def requery(tapes: Sequence[Tape], policies: Policies, *, tolerance: float = TOL
 
 
 def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str | Divergence | None:
-    """Return why the model can't read the row's pictures as the engine did, or None if it can. `fitting` has the
-    `Place.key` of each picture that was processed without an error. This function adds to it."""
+    """Return why the model can't read the row's pictures as the engine did, or None if it can. This function adds the
+    `Place.key` of each picture that could be processed to `fitting`, and skips the pictures that are in it."""
     recorded = tape.begin.versions.get("processor")
     if row.places and (found.vision is None or found.vision.hash != recorded):
         here = "none" if found.vision is None else found.vision.hash[:12]
@@ -243,17 +243,16 @@ def _obstacle(tape: Tape, row: Row, found: Pretrained, fitting: set[int]) -> str
 
 
 def _by_version(tape: Tape, row: Row) -> list[tuple[str, Row]]:
-    """Divide the sampled tokens with a known log-prob by version. Return each version and a row with only its tokens
-    as own tokens."""
+    """Divide the sampled tokens with a known log-prob by version. For each version, return a row in which only this
+    version's tokens are own tokens."""
     row = _as_recorded(tape, row)
     known = np.isfinite(row.old) & (row.version >= 0)
     return [(row.versions[v], row.where(known & (row.version == v))) for v in np.unique(row.version[known]).tolist()]
 
 
 def _as_recorded(tape: Tape, row: Row) -> Row:
-    """Return the row with the log-probs of greedily drawn tokens added. Training ignores these tokens, because they are
-    not samples from the policy. Their log-probs are recorded at temperature 1, so the weights can be compared with
-    them."""
+    """Return the row with the recorded log-probs of greedily drawn tokens added. Rows leave these out, because the
+    tokens aren't samples from the policy. But they are recorded at temperature 1, so they can be compared here."""
     old = row.old.copy()
     for k, name in enumerate(row.calls):
         call = tape.call(name)

@@ -1,6 +1,6 @@
-"""Facts about training for the viewer: advantages, rows, verdicts, the text of token ids, and ratios to named weights.
+"""Facts about training for the viewer: advantages, rows, verdicts, the text of tokens, and probability ratios.
 
-It adapts `Explainer` and `score` to the protocol `Insight` in `tapes/view`.
+It implements the protocol `Insight` in `tapes/view` with `Explainer` and `Policies`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from .explainer import Explainer, token_reader
 from .requery import Policies, Policy
 
 LONGEST = 20_000
-"""Number of records in the longest tape that is explained. An explanation reads the whole tape."""
+"""Maximum number of records in a tape that is explained, because an explanation reads the whole tape."""
 
 
 class TrainingInsight:
-    """The facts about one run. The run's tokenizer is loaded at once."""
+    """The facts about one run. The tokenizer is loaded when the object is made."""
 
     def __init__(self, store: Store, weights: str | None = None, tokenizer: str | None = None) -> None:
-        """`weights` is a checkpoint or model folder, whose probabilities are compared with those at sampling.
-        `tokenizer` is a folder. None takes the run's own tokenizer."""
+        """`weights` is a checkpoint or model folder. The probabilities that it gives are compared with those at
+        sampling. `tokenizer` is a folder; None takes the run's own tokenizer."""
         self._store = store
         self._policies = Policies(store.path, (), only=weights) if weights is not None else None
         newest = store.index.tapes("status is not null")[-1:]
@@ -36,7 +36,7 @@ class TrainingInsight:
         return self._decode
 
     def forget(self) -> None:
-        """Forget the ledger's content. This is called after training has added updates."""
+        """Forget what was read from the ledger. This is called after training has added updates."""
         self._explainer = Explainer(self._store, self._decode, self._renderer)
 
     def explain(self, tape: str) -> dict[str, object]:
@@ -70,7 +70,7 @@ class TrainingInsight:
         }
 
     def _ratios(self, tape: str) -> dict[str, object]:
-        """Return exp(log-prob under the named weights - log-prob at sampling) for each sampled completion token."""
+        """Return exp(log-prob under `weights` - log-prob at sampling) for each sampled token, by call."""
         policy = self._policies.of("") if self._policies is not None else None
         if self._policies is None or not isinstance(policy, Policy):
             return {}
@@ -84,8 +84,8 @@ class TrainingInsight:
 
 
 def _by_call(values: Iterable[tuple[str, int, float | None]]) -> dict[str, list[float | None]]:
-    """Group the (call, index, value) by call. Each list has the values by index in the completion, and None where there
-    is no value."""
+    """Group (call, index, value) by call. Each list has the value for each index in the completion, or None without
+    one."""
     known: dict[str, list[float | None]] = {}
     for call, at, value in values:
         column = known.setdefault(call, [])
