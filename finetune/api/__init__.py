@@ -1,4 +1,4 @@
-"""The Python API at the top of the package: `run`, `train`, `evaluate`, `open`, and the class `Run`.
+"""The Python API that `tapereel` exports: `run`, `train`, `evaluate`, `open`, and the class `Run`.
 
 It imports every package below it. Only the root package imports it. `train` imports torch only when it is called.
 """

@@ -1,7 +1,7 @@
-"""`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions with which a script starts.
+"""`tapereel.run`, `tapereel.train`, `tapereel.evaluate` and `tapereel.open`: the functions that a script starts with.
 
 They take objects: an agent, an environment class or factory, any iterable of tasks, and a model. They work in scripts
-and in notebooks. They record the same as the command line.
+and in notebooks. A run that they make has the same records as one from the command line.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def run(
 ) -> Run:
     """Run the agent on the tasks, and record every episode.
 
-    `out` is the run directory; by default, a new one is made below `runs/`. `attempts` is the number of episodes for
-    each task. `resume` continues the run in `out`. `settings` can set any setting of `tapereel run` by its dotted key,
-    for example `{"limits.turns": 8}`.
+    `out` is the run directory. By default, a new directory below `runs/` is made. `attempts` is the number of episodes
+    for each task. If `resume` is true, the run in `out` continues. `settings` maps dotted keys of any settings of
+    `tapereel run` to values, such as `{"limits.turns": 8}`.
 
     Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
     false.
@@ -76,7 +76,7 @@ def evaluate(
 ) -> Scores:
     """Return the mean reward and pass@k of a model on tasks, with 95 % intervals over tasks.
 
-    `k` lists the numbers for which to report pass@k. Each needs at least as many `attempts`. `success` is the minimum
+    `k` lists the numbers for which to report pass@k. None of them may exceed `attempts`. `success` is the minimum
     reward that counts as a success. The episodes are recorded in `out`, as in `run`.
     """
     sets = {**(settings or {}), "k": list(k), "success": success}
@@ -99,12 +99,12 @@ def train(
     settings: Mapping[str, JsonValue] | None = None,
     progress: Progress = silent,
 ) -> Run:
-    """Train a model on the agent's own episodes. Rollouts continue while the trainer updates the weights.
+    """Train a model on the agent's episodes. Rollouts continue while the trainer updates the weights.
 
     `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
-    the number of updates in the loop. `recipe` is the objective's name, such as `grpo`, or `module:name`. Both default
-    to the settings of `tapereel train`. `settings` can set any setting of `tapereel train` by its dotted key, for
-    example `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is `run.summary.model`.
+    the number of updates in the loop. `recipe` is the name of a recipe, such as `grpo`, or `module:name`. Both have the
+    same defaults as in `tapereel train`. `settings` maps dotted keys of any settings of `tapereel train` to values,
+    such as `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is the returned run's `summary.model`.
 
     Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
     false.
@@ -124,7 +124,7 @@ def train(
 
 @check_arguments
 def open(path: str | Path) -> Run:
-    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if there is none."""
+    """Open the run in the directory `path` (`tapereel.open`). Raises UsageError if there is no run."""
     return Run(path)
 
 
@@ -132,7 +132,7 @@ def open(path: str | Path) -> Run:
 def save_tiny_model(
     folder: str | Path, alphabet: str = ALPHABET, *, size: Size = "tiny", seed: int = 0, context: int = 512
 ) -> str:
-    """Save an untrained chat model with under a million parameters in `folder`, for tests and first steps on a CPU.
+    """Save an untrained chat model with less than a million parameters in `folder`, for tests and first steps on a CPU.
 
     Each character in `alphabet` gets a token. `size` is `micro`, `tiny`, `small` or `base`. Returns the folder.
     """
@@ -145,7 +145,7 @@ def save_tiny_model(
 
 
 def _config(kind: Any, model: Model, settings: Mapping[str, Any]) -> Any:
-    """Return the configuration of type `kind` with these settings and otherwise its defaults."""
+    """Return a configuration of type `kind` with these settings. All other settings have their defaults."""
     return load_config(kind, None, [*engine_settings(model), *settings.items()])
 
 
@@ -159,7 +159,7 @@ def _folder(out: str | Path | None, agent: AgentSource) -> Path:
 
 
 def _instance(agent: AgentSource) -> Agent | None:
-    """Return the agent as an object, for replays in this process, or None if it was named as text."""
+    """Return the agent as an object, for replays in this process, or None if `agent` is a name."""
     return None if isinstance(agent, str) else load_agent(agent)
 
 

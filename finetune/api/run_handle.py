@@ -1,4 +1,4 @@
-"""A run directory as a Python object, with its tapes and the methods to inspect them."""
+"""The class `Run`, which opens a run directory and has methods to read and inspect its tapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RunAudit(Value):
     books: Books
     """The accounting of every sampled token and every episode."""
     audit: Audit
-    """Attrition, cost, rewards and anomalies."""
+    """Statistics of the tapes: attrition, cost, rewards and anomalies."""
 
     @property
     def holds(self) -> bool:
@@ -52,7 +52,7 @@ class RunAudit(Value):
 class Run:
     """A run directory. `tapereel.run` and `tapereel.train` return one, and `tapereel.open(path)` opens one.
 
-    Methods read the directory when they are called, so they also work while the run is being written.
+    Each method reads the directory when it is called, so it also works while the run is being written.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Run:
         env: EnvironmentFactory | None = None,
         summary: RunSummary | TrainSummary | None = None,
     ) -> None:
-        """`agent` and `env` are the objects with which the run was made, for `replay` and `branch`. With None, those in
-        `config.yaml` are used. Raises UsageError if `path` holds no run."""
+        """`agent` and `env` are the objects that the run was made with. `replay` and `branch` use them, or those that
+        `config.yaml` names if they are None. Raises UsageError if `path` holds no run."""
         self.path = Path(path)
         self.agent = agent
         self.env = env
         self.summary = summary
-        """What `tapereel.run` or `tapereel.train` reported, or None for a run that was opened."""
+        """The summary from `tapereel.run` or `tapereel.train`, or None for a run that was opened."""
         Store.open(self.path).close()
 
     def __repr__(self) -> str:
@@ -79,14 +79,14 @@ class Run:
         return iter(self.tapes())
 
     def tapes(self, split: str | None = None) -> list[Tape]:
-        """Return the closed tapes, oldest first. With `split`, only return tapes in that split (`train`, `eval`,
-        ...)."""
+        """Return the closed tapes, oldest first. If `split` is given (`train`, `eval`, ...), only tapes in it are
+        returned."""
         with Store.open(self.path) as store:
             return [store.tape(one.id, refresh=False) for one in store.summaries(split=split, closed=True)]
 
     def tape(self, name: str) -> Tape:
-        """Return the tape with this id, or with the only id that begins with `name`. Raises NoSuchTape if there is no
-        such tape."""
+        """Return the tape whose id is `name`, or the only tape whose id begins with `name`. Raises NoSuchTape if none
+        fits."""
         with Store.open(self.path) as store:
             return store.tape(name)
 
@@ -103,10 +103,10 @@ class Run:
         """Return the rows of the closed tapes that match, as a Hugging Face dataset with the columns of `tapereel
         export`.
 
-        `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder. It
-        tokenizes tapes that only have text, which are an error otherwise, and adds the text columns. `streaming`
-        returns an IterableDataset that reads tape by tape. Raises NothingToExport if no tape has a row. With
-        `streaming`, this is raised during iteration.
+        `agents` are the paths of the agents whose tokens are labels, or None for all. `tokenizer` is a folder. With it,
+        tapes that have only text are tokenized, and the text columns are added. Without it, a tape that has only text
+        is an error. If `streaming` is true, returns an IterableDataset that reads tape by tape. Raises NothingToExport
+        if no tape has a row; with `streaming`, this error comes during the iteration.
         """
         from ..interchange.row_files import run_dataset
 
@@ -115,11 +115,11 @@ class Run:
 
     @property
     def reward(self) -> float | None:
-        """Mean over tasks, in all splits, of the mean reward of each task's scored attempts. It is None if nothing was
-        scored.
+        """Mean reward over all splits: the mean, over tasks, of the mean reward of a task's scored attempts. It is None
+        if no attempt is scored.
 
-        In a training run, this mixes attempts by all versions of the weights. `summary` and `metrics.jsonl` have the
-        curve.
+        In a training run, this mixes attempts by all versions of the weights. `metrics.jsonl` has the reward of each
+        update.
         """
         found = self.scores().reward
         return None if found is None else found.value
@@ -129,19 +129,19 @@ class Run:
     ) -> Scores:
         """Return the mean reward and pass@k, with 95 % intervals over tasks.
 
-        `k` lists the numbers for which to report pass@k. `success` is the minimum reward that counts as a success.
-        `by` is a key in each task's public part. With it, scores are also reported for each value under that key.
+        `k` lists the numbers for which to report pass@k. `success` is the minimum reward that counts as a success. `by`
+        is a key in the public part of each task; scores are then also reported for each value of this key.
         """
         with Store.open(self.path) as store:
             return scores_of(store, split, k=k, success=success, by=by)
 
     def verify(self, pins: Iterable[str] = ()) -> Report:
-        """Check that the bytes of the run are as they were written. `pins` are heads that were kept elsewhere."""
+        """Check that the bytes of the run are as they were written. `pins` are store heads that were kept elsewhere."""
         return verify(self.path, pins=pins)
 
     def audit(self, split: str | None = None, *, limit: int | None = None, progress: Progress = silent) -> RunAudit:
-        """Account for every token and episode, and list what looks odd. With `limit`, the statistics only cover this
-        many of the newest tapes, and the other tapes in their groups."""
+        """Account for every token and episode, and list anomalies. With `limit`, the statistics cover only this many of
+        the newest tapes, and the other tapes in the groups of these tapes."""
         with Store.open(self.path) as store:
             books, audit = audit_run(store, split=split, limit=limit, progress=progress)
         return RunAudit(books=books, audit=audit)
@@ -156,18 +156,18 @@ class Run:
     ) -> Verdicts:
         """Run the agent's code again on recorded answers, and compare every request and step.
 
-        `agent` is an object or `module:name`. By default, it is the agent with which the run was made. `tapes` are ids.
-        By default, all closed tapes in the split are replayed. No model and no environment is needed.
+        `agent` is an object or `module:name`. By default, it is the agent that the run was made with. `tapes` are the
+        ids to replay. By default, all closed tapes in `split` are replayed. No model or environment is needed.
         """
         from ...agents.replay.replayer import replay_run
 
         return replay_run(self.path, agent or self.agent, tapes=tapes, split=split, progress=progress)
 
     def reproduce(self, checkpoint: str | Path | None = None, *, progress: Progress = silent) -> Reproduction:
-        """Derive a checkpoint again from the base weights and the tapes, and compare bit for bit.
+        """Derive a checkpoint again from the base weights and the tapes, and compare the two bit for bit.
 
-        `checkpoint` is a folder, its name or its number of updates. By default, it is the last one, and every earlier
-        one is compared too.
+        `checkpoint` is the folder of a checkpoint, its name, or its number of updates. By default, it is the last
+        checkpoint, and all earlier checkpoints are compared too.
         """
         from ..inspect.reproducer import reproduce
 
@@ -186,10 +186,10 @@ class Run:
     ) -> list[Tape]:
         """Continue a recorded episode from a turn, `n` times, and record the continuations in this run.
 
-        `turn` is the first new turn, counted from 0. `agent` and `env` are objects or `module:name`. By default, they
-        are those with which the run was made. `model` is a folder or a list of answers. By default, it is the recorded
-        model. Raises PrefixUnverified if the environment does not return to the recorded state. With `unverified`, the
-        episode is continued anyway.
+        `turn` is the number of the first new turn, counted from 0. `agent` and `env` are objects or `module:name`. By
+        default, they are those that the run was made with. `model` is a folder or a list of answers. By default, it is
+        the recorded model. Raises PrefixUnverified if the environment does not return to the recorded state, unless
+        `unverified` is true.
         """
         from ...agents.replay.branching import branch_run
 
@@ -205,15 +205,14 @@ Model = Annotated[
     str | Path | Sequence[str],
     "a model's folder or its name, an engine of your own as 'my_engines.py:Echo', or a list of answers",
 ]
-"""A folder in Hugging Face format, litellm's name for a hosted model, a model on the hub as `org/name` or
-`org/name@revision`, an engine as `module:name` or `file.py:name`, or a list of answers. In every episode, the k-th
-answer is for the k-th request. If the first part is one of litellm's providers, as in `openai/...`, the model is
-hosted."""
+"""A folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, litellm's name for a hosted
+model, an engine as `module:name` or `file.py:name`, or a list of answers. A name is litellm's if its first part is one
+of litellm's providers, as in `openai/...`. Of a list, the k-th answer is for the k-th request in every episode."""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def engine_settings(model: Model | None) -> list[tuple[str, object]]:
-    """Return the settings for the engine that a `model` argument names. The list is empty for None."""
+    """Return the settings of the engine for `model`. The list is empty if `model` is None."""
     if model is None:
         return []
     if not model:

@@ -1,7 +1,7 @@
-"""Interchange: converts tapes to rows of datasets, and rows of conversations to tapes.
+"""Interchange: converts tapes to dataset rows, and rows with conversations to tapes.
 
-The functions are `write(tapes, path, format)` and `read(path, run, format)`. On the command line, these are `tapereel
-export --format` and `tapereel import`. `Format.loses` lists what a format can't contain.
+`write(tapes, path, format)` exports, and `read(path, run, format)` imports. On the command line, these are `tapereel
+export --format` and `tapereel import`. `Format.loses` lists what is lost in a format.
 """
 
 from .formats import FORMATS, Exchange, Format, read, write

@@ -1,7 +1,7 @@
-"""A corpus of plain text that the loop also imitates (`loop.corpus`), as tapes of the run.
+"""Makes tapes of a corpus of plain text that the loop also imitates (`loop.corpus`).
 
-With these tapes, resume and `reproduce` only need to read the run. A text has no chat template. It is encoded between
-the tokenizer's begin-of-sequence and end-of-sequence tokens, if it has them. Control tokens in the text stay text.
+With these tapes, resuming and `reproduce` need only the run. A text is encoded without a chat template, between the
+tokenizer's begin-of-sequence and end-of-sequence tokens, if any. Control tokens in the text stay text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversation], str]:
-    """Return each part of each distinct text, and the digest of all texts. Raises UsageError if one can't be read."""
+    """Return the parts of all distinct texts, and the corpus's digest. Raises UsageError if a text can't be read."""
     made: list[Conversation] = []
     try:
         rows = load_tasks(config.path, count=config.count, dataset=config)
@@ -34,7 +34,7 @@ def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversa
                 raise UsageError(f"row {k} has no text: {row!r:.200}. Set loop.corpus.columns to {{text: COLUMN}}")
             before = renderer.text_ids(prompt)
             ids = before + renderer.text_ids(text, begin=False, end=True)
-            first = max(len(before), 1)  # nothing predicts the very first token, so it is context
+            first = max(len(before), 1)  # nothing predicts the first token, so it is context
             for at in range(first, len(ids), config.tokens):
                 context = ids[max(0, at - config.tokens) if at == first else at - 1 : at]
                 said = ids[at : at + config.tokens]
@@ -47,7 +47,7 @@ def read_corpus(config: CorpusConfig, renderer: Renderer) -> tuple[list[Conversa
 
 
 def bring_in_corpus(texts: Sequence[Conversation], store: Store) -> list[str]:
-    """Write the texts to `store` as tapes, except those that an earlier call wrote. Return the tapes' ids, in order."""
+    """Write the texts to `store` as tapes, except texts that an earlier call wrote. Return the tapes' ids, in order."""
     written = {tape.begin.attempt: tape.id for tape in store.tapes(split="corpus", closed=True) if tape.trains}
     ids = [written.get(k) or write_tape(text, store.writer, "corpus") for k, text in enumerate(texts)]
     store.writer.sync()

@@ -1,7 +1,6 @@
-"""The formats of rows by name. `write` exports tapes to a file, and `read` imports a file as tapes.
+"""The formats for exchanging conversations. `write` exports tapes to a file, and `read` imports a file as tapes.
 
-`read` parses the whole file and checks every record before it writes the first tape. So an invalid record leaves the
-run unchanged.
+`read` checks every record in the file before it writes the first tape, so an invalid record leaves the run unchanged.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from .record_files import BadImport, check_new, nothing, records, write_records
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """One format of rows."""
+    """One format for records in a file."""
 
     name: str
     what: str
     loses: tuple[str, ...]
-    """The parts of a tape that the format can't contain. Each is described by one text."""
+    """Descriptions of the parts of a tape that the format can't contain."""
     write: Callable[[Iterable[Tape]], Iterator[Mapping[str, object] | str]]
-    """Converts tapes to records. If a tape has no record, it yields the reason as a string."""
+    """Converts tapes to records. For a tape without a record, it yields the reason as a string instead."""
     read: Callable[[Mapping[str, object], str], list[Conversation]]
-    """Converts a record to conversations, given the stem of the file's name. Raises ValueError for a wrong record."""
+    """Converts a record, and the stem of its file's name, to conversations. Raises ValueError for a wrong record."""
 
 
 ENDINGS = (".jsonl", ".parquet")
@@ -63,15 +62,15 @@ class Exchange(Value):
     """The result of an export or an import."""
 
     path: str
-    """The file that was written, or the run into which a file was read."""
+    """The file that was written, or the run that a file was imported into."""
     format: str
     records: int
     tapes: int
-    """Number of tapes that were exported or written."""
+    """Number of tapes that were exported or imported."""
     there: int = 0
-    """Number of conversations that an import left out, because the run already has a tape with the same content."""
+    """Number of conversations that an import left out because the run already has a tape with the same content."""
     left_out: dict[str, int] = Field(default={})
-    """Reason why tapes have no record -> number of tapes."""
+    """Reason why a tape has no record -> number of tapes that were left out for this reason."""
     loses: tuple[str, ...] = ()
     """The parts of a tape that the format can't contain."""
 
@@ -84,11 +83,11 @@ def _format_of(name: str) -> Format:
 
 
 def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool = False) -> Exchange:
-    """Write closed `tapes` to `path`. With `images`, the rows also have the tapes' pictures, in a column `images`. The
-    pictures are `datasets.Image` in Parquet and data URLs in JSONL.
+    """Write closed `tapes` to `path`. If `images` is true, the records also have the tapes' pictures, in a column
+    `images`: as `datasets.Image` in Parquet, and as data URLs in JSONL.
 
     Raises UsageError if `path` exists or has an ending that the format doesn't accept, and NothingToExport if no tape
-    has a record. Then no file is written.
+    has a record. In both cases no file is written.
     """
     chosen, path = _format_of(format), Path(path)
     check_new(path, ENDINGS, format)
@@ -130,13 +129,13 @@ def write(tapes: Iterable[Tape], path: str | Path, format: str, *, images: bool 
 
 
 def read(path: str | Path, run: str | Path, format: str, *, split: str | None = None) -> Exchange:
-    """Read a file into the run directory `run`, which may exist.
+    """Import the file `path` into the run directory `run`, which may already exist.
 
-    Raises BadImport if a record doesn't have the format. Then nothing is written. A conversation whose tape the run
-    already has is left out, so reading a file again only adds new ones. `split` overrides the file's split.
+    A conversation is left out if the run already has its tape, so importing a file again adds only new conversations.
+    `split` replaces the split in the file. If a record doesn't have the format, raises BadImport and writes nothing.
     """
     chosen, path = _format_of(format), Path(path)
-    # The first pass only checks. Otherwise an invalid record could be found after some tapes were written.
+    # The first pass only checks the records, so that no tape is written if a later record is invalid.
     checked = sum(len(made) for made in _conversations(chosen, path))
     if not checked:
         raise BadImport(f"{path} holds no record")
@@ -148,7 +147,7 @@ def read(path: str | Path, run: str | Path, format: str, *, split: str | None = 
             count += 1
             for one in made if split is None else (replace(one, split=split) for one in made):
                 key = (one.content, one.status.value)
-                # The tapes are counted, because a file may have the same row several times, and each becomes a tape.
+                # The tapes are counted, because a file may have the same record several times, and each becomes a tape.
                 if known[key]:
                     known[key] -= 1
                     there += 1
@@ -164,7 +163,7 @@ def _conversations(chosen: Format, path: Path) -> Iterator[list[Conversation]]:
         try:
             made = chosen.read(record, path.stem)
             for one in made:
-                write_tape(one, None, chosen.name)  # writes nothing, but raises if it can't become a tape
+                write_tape(one, None, chosen.name)  # writes nothing, but raises an error if `one` can't become a tape
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "record"

@@ -1,7 +1,7 @@
-"""Tapes of conversations that weren't recorded here, which are rows of an import and texts of a corpus.
+"""Makes tapes of conversations that weren't recorded here: the rows of an import, and the texts of a corpus.
 
-Such a tape has a call for each answer from the model, and steps made from the messages. Its agent and environment
-aren't known, so it can be imitated but not replayed.
+Such a tape has a call for each answer from the model, and steps that are made from the messages. The agent and the
+environment aren't known, so the tape can be imitated but not replayed.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ...tapes.store.store import Store
 from ...tapes.tape import new_tape_id, step_record
 
 MODEL = "policy"
-"""Name of the agent in these tapes."""
+"""Name of the agent in tapes made here."""
 IMPORTED = "imported"
-"""Name of the environment in these tapes."""
+"""Name of the environment in tapes made here."""
 
 
 class Function(BaseModel):
@@ -49,7 +49,7 @@ class FunctionCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """The fields of a chat message that a tape requires. Other keys are allowed."""
+    """The fields that a chat message needs on a tape. Other keys are allowed."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -61,8 +61,8 @@ _messages: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
 
 
 def checked_messages(messages: object) -> list[Message]:
-    """Return validated chat messages. None values are removed, except in `content`. Raises ValidationError, which names
-    the wrong message."""
+    """Return validated chat messages, without keys whose value is None (except `content`). Raises a ValidationError
+    that names the wrong message."""
     _messages.validate_python(messages)
     return [
         {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -72,22 +72,22 @@ def checked_messages(messages: object) -> list[Message]:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """One answer of the model."""
+    """One answer from the model."""
 
     messages: tuple[Message, ...] = ()
     """The messages since the previous answer."""
     reply: Message
     prompt: Sequence[int] | None = None
-    """All prompt ids, or None if there are no token ids."""
+    """All token ids of the prompt, or None if they aren't known."""
     completion: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """One episode."""
+    """One conversation, which becomes one tape."""
 
     id: str = ""
-    """Id of the tape from which it was exported, or empty if there is none."""
+    """Id of the tape that the conversation was exported from. It is empty if there is no such tape."""
     answers: tuple[Said, ...]
     by: str = MODEL
     """Path of the agent that gave these answers."""
@@ -102,15 +102,15 @@ class Conversation:
 
     @property
     def content(self) -> str:
-        """SHA-256 (hex) of all fields. Imports use it to find duplicates."""
+        """SHA-256 (hex) over all fields. It identifies conversations that were imported before."""
         return hashlib.sha256(to_json(self, inf_nan_mode="constants", fallback=list)).hexdigest()
 
 
 def imported(store: Store) -> Counter[tuple[str, str]]:
-    """Return (content, status) -> number of the run's tapes that were written from such a conversation.
+    """Return (content, status) -> number of tapes in the run that were made from a conversation with these values.
 
-    If a process crashed before it finished a tape, the tape is closed with another status. Then it doesn't match its
-    conversation, and the next import writes the conversation again.
+    A tape that wasn't finished because of a crash is closed with another status. So it doesn't match its conversation,
+    and the next import writes the conversation again.
     """
     found: Counter[tuple[str, str]] = Counter()
     for summary in store.summaries(agent=MODEL, closed=True):
@@ -124,8 +124,8 @@ def imported(store: Store) -> Counter[tuple[str, str]]:
 def write_tape(one: Conversation, journal: Journal | None, source: str) -> str:
     """Write a conversation as a closed tape, and return the tape's id.
 
-    If `journal` is None, nothing is written, but errors are raised if the conversation can't become a tape. `source` is
-    the name of its original format.
+    If `journal` is None, nothing is written, but an error is raised if the conversation can't become a tape. `source`
+    is the name of the format that the conversation was read from.
     """
     begin = Begin(
         tape=new_tape_id(),
@@ -183,8 +183,8 @@ def _tools(tools: tuple[dict[str, JsonValue], ...], *, known: bool) -> Tools | N
 
 
 def _seen(messages: Sequence[Message], tools: tuple[dict[str, JsonValue], ...]) -> Iterator[Step]:
-    """Yield the observation before a call. It has tool results if all messages are such, otherwise it is a prompt with
-    the messages."""
+    """Yield the observation before a call. It is a `ToolResults` if all messages are tool results, otherwise a
+    `Prompt`."""
     if not messages:
         return
     if all(message["role"] == "tool" for message in messages):
@@ -218,7 +218,7 @@ def _action(reply: Message) -> Answer | ToolCalls:
 
 
 def _arguments(given: JsonValue) -> dict[str, JsonValue]:
-    """Return the parsed arguments of a tool call. Text that isn't a JSON object is kept under `arguments`."""
+    """Return the parsed arguments of a tool call. A value that isn't a JSON object is kept under `arguments`."""
     try:
         found = from_json(given) if isinstance(given, str) else given
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads rows from JSONL and Parquet files, and writes records to new files. Reading a file runs no code."""
+"""Reads records from JSONL and Parquet files, and writes records to new files. Reading a file runs no code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic_core import from_json, to_json
 from ...tapes.errors import MissingExtra, TapereelError, UsageError
 
 PARQUET_ROWS = 100
-"""Number of rows in Parquet that are decoded at once."""
+"""Number of rows that are decoded from a Parquet file at once."""
 
 
 class BadImport(UsageError):
@@ -21,12 +21,12 @@ class BadImport(UsageError):
 
 
 class NothingToExport(TapereelError, ValueError):
-    """No tape has a record in the format, so no file was written. The message says why."""
+    """No tape can be converted to a record, so no file was written. The message gives the reasons."""
 
 
 def records(path: Path) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield each record in a .jsonl or .parquet file, with its place for error messages. Raises BadImport for an
-    invalid file, and UsageError for a missing one or another ending."""
+    """Yield each record in a .jsonl or .parquet file, and before it the record's place, for error messages. Raises
+    BadImport if the file is invalid, and UsageError if it doesn't exist or has another ending."""
     if not path.is_file():
         raise UsageError(f"there is no file {path}")
     if path.suffix not in (".jsonl", ".parquet"):
@@ -68,7 +68,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _without_none(value: object) -> object:
-    """Return the value without None fields. Parquet adds a field to every object in a column if one object has it."""
+    """Return the value without None fields. If one object in a Parquet column has a field, the other objects have it
+    too, as None."""
     if isinstance(value, dict):
         return {key: _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -77,7 +78,7 @@ def _without_none(value: object) -> object:
 
 
 def check_new(path: Path, endings: Sequence[str], format: str) -> None:
-    """Raise UsageError if `path` exists or has an ending that the format doesn't accept. The ending '' is a folder."""
+    """Raise UsageError if `path` exists or has none of these endings. The ending '' stands for a folder."""
     if path.exists():
         raise UsageError(f"{path} exists already; name another file, or remove it first")
     if path.suffix not in endings:
@@ -87,10 +88,8 @@ def check_new(path: Path, endings: Sequence[str], format: str) -> None:
 
 @contextmanager
 def completed(path: Path) -> Iterator[Path]:
-    """Provide the path `NAME.partial` to write to, and rename it to `path` at the end of the block.
-
-    No partial file has the final name, even after a crash.
-    """
+    """Provide the path `NAME.partial` to write to, and rename it to `path` at the end of the block, so that an
+    incomplete file never has the final name, even after a crash."""
     partial = path.with_name(path.name + ".partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     yield partial
@@ -98,8 +97,7 @@ def completed(path: Path) -> Iterator[Path]:
 
 
 def write_records(made: Iterable[Mapping[str, object]], path: Path) -> int:
-    """Write records to a new .jsonl or .parquet file, and return their number. If there are none, no file is
-    written."""
+    """Write records to a new .jsonl or .parquet file, and return their number. Without records, no file is written."""
     records = iter(made)
     first = next(records, None)
     if first is None:
@@ -133,7 +131,8 @@ def _write_parquet(made: list[Mapping[str, object]], path: Path) -> int:
 
 
 def nothing(path: Path, tapes: int, left_out: Mapping[str, int]) -> NothingToExport:
-    """Return the error for the case that no tape has a record. `left_out` maps each reason to a number of tapes."""
+    """Return the error to raise if no tape has a record. `left_out` maps each reason for leaving tapes out to the
+    number of these tapes."""
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items() if n)
     why = f"of {tapes:,} tapes all are left out: {reasons}" if tapes else "no closed tape fits"
     return NothingToExport(f"nothing to export, and {path} was not written: {why}")

@@ -1,15 +1,14 @@
-"""Tapes as rows of a Hugging Face dataset: one row per token sequence, one column per fact that training reads.
+"""Tapes as rows of a Hugging Face dataset. Each token sequence is a row, and each value that training reads a column.
 
-These columns are aligned to `input_ids` and have one value per token: `labels` (-100 except for own tokens), `rewards`,
+These columns have one value for each token in `input_ids`: `labels` (-100 except for own tokens), `rewards`,
 `advantages`, `old_logprobs`, `ref_logprobs`, `temperature`, `turn`, `version`. These columns have one value per row:
 `tape_id`, `group_id`, `reward`, `status`, `cause`, `split`, `task_hash`, `overflow` (whether the episode or one of the
 row's completions was cut off), `num_labels` (own tokens), and `turn_rewards` (a list over the episode's turns). A
 renderer adds `text`, `prompt_text`, `output_text` and `n_predicted`. A run with pictures has `images`, a list of
 `datasets.Image`.
 
-A missing number is NaN (null in JSON), never 0. This applies to the log-prob or advantage of a token that isn't the
-agent's own, an advantage that isn't computed yet, and the reward of an unscored episode. `rl_dataset` trains on these
-columns.
+A missing number is NaN (null in JSON), never 0. Examples are the log-prob and advantage of a token that isn't an own
+token, an advantage that isn't computed yet, and an unscored episode's reward. `rl_dataset` trains on these columns.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
     from ...agents.rendering.renderer import Renderer
 
 TABLE_ROWS = 1000
-"""Number of rows that are converted to Arrow at once. As Python lists, they take about twenty times the memory."""
+"""Number of rows that are converted to Arrow at once. Python lists take about twenty times the memory of Arrow."""
 
 
 def rl_features(*, text: bool = False, images: bool = False) -> Features:
-    """Return the type of each column. `text` includes the columns that need a renderer. `images` includes `images`.
+    """Return the type of each column. `text` adds the columns that need a renderer. `images` adds `images`.
 
-    Use it as `Dataset.from_json(path, features=rl_features())`. Otherwise a column that is null in the first 10 MB of a
-    file has no type, and a number further down is an error.
+    To read a JSON file, use `Dataset.from_json(path, features=rl_features())`. Otherwise a column that is null in the
+    first 10 MB of the file gets no type, and a number further down is an error.
     """
     token = {
         "input_ids": "int32",
@@ -74,11 +73,11 @@ def prepare_rl_fields(
     *,
     temperature: float | Sequence[float] = 1.0,
 ) -> dict[str, Sequence[float]]:
-    """Return the encoding with the RL columns. The targets in `labels` get the log-probs in order; other tokens get
-    NaN.
+    """Return the encoding with the RL columns. The log-probs belong to the targets in `labels`, in order. Other tokens
+    get NaN.
 
-    `temperature` is the one at which all targets were sampled, or has one value for each target. Raises BadBatch if
-    there aren't as many log-probs or temperatures as targets.
+    `temperature` is a single value for all targets, or one value for each target. Raises BadBatch if the number of
+    log-probs or temperatures isn't the number of targets.
     """
     labels = np.asarray(encoding["labels"])
     at = labels != IGNORED
@@ -107,10 +106,10 @@ def row_rewards(
     starts: NDArray[np.integer],
     reward: NDArray[np.float64] | None = None,
 ) -> NDArray[np.float64]:
-    """Return the reward of each row (rows,), which is the only value in its `rewards` (tokens,), or NaN without one.
+    """Return the reward of each row (rows,): its only value in `rewards` (tokens,), or NaN if it has no value there.
 
-    Raises BadBatch if a row has two different values, or another one in the column `reward` (rows,). NaN counts as a
-    value only at the tokens where `own` (tokens,) is True. `starts` (rows + 1,) are the offsets of the rows.
+    Raises BadBatch if a row has two different values in `rewards`, or another value in `reward` (rows,). NaN counts as
+    a value only at tokens where `own` (tokens,) is True. `starts` (rows + 1,) are the offsets of the rows.
     """
     found, read = np.full(len(starts) - 1, np.nan), np.flatnonzero(own | ~np.isnan(rewards))
     row = np.repeat(np.arange(len(found)), np.diff(starts))[read]
@@ -133,8 +132,8 @@ def row_rewards(
 def span_labels(
     input_ids: Sequence[int], offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 ) -> list[int]:
-    """Return labels for authored text. A token is a target if and only if its characters overlap a span. Offsets are in
-    characters."""
+    """Return labels for authored text. A token is a target if its characters overlap one of the spans, otherwise not.
+    `offsets` and `spans` are (start, end) in characters."""
     return [
         token if any(start < b and a < end for a, b in spans) else IGNORED
         for token, (start, end) in zip(input_ids, offsets, strict=True)
@@ -150,8 +149,8 @@ def to_dataset(
 ) -> Dataset:
     """Return a Hugging Face dataset in memory, with the columns described at the top of this module.
 
-    `items` are closed tapes, or rows if `episodes` has the `Episode` of each row's tape. `agents` and `renderer` are
-    passed to `records`.
+    `items` are closed tapes. They may also be rows, if `episodes` has the `Episode` of each row's tape. `agents` and
+    `renderer` are passed to `records`.
     """
     if episodes is None:
         made = records(items, agents=agents, renderer=renderer)  # type: ignore[arg-type]
@@ -174,9 +173,10 @@ def records(
 ) -> Iterator[Mapping[str, object]]:
     """Yield the rows of closed tapes one by one, as mappings from column to value. One tape is in memory at a time.
 
-    `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that only
-    have text, and decodes the text columns. `images` adds the pictures' files. `counts` counts tapes, rows and tokens.
-    Without a renderer, a tape that only has text is an error, but with `counts` it is left out and counted.
+    `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that have
+    only text, and decodes the text columns. `images` adds the pictures' files. The numbers of tapes, rows and tokens
+    are added to `counts`. Without a renderer, a tape with only text is an error, but if `counts` is given, it is left
+    out and counted.
     """
     for tape in tapes:
         if counts is not None and renderer is None and _has_text_only(tape):
@@ -236,8 +236,8 @@ def _record(row: Row, episode: Episode, renderer: Renderer | None, cut: Collecti
 
 
 def tables(made: Iterable[Mapping[str, object]], *, text: bool, images: bool = False) -> Iterator[pa.Table]:
-    """Yield the records as Arrow tables with up to TABLE_ROWS rows. There is at least one table. `text` and `images`
-    are passed to `rl_features`."""
+    """Yield the records as Arrow tables with up to TABLE_ROWS rows each. There is always at least one table. `text` and
+    `images` are passed to `rl_features`."""
     schema, made = rl_features(text=text, images=images).arrow_schema, iter(made)
     while chunk := list(islice(made, TABLE_ROWS)):
         yield pa.Table.from_pylist(chunk, schema=schema)

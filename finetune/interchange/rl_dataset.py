@@ -1,9 +1,9 @@
-"""RL fine-tuning with Hugging Face `datasets`: advantages over the dataset, padded batches, one step on a batch.
+"""RL fine-tuning with Hugging Face `datasets`: advantages over a whole dataset, padded batches, and a batch's loss.
 
-`populate_rl_data` decides over whole groups which tokens train, with which advantages and weights. `collate` pads rows
-to a batch. `rl_step` computes the loss for a batch. The dataset has the columns of `rl_columns`, and null is read as
-NaN. As in the trainer, the objective's terms compute every number. The functions here only move numbers between columns
-and tensors.
+`populate_rl_data` decides, group by group, which tokens train, and computes their advantages and weights. `collate`
+pads rows to a batch. `rl_step` computes the loss for a batch. The dataset has the columns of `rl_columns`, and null is
+read as NaN. Every number is computed by the objective's terms, as in the trainer. The functions here only move numbers
+between columns and tensors.
 
 1. A log-prob has the same index as its token. Right-aligning log-probs by their count would misplace them if the
    targets are not the last contiguous block.
@@ -45,7 +45,7 @@ from ..trainer.logprobs import MICRO_TOKENS, forward, plan, score
 from .rl_columns import row_rewards
 
 TOKEN_COLUMNS = ("rewards", "advantages", "old_logprobs", "ref_logprobs", "temperature", "weights")
-"""Columns of floats that are aligned to `input_ids`. `collate` pads them with NaN."""
+"""Columns with one float for each token in `input_ids`. `collate` pads them with NaN."""
 REMEDY = {
     "labels": "make the rows with prepare_rl_fields or to_dataset",
     "rewards": f"score the episodes within ±{REWARD_LIMIT:g}, or leave their rows out",
@@ -59,31 +59,31 @@ REMEDY = {
     "group_id": "name the attempts at one task alike",
     "tape_id": "name the rows of one episode alike",
 }
-"""What to do about a column that is missing or has an unknown value."""
+"""Column -> what to do if the column is missing or has an unknown value."""
 
 
 class LossNotFinite(TapereelError, ArithmeticError):
-    """The loss for a batch is NaN or infinite, so its gradient must not reach the weights."""
+    """The loss for a batch is NaN or infinite, so no optimiser step may be made with its gradient."""
 
 
 class RLConfig(Value):
-    """Settings for `rl_step` and for the pass over the dataset. An unknown key is an error."""
+    """Settings for `rl_step` and `populate_rl_data`. An unknown key is an error."""
 
     algo: str = "grpo"
     """Name of a recipe in which a token's loss doesn't depend on other tokens: grpo, reinforce, dapo, sapo, ..."""
     use_advantages: bool = True
-    """If true, a token's loss is weighted by its advantage, otherwise by its raw reward."""
+    """If true, a token's loss is weighted by its advantage. If false, it is weighted by the reward."""
     epsilon: float | None = Field(default=None, ge=0, le=1)
-    """Clip range for the ratio, if the recipe clips. None uses the recipe's own range."""
+    """Clip range for the ratio, if the recipe clips. None uses the range in the recipe."""
     kl_coef: float = Field(default=0.0, ge=0)
-    """Coefficient of the KL to the reference model in the loss (k3)."""
+    """Coefficient of the KL (k3) between the policy and the reference model in the loss."""
     reward_minus_kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the KL penalty in the reward: r - coef * sum over the episode of k3(old against ref)."""
     relu_log_p_weights: bool = False
-    """If true, a token's negative weight becomes 0, so that only actions above the baseline are learned."""
+    """If true, a negative advantage (or reward) becomes 0, so that only actions above the baseline are learned."""
     weigh: Literal["token", "episode"] | None = None
-    """With `token`, every token's loss counts the same. With `episode`, every episode's loss counts the same, whatever
-    its length (the mean of sequence means). None leaves it to the recipe."""
+    """With `token`, all tokens have the same weight in the loss. With `episode`, all episodes have the same weight,
+    whatever their length (the mean of sequence means). None leaves this to the recipe."""
 
     @field_validator("algo")
     @classmethod
@@ -92,7 +92,7 @@ class RLConfig(Value):
         return name
 
     def recipe(self) -> Recipe:
-        """Return the recipe with these settings. Raises BadBatch if it needs more than one padded batch."""
+        """Return the recipe with these settings. Raises BadBatch if the recipe needs more than one padded batch."""
         base = get_recipe(self.algo)
         changes: dict[str, Any] = {}
         if isinstance(base.surrogate, PPO | CPG) and self.epsilon is not None:
@@ -123,12 +123,12 @@ class RLConfig(Value):
 
 
 def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset:
-    """Return the dataset with `rewards`, `advantages`, `weights` and `group_tokens`, computed over its groups.
+    """Return the dataset with `rewards`, `advantages`, `weights` and `group_tokens`, which are computed group by group.
 
     The order of rows doesn't matter. `weights` is the weight of each own token's loss, before the division by the
-    number of tokens or episodes in a batch. It is 0 for a token that doesn't train, because its episode's status
-    forbids it, it has no reward, or its log-prob at sampling is unknown. `group_tokens` is the mean number of tokens in
-    the group's episodes. If a value that the recipe needs is unknown, this raises BadBatch with its column and row.
+    number of tokens or episodes in a batch. A token doesn't train and has weight 0 if its episode's status forbids it,
+    its episode has no reward, or its log-prob at sampling is unknown. `group_tokens` is the mean number of tokens in
+    the group's episodes. Raises BadBatch, with column and row, if the recipe needs an unknown value.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -149,16 +149,17 @@ def update_rewards_and_advantages(dataset: Dataset, config: RLConfig) -> Dataset
 
 
 populate_rl_data = update_rewards_and_advantages
-"""Another name for the pass over the dataset."""
+"""Another name for `update_rewards_and_advantages`."""
 
 
 def fill_ref_logprobs(
     dataset: Dataset, model: nn.Module, config: RLConfig, *, micro_tokens: int = MICRO_TOKENS
 ) -> Dataset:
-    """Return the dataset with `ref_logprobs` for all own tokens under `model`, at the temperatures of sampling.
+    """Return the dataset with `ref_logprobs`: log-probs of all own tokens under `model`, at the temperatures of
+    sampling.
 
     One forward pass has at most `micro_tokens` tokens, including padding. The model is in evaluation mode meanwhile. To
-    use a LoRA policy as its own reference, call this function within `model.disable_adapter()`.
+    use a LoRA policy without adapters as the reference, make the call within `model.disable_adapter()`.
     """
     recipe = config.recipe()
     table = _table(dataset)
@@ -195,13 +196,13 @@ def _table(dataset: Dataset) -> pa.Table:
 
 
 def _sealed(dataset: Dataset, table: pa.Table, how: str) -> Dataset:
-    # `datasets` caches by fingerprint. Without a new one, a later map would return results for the old columns.
+    # `datasets` caches by fingerprint. With the same fingerprint, a later map would return results for the old columns.
     seal = hashlib.sha256(f"{dataset._fingerprint}{how}".encode()).hexdigest()[:16]
     return Dataset(table, fingerprint=seal)
 
 
 class _Columns:
-    """The list columns of a dataset as flat arrays. `starts` (rows + 1,) are the offsets of the rows."""
+    """The list columns of a dataset as flat arrays of tokens. `starts` (rows + 1,) are the offsets of the rows."""
 
     def __init__(self, table: pa.Table, recipe: Recipe) -> None:
         self.table, self.recipe = table, recipe
@@ -230,7 +231,7 @@ class _Columns:
         return self.table.column(name)
 
     def _numbered(self, name: str, column: pa.ChunkedArray | pa.Array) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-        """Return the distinct values in the order in which they appear, and the index (rows,) of each row's value."""
+        """Return a column's distinct values, in order of appearance, and the index (rows,) of each row's value."""
         if column.null_count:
             row = int(np.asarray(column.is_null()).argmax())
             raise BadBatch(f"column {name!r} is null in row {row}: {REMEDY[name]}")
@@ -239,7 +240,7 @@ class _Columns:
         return tuple(map(str, coded.dictionary.to_pylist())), coded.indices.to_numpy().astype(np.int64)
 
     def values(self, name: str) -> NDArray[Any]:
-        """Return the values (tokens,) of a token column, with NaN for null."""
+        """Return the values (tokens,) of a column with one value per token. Null becomes NaN."""
         values = self._column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
         if len(values) != len(self.labels):
             raise BadBatch(
@@ -249,8 +250,7 @@ class _Columns:
         return values.astype(np.float64) if values.dtype == object else values
 
     def check(self, stream: Stream) -> None:
-        """Raise BadBatch if a value that the recipe needs in this pass isn't finite, or a reward is beyond
-        REWARD_LIMIT."""
+        """Raise BadBatch if a value that the recipe needs here isn't finite, or if a reward is beyond ±REWARD_LIMIT."""
         episodes = stream.episodes
         scored = episodes.trains & ~episodes.reward.isnan()
         extreme = scored & (episodes.reward.abs() > REWARD_LIMIT)
@@ -261,7 +261,7 @@ class _Columns:
             self.refuse("ref_logprobs", scored[stream.episode] & stream.old.isfinite() & ~stream.ref.isfinite())
 
     def check_some(self, stream: Stream) -> None:
-        """Raise BadBatch if nothing may train because one column is unknown everywhere."""
+        """Raise BadBatch if no token may train, because all rewards or all log-probs are unknown."""
         scored = stream.episodes.trains & ~stream.episodes.reward.isnan()
         known = stream.old.isfinite()
         empty = "rewards" if not bool(scored.any()) else "old_logprobs" if not bool(known.any()) else None
@@ -269,14 +269,14 @@ class _Columns:
             raise BadBatch(f"column {empty!r} is NaN in every row whose status may train: {REMEDY[empty]}")
 
     def refuse(self, name: str, bad: Tensor) -> None:
-        """Raise BadBatch for the first own token for which `bad` (own tokens,) is True, if there is one."""
+        """If `bad` (own tokens,) is True anywhere, raise BadBatch with the first such token."""
         if bool(bad.any()):
             at = int(self.own.nonzero()[0][int(bad.int().argmax())])
             row = int(np.searchsorted(self.starts, at, side="right")) - 1
             _refuse(name, float(self.values(name)[at]), row, at - int(self.starts[row]))
 
     def shaped(self, stream: Stream) -> NDArray[np.float64]:
-        """Return the shaped reward (tokens,) of each token's episode."""
+        """Return the reward (tokens,) of each token's episode after the recipe's shaping."""
         x, scored = stream.episodes.reward, stream.episodes.trains
         for term in self.recipe.shape:
             if not isinstance(term, TokenKL):
@@ -284,14 +284,14 @@ class _Columns:
         return np.repeat(x.numpy()[self.episode], self.lengths)
 
     def group_tokens(self, stream: Stream) -> NDArray[np.float64]:
-        """Return the mean number of tokens (rows,), including prompts, in the episodes of each row's group."""
+        """Return each row's (rows,) mean number of tokens, including prompts, over the episodes in its group."""
         group = stream.episodes.group.numpy()
         tokens = np.bincount(self.episode, weights=self.lengths, minlength=len(self.tapes))
         return (np.bincount(group, weights=tokens) / np.bincount(group))[group[self.episode]]
 
     def stream(self) -> Stream:
-        """Return the stream of the own tokens in all rows, with their episodes. It has `ref_logprobs` if the recipe's
-        reward needs them."""
+        """Return the stream of the own tokens in all rows, with their episodes. `ref` is only set if the recipe shapes
+        the reward with it."""
         own = np.zeros(len(self.own) + 1, dtype=np.int64)
         np.cumsum(self.own, out=own[1:])
         bounds = own[self.starts]
@@ -330,12 +330,12 @@ class _Columns:
         )
 
     def numbers(self, name: str) -> Tensor:
-        """Return the float64 values (own tokens,) of a token column."""
+        """Return the own tokens' values (own tokens,) in a column with one value per token, as float64."""
         return torch.from_numpy(self.values(name)[self.own].astype(np.float64, copy=False))
 
     def _episodes(self) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.bool_], tuple[str, ...]]:
-        """Return reward, group index and whether the status permits training for each episode, and the names of the
-        groups."""
+        """Return four things: for each episode, the reward, the index of the group, and whether the status permits
+        training; and the names of the groups."""
         there = "reward" in self.table.column_names
         reward = self.table.column("reward").to_numpy().astype(np.float64) if there else None
         per_row = row_rewards(self.values("rewards"), self.own, self.starts, reward)
@@ -355,7 +355,7 @@ class _Columns:
         return reward, group, allowed, groups
 
     def _allowed(self) -> NDArray[np.bool_]:
-        """Return whether each row's status (rows,) permits training. Without a column `status`, all are True."""
+        """Return for each row (rows,) whether its status permits training. Without a column `status`, this is True."""
         names = self.table.column_names
         if "status" not in names:
             return np.ones(len(self.lengths), dtype=bool)
@@ -371,8 +371,8 @@ class _Columns:
         return np.fromiter(map(known.__getitem__, ends), bool, len(ends))
 
     def _turns(self, reward: NDArray[np.float64], episode: Tensor) -> tuple[Tensor, Turns]:
-        """Return the turn of each own token (own tokens,) and the table of turns. If the dataset has no columns for
-        turns, an episode is one turn."""
+        """Return the index of each own token's turn (own tokens,), and the table of turns. If the dataset has no
+        columns for turns, each episode counts as one turn."""
         n = len(self.tapes)
         if not {"turn", "turn_rewards"} <= set(self.table.column_names):
             unknown = torch.full((n,), -1)
@@ -403,13 +403,13 @@ class _Columns:
         return torch.from_numpy(turn + start[of]), turns
 
     def laid_out(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return an array (tokens,) with the values at the own tokens' places and NaN elsewhere."""
+        """Return an array (tokens,) with these values at the own tokens and NaN at other tokens."""
         whole = np.full(len(self.own), np.nan, dtype=np.float32)
         whole[self.own] = values
         return whole
 
     def put(self, table: pa.Table, name: str, values: NDArray[Any]) -> pa.Table:
-        """Return the table with the column `name` set to `values` (tokens,), split into rows."""
+        """Return the table with `values` (tokens,), divided into rows, as the column `name`."""
         return _with_column(table, name, pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values)))
 
 
@@ -425,10 +425,10 @@ def _refuse(name: str, value: float, row: int, token: int) -> None:
 def collate(
     features: Sequence[Mapping[str, Sequence[float]]], *, pad_id: int = 0, multiple: int = 16, side: str = "right"
 ) -> dict[str, Tensor]:
-    """Pad rows to one batch. `labels` are padded with -100, RL columns with NaN (never a valid log-prob), and
-    `attention_mask` with 0.
+    """Pad rows to one batch. `labels` are padded with -100, `attention_mask` with 0, and RL columns with NaN, which is
+    never a valid log-prob.
 
-    `episode` (rows,) numbers the tapes in the batch. None and null become NaN.
+    The batch also has `episode` (rows,), the index of each row's tape in the batch. None and null become NaN.
     """
     if not features or side not in ("right", "left"):
         raise BadBatch(f"{len(features)} rows padded on side {side!r}: give at least one row, and 'right' or 'left'")
@@ -461,14 +461,14 @@ def collate(
 
 
 def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss for a collated batch, with its gradient, and statistics. The loss is the recipe's mean over the
-    batch's tokens that train.
+    """Return the loss for a collated batch, from which gradients can be computed, and statistics. The loss is the
+    recipe's mean over the tokens in the batch that train.
 
-    Statistics are means over these tokens, and extremes as `name/min` and `name/max`. `tokens` is their number, and
-    `weight` is the divisor of the loss. To get the loss for all rows in several batches, multiply each batch's loss by
-    its `weight`, and divide the sum by the sum of the weights. With `weigh.kind = constant`, this only holds if no
-    episode has rows in several batches. Raises BadBatch with column, row and token if a value that the recipe needs is
-    unknown, and LossNotFinite if the loss is NaN or infinite.
+    The statistics are means over these tokens, and extremes as `name/min` and `name/max`. `tokens` is the number of
+    these tokens, and `weight` is the divisor of the loss. To get the loss over several batches, multiply each batch's
+    loss by its `weight`, and divide the sum by the sum of the weights. With `weigh.kind = constant`, this is only
+    correct if no episode has rows in several batches. Raises BadBatch with column, row and token if a value that the
+    recipe needs is unknown, and LossNotFinite if the loss is NaN or infinite.
     """
     recipe = config.recipe()
     batch = {name: column.detach().cpu() for name, column in batch.items() if isinstance(column, Tensor)}
@@ -511,7 +511,7 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
         weight = weight.clamp(min=0)
     every = torch.ones(len(lp), dtype=torch.bool)
     whole = objective.Batch(recipe=recipe, stream=stream, advantage=weight, entered=every, selected=every, target=None)
-    # The weights come from the whole dataset, so that an episode with rows in several batches keeps its weight.
+    # The weights were computed over the whole dataset, so an episode with rows in several batches keeps its weight.
     episodes = float(len(batch["episode"][own.any(-1)].unique())) if recipe.weigh.kind == "constant" else 1.0
     total = episodes if recipe.weigh.kind in ("constant", "sum") else float(weights.sum())
     part = replace(whole.part(), weight=weights / (total or 1.0))
@@ -531,8 +531,8 @@ def rl_step(model: nn.Module, batch: Mapping[str, Tensor], config: RLConfig) -> 
 
 
 def _known(batch: Mapping[str, Tensor], name: str, own: Tensor) -> Tensor:
-    """Return the column's values where `own` (rows, width) is True. Raises BadBatch if the column is missing, or if a
-    value isn't finite, is a negative weight or is a temperature that isn't above 0."""
+    """Return the values of the column `name` where `own` (rows, width) is True. Raises BadBatch if the column is
+    missing, a value isn't finite, a weight is negative, or a temperature isn't above 0."""
     if name not in batch:
         raise BadBatch(f"the batch has no column {name!r} (it has {', '.join(batch)}): {REMEDY[name]}")
     low = batch[name] < 0 if name == "weights" else batch[name] <= 0 if name == "temperature" else torch.tensor(False)
@@ -551,7 +551,7 @@ def _row(
     temperature: NDArray[Any],
     old: NDArray[Any] | None = None,
 ) -> Row:
-    """Make a row from columns (L,) over its tokens."""
+    """Make a row from columns (L,) with one value per token."""
     at = own.nonzero()[0].astype(np.int32)
     zeros = np.zeros(len(at), np.int32)
     return Row(
@@ -581,7 +581,7 @@ def _statistics(
     config: RLConfig,
     sums: Sums,
 ) -> None:
-    """Add statistics over the tokens in this batch that train to `sums`."""
+    """Add statistics about the tokens that train to `sums`."""
     surrogate = recipe.surrogate
     epsilon = 0.2 if config.epsilon is None else config.epsilon
     low, high = (surrogate.low, surrogate.high) if isinstance(surrogate, PPO | CPG) else (epsilon, epsilon)
@@ -601,8 +601,8 @@ def _statistics(
         values["ratio_ref_old"] = (stream.ref - stream.old).exp()
         values["kl"] = estimate("k3", lp, stream.ref)
     for name, column in values.items():
-        # Only columns that the recipe doesn't read can have unknown values here, because the loss has refused all
-        # others.
+        # Unknown values can only be in columns that the recipe doesn't read. For other columns, they have raised an
+        # error.
         sums.add(name, column[~column.isnan()], extremes=True)
     sums.add("logprob_where_weight_positive", lp[weight > 0])
     sums.add("logprob_where_weight_negative", lp[weight < 0])

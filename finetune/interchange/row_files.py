@@ -1,8 +1,8 @@
-"""The rows of a run's tapes as a Hugging Face dataset in memory, as a stream, or as a file (JSONL, Parquet or a dataset
-folder).
+"""Converts a run's tapes to rows: a Hugging Face dataset in memory, a stream, a JSONL or Parquet file, or a dataset
+folder.
 
-The rows have the columns of `rl_columns`. An unknown number is null in JSONL and NaN elsewhere, never 0. Datasets in
-memory, Parquet files and dataset folders are converted 1,000 rows at a time.
+The rows have the columns that `rl_columns` describes. An unknown number is null in JSONL and NaN elsewhere, never 0.
+Datasets in memory, Parquet files and dataset folders are converted 1,000 rows at a time.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Exported(Value):
     rows: int
     tokens: int
     own_tokens: int
-    """Number of targets, which are the agent's own tokens."""
+    """Number of own tokens, which are the targets."""
     without_own: int
     without_tokens: int
-    """Number of tapes that were left out, because they have text without token ids and there is no tokenizer."""
+    """Number of tapes that were left out because they have text without token ids, and no tokenizer was given."""
 
 
 def export(
@@ -51,10 +51,10 @@ def export(
 ) -> Exported:
     """Write the rows of closed `tapes` to `path`.
 
-    `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that only
-    have text, and adds the text columns. `images` adds the pictures' files. Raises UsageError if `path` exists, if it
-    has an ending other than .jsonl, .parquet or none (a dataset folder), or for JSONL with `images`. Raises
-    NothingToExport if no tape has a row. In these cases nothing is written.
+    `agents` are the paths of the agents whose tokens are labels, or None for all. `renderer` tokenizes tapes that have
+    only text, and adds the text columns. `images` adds the files of the pictures. `path` ends in .jsonl or .parquet, or
+    has no ending for a dataset folder. Raises UsageError if `path` exists or has another ending, or if `images` is set
+    for JSONL, and NothingToExport if no tape has a row. In these cases nothing is written.
     """
     path = Path(path)
     check_new(path, (".jsonl", ".parquet", ""), "rows")
@@ -93,7 +93,7 @@ def export(
 def run_dataset(
     run: Path, where: Where, *, agents: Sequence[str] | None, tokenizer: str | Path | None, streaming: bool
 ) -> Dataset | IterableDataset:
-    """Return the rows of the run's closed tapes that match. `Run.dataset` describes the arguments."""
+    """Return the rows of the run's closed tapes that match `where`. `Run.dataset` describes the other arguments."""
     try:
         import pyarrow as pa
         from datasets import Dataset, IterableDataset
@@ -116,8 +116,8 @@ def run_dataset(
 def _run_records(
     run: Path, where: Where, agents: Sequence[str] | None, tokenizer: str | Path | None, images: bool
 ) -> Iterator[Mapping[str, object]]:
-    """Yield the rows of a run. This is a module-level function with plain arguments, so that it can be sent to the
-    workers of a data loader."""
+    """Yield the rows of a run. This is a module-level function with plain arguments, so that the workers of a data
+    loader can get it."""
     from .rl_columns import records
 
     renderer = renderer_of(tokenizer)
@@ -127,7 +127,7 @@ def _run_records(
 
 
 def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
-    """Return the renderer for the tokenizer in a folder, or None without one."""
+    """Return the renderer for the tokenizer in this folder, or None if no folder is given."""
     if tokenizer is None:
         return None
     from ...agents.setup.engine_config import RendererConfig
@@ -136,7 +136,7 @@ def renderer_of(tokenizer: str | Path | None) -> Renderer | None:
 
 
 def _some(made: Iterator[Mapping[str, object]], counts: Counter[str], path: Path) -> Iterator[Mapping[str, object]]:
-    """Return the records. Raises NothingToExport if there are none."""
+    """Return the records. Raises NothingToExport if there are no records."""
     first = next(made, None)
     if first is None:
         empty, untokenized = counts["without_own"], counts["without_tokens"]

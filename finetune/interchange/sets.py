@@ -1,8 +1,8 @@
-"""Rows in the form that TRL's trainers accept: conversations to imitate, and preference pairs.
+"""Rows as TRL's trainers accept them: conversations to imitate, and preference pairs.
 
-Each row is flat, so JSONL and Parquet contain the same rows. Tool calls and tool schemas are JSON strings, because a
-column in Parquet has one type. An import also accepts TRL's standard form, in which prompt and completion are texts.
-Each text becomes one message from the user or the assistant.
+JSONL and Parquet files contain the same rows. Tool calls and tool schemas are JSON strings, because a column in Parquet
+has one type. An import also accepts TRL's standard form, in which prompt and completion are texts. The prompt becomes
+one message from the user, and the completion one message from the assistant.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _as_text(tools: object) -> object:
 
 
 class Turn(NamedTuple):
-    """One model call in a tape: its whole request, its answer and its tools."""
+    """One model call in a tape: all messages of the request, the reply and the tools."""
 
     messages: list[Message]
     reply: Message
@@ -47,7 +47,7 @@ class Turn(NamedTuple):
 
 
 def turns_of(tape: Tape) -> list[Turn]:
-    """Return the model calls in a tape that gave an answer."""
+    """Return the model calls in a tape that have an answer."""
     return [
         Turn(frames_of(tape.call_messages(call)), call.reply, tape.call_tools(call) or ())
         for call in tape.calls
@@ -59,10 +59,8 @@ def turns_of(tape: Tape) -> list[Turn]:
 
 
 class SFTRow(BaseModel):
-    """One conversation, or a prompt and a completion.
-
-    In a conversation, each message from the assistant is a call. With a prompt, only those in the completion are calls.
-    """
+    """One conversation (`messages`), or a prompt and a completion. In `messages`, each message from the assistant is a
+    model call. With a prompt, only the assistant's messages in the completion are."""
 
     model_config = ConfigDict(extra="ignore")
     reward: _Score = None
@@ -71,7 +69,7 @@ class SFTRow(BaseModel):
     split: str = Field(default="train", max_length=200)
     status: Status = Status.FINISHED
     tools: Annotated[str | None, BeforeValidator(_as_text)] = None
-    """A list of function schemas as JSON text. A list is converted to text."""
+    """The function schemas, as a JSON list in text form. A list of objects is converted to text."""
     messages: list[dict[str, Any]] | None = Field(default=None, min_length=1)
     prompt: list[dict[str, Any]] | str | None = None
     completion: list[dict[str, Any]] | str | None = None
@@ -85,7 +83,7 @@ class SFTRow(BaseModel):
 
 
 def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """Yield a row for each conversation that no later call extends, or the reason if a tape has none."""
+    """Yield a row for each conversation that no later call extends. If a tape has none, yield the reason."""
     for tape in tapes:
         turns = turns_of(tape)
         if not turns:
@@ -105,7 +103,7 @@ def write_sft(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
 
 
 def read_sft(record: Mapping[str, object], stem: str) -> list[Conversation]:
-    """Return one conversation without token ids. A trainer tokenizes its text."""
+    """Return the conversation in a row. It has no token ids. A trainer tokenizes its text."""
     _without_images(record)
     row = SFTRow.model_validate(dict(record))
     before, said = _back(row.prompt or [], "user"), _back(row.messages or row.completion or [], "assistant")
@@ -125,7 +123,7 @@ def read_sft(record: Mapping[str, object], stem: str) -> list[Conversation]:
 
 
 def _spoken(prompt: list[Message], said: list[Message]) -> tuple[tuple[Said, ...], list[Message]]:
-    """Return each message from the assistant in `said`, and the messages before the first one."""
+    """Return the assistant's messages in `said` as answers, and all messages before the first answer."""
     whole = [*prompt, *said]
     at = [k for k in range(len(prompt), len(whole)) if whole[k]["role"] == "assistant"]
     if not at:
@@ -139,7 +137,7 @@ def _spoken(prompt: list[Message], said: list[Message]) -> tuple[tuple[Said, ...
 
 
 class PreferenceRow(BaseModel):
-    """Two answers to one prompt, of which one was chosen and the other was rejected."""
+    """A prompt with two answers, one chosen and one rejected."""
 
     model_config = ConfigDict(extra="ignore")
     prompt: list[dict[str, Any]] | str
@@ -157,10 +155,10 @@ class _Member(NamedTuple):
 
 
 def write_preference(tapes: Iterable[Tape]) -> Iterator[Mapping[str, object] | str]:
-    """Yield a pair for each group, with the answers that have the highest and the lowest reward. For other tapes, yield
-    the reason why they are left out.
+    """Yield a row for each group, with the attempts that have the highest and the lowest reward. For every other tape,
+    yield the reason why it is left out.
 
-    All conversations stay in memory until the end, because a group's members may come in any order.
+    All conversations stay in memory until the end, because the tapes of a group may come in any order.
     """
     groups: dict[str, list[_Member]] = {}
     for tape in tapes:
@@ -197,8 +195,8 @@ def _pair(members: Sequence[_Member]) -> dict[str, Any] | None:
 
 
 def read_preference(record: Mapping[str, object], stem: str) -> list[Conversation]:
-    """Return two attempts in one group. An answer without a score has the reward `preferred`, which is 1 for the chosen
-    answer and 0 for the rejected one."""
+    """Return the two answers of a row as attempts in one group. If an answer has no score, it gets a reward
+    `preferred`, which is 1 for the chosen answer and 0 for the rejected one."""
     _without_images(record)
     row = PreferenceRow.model_validate(dict(record))
     prompt = _back(row.prompt, "user")
@@ -216,9 +214,9 @@ def read_preference(record: Mapping[str, object], stem: str) -> list[Conversatio
 
 
 def with_images(row: Mapping[str, object], image: Callable[[str], object]) -> Mapping[str, object] | str:
-    """Return the row in TRL's form for pictures, or the reason if that form can't contain the row. In this form, every
-    content is a list of parts, and the column `images` has the picture for each part `{"type": "image"}`, in order.
-    `image` takes the name of a file and returns the value for the column."""
+    """Return the row in TRL's form for pictures, or the reason why this isn't possible. In this form, every content is
+    a list of parts, and the column `images` has the pictures for the parts `{"type": "image"}`, in order. `image` maps
+    the name of a picture's file to the value in that column."""
     names: list[str] = []
     made: dict[str, object] = dict(row)
     for key in ("messages", "prompt", "completion", "chosen", "rejected"):
@@ -243,7 +241,7 @@ def _flat(messages: Iterable[Message]) -> list[Message]:
 
 
 def _back(messages: Iterable[dict[str, Any]] | str, role: str = "user") -> list[Message]:
-    """Return validated messages, with tool calls parsed from JSON. A plain text becomes a message with `role`."""
+    """Return validated messages, with tool calls parsed from JSON. A text becomes one message with `role`."""
     if isinstance(messages, str):
         messages = [{"role": role, "content": messages}]
     return checked_messages(

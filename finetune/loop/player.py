@@ -61,8 +61,7 @@ class Player:
 
     async def catch_up(self, store: Store, lineage: str, max_lag: int) -> None:
         """Make the updates that the loop's `lineage` has and this player lacks, from the plans in the loop's records.
-        As in the loop, each update is recorded before the engine gets the new weights.
-        """
+        As in the loop, each update is recorded before the engine gets the new weights."""
         for use in self.history.unrecorded:
             store.append_layer(use)
         self.history.unrecorded.clear()

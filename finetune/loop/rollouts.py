@@ -364,8 +364,7 @@ class Rollouts:
 
     async def take(self) -> Taken:
         """Wait for the next update's batch, and remove it from the queue. The oldest groups are taken first, because
-        their tokens become stale next and would then be wasted.
-        """
+        their tokens become stale next and would then be wasted."""
         while not self.pacer.has_batch:
             self._closed.clear()
             await self._closed.wait()

@@ -50,8 +50,7 @@ class Pacer:
     @property
     def overdrawn(self) -> int:
         """Number of groups set aside beyond `extra`. They count as outstanding, because sampling would otherwise never
-        stop for a policy whose groups are all flat.
-        """
+        stop for a policy whose groups are all flat."""
         return max(0, self.aside - self.extra)
 
     @property
@@ -77,8 +76,7 @@ class Pacer:
 
     def close(self, *, usable: bool, aside: bool = False) -> None:
         """Report that a group ended. A group that can't be used (dropped or set aside) is no longer outstanding,
-        because capacity could otherwise reach 0 without a batch that is ready, and the loop would wait forever.
-        """
+        because capacity could otherwise reach 0 without a batch that is ready, and the loop would wait forever."""
         self.running -= 1
         self.aside += aside
         self.ready += usable and not aside
