@@ -46,8 +46,8 @@ def run(
     """Run the agent on the tasks, and record every episode.
 
     `out` is the run directory. By default, a new directory below `runs/` is made. `attempts` is the number of episodes
-    for each task. If `resume` is true, the run in `out` continues. `settings` maps dotted keys of any settings of
-    `tapereel run` to values, such as `{"limits.turns": 8}`.
+    for each task. If `resume` is true, the run in `out` continues. `settings` can set any setting of `tapereel run` by
+    its dotted key, as in `{"limits.turns": 8}`.
 
     Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
     false.
@@ -103,8 +103,8 @@ def train(
 
     `model` is a folder in Hugging Face format, or a model on the hub as `org/name` or `org/name@revision`. `updates` is
     the number of updates in the loop. `recipe` is the name of a recipe, such as `grpo`, or `module:name`. Both have the
-    same defaults as in `tapereel train`. `settings` maps dotted keys of any settings of `tapereel train` to values,
-    such as `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is the returned run's `summary.model`.
+    same defaults as in `tapereel train`. `settings` can set any setting of `tapereel train` by its dotted key, as in
+    `{"loop.optimiser.lr": 1e-3}`. The trained model's folder is the returned run's `summary.model`.
 
     Raises UsageError, before anything is written, if an argument is invalid or if `out` holds a run and `resume` is
     false.

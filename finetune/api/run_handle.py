@@ -207,7 +207,8 @@ Model = Annotated[
 ]
 """A folder in Hugging Face format, a model on the hub as `org/name` or `org/name@revision`, litellm's name for a hosted
 model, an engine as `module:name` or `file.py:name`, or a list of answers. A name is litellm's if its first part is one
-of litellm's providers, as in `openai/...`. Of a list, the k-th answer is for the k-th request in every episode."""
+of litellm's providers, as in `openai/...`. If it is a list, the k-th answer in it is the reply to the k-th request of
+every episode."""
 _ENGINE = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 

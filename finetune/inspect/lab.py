@@ -6,11 +6,11 @@ update read. Only gradients are computed, so no weights change, and the run is o
     pull      minus the derivative of the loss by a token's log-prob, as a share of the sum of all |pulls|. If it is
               above 0, the step makes the token likelier. The pull includes weight, advantage, clip, ratio and KL. It
               leaves out an entropy bonus, which does not depend on the sampled token.
-    cosine    the cosine between the gradients for all weights. It is 1 if two recipes pull in the same direction.
+    cosine    the cosine between the gradients for all weights. It is 1 if two gradients have the same direction.
 
-1. Norms are before clipping. An update with several mini-batches or epochs is computed as a whole, at its initial
-   weights.
-2. For the run's own recipe, its running statistics (a reward scale) are the run's. For other recipes, they start empty.
+1. Norms are taken before clipping. If an update has several mini-batches or epochs, it is computed as a single step at
+   the weights that it began with.
+2. The run's own recipe uses the running statistics (a reward scale) of the run. For other recipes, they begin empty.
 """
 
 from __future__ import annotations

@@ -5,14 +5,13 @@ pads rows to a batch. `rl_step` computes the loss for a batch. The dataset has t
 read as NaN. Every number is computed by the objective's terms, as in the trainer. The functions here only move numbers
 between columns and tensors.
 
-1. A log-prob has the same index as its token. Right-aligning log-probs by their count would misplace them if the
-   targets are not the last contiguous block.
-2. A tape is one episode in its group, even if it has several rows. Its status decides whether it trains and counts in
-   its group, as in the trainer.
+1. A log-prob has the same index as its token. If log-probs were aligned to the end of a row by their count, they would
+   be misplaced whenever the targets are not the last contiguous block.
+2. A tape is one episode in its group, even if it has several rows. The status of the tape decides whether the episode
+   trains and whether it counts in its group, as in the trainer.
 3. With a KL penalty in the reward, `rewards` and `advantages` are computed from the same shaped reward.
-4. A token trains if its value in `weights` is above 0. If the loss reads NaN for such a token, that is an error. NaN
-   elsewhere is normal, for example for the environment's and other agents' tokens, unscored episodes and inexact
-   sampling.
+4. A token trains if its value in `weights` is above 0. It is an error if the loss reads NaN for such a token. For other
+   tokens, NaN is normal: tokens of the environment or of other agents, unscored episodes and inexact sampling.
 """
 
 from __future__ import annotations

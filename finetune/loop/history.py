@@ -73,7 +73,8 @@ class Differs(BrokenHistory):
 
 
 class History:
-    """The updates of one lineage in one store. Threads must not share a history, but `update` may run in one."""
+    """The updates of one lineage in one store. Two threads must not use it at the same time, but `update` may run in
+    any thread."""
 
     def __init__(
         self,
@@ -343,17 +344,17 @@ class History:
         self.updates = checkpoint.update
         self.trained_tokens = int(checkpoint.state["trained_tokens"])
         self.cursor = int(checkpoint.state.get("cursor", 0))
-        # A trainer that draws random numbers must draw the same ones again.
+        # A trainer that draws random numbers must draw the same numbers again.
         if "rng" in state:
             torch.set_rng_state(cast(Tensor, state["rng"]))
         if checkpoint.state["phase"]:
             self.enter(checkpoint.state["phase"]).load_state_dict(cast(TrainerState, state))
 
     def _check_published(self) -> None:
-        """Raise BrokenHistory if the restored weights differ from the weights that were published under their version.
+        """Raise BrokenHistory if the restored weights differ from those that were published as the same version.
 
-        The weights are compared bit for bit. Otherwise a run resumed on another machine could continue with slightly
-        different weights under the same version, and tapes from both would count as sampled by one policy.
+        The weights are compared bit for bit, because a run that is resumed on another machine could otherwise continue
+        with slightly different weights. Tapes from both would then count as sampled by one version.
         """
         recorded = self.store.published.get(self.version)
         found = weights_digest(copied_weights(self.model)) if recorded is not None else None

@@ -227,7 +227,7 @@ class LoopConfig(RecipeConfig):
     """The teacher for a KL term: a folder, a name on the hub, or an engine that scores tokens. An engine is either
     {model: DIR, urls: [http://...]} for vLLM servers, or a custom engine whose kind is `module:name`."""
     critic: CriticConfig | None = None
-    """If it isn't set, a recipe that uses values has a critic with the defaults, and other recipes have no critic."""
+    """Settings of the critic. By default, a recipe that uses values has a critic, and other recipes have none."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     publish: Literal["reprefill", "drain"] = "reprefill"

@@ -43,8 +43,8 @@ def rollout_line(
         **{f"component/{name}": mean for name, mean in components(tapes).items()},
         "train_seconds": seconds,
     }
-    # The objective's values cover only the tokens that entered the loss. If both have a value with the same name, the
-    # line keeps the one above, which covers everything that was sampled for the update.
+    # The objective's values cover only the tokens that entered the loss. If a name occurs there and above, the value
+    # above is kept, because it covers everything that was sampled for the update.
     line |= {key: value for key, value in _policy_values(stats, uses, tapes).items() if key not in line}
     return line | reward_by_agent(stats.stream)
 
@@ -76,8 +76,8 @@ def _policy_values(stats: UpdateStats, uses: Sequence[Use], tapes: Sequence[Tape
 
 
 def ends(tapes: Sequence[Tape]) -> dict[str, float | None]:
-    """Return the mean number of turns, the share of episodes that did not finish, and the share of each status with
-    which an episode can end early."""
+    """Return the mean number of turns, the share of episodes that did not finish, and the share of episodes that ended
+    early in each way (truncated, limit or error)."""
     cut = (Status.TRUNCATED, Status.LIMIT, Status.ERROR)
     return {
         "turns": mean_of([tape.turns for tape in tapes]),

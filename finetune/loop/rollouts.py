@@ -45,8 +45,8 @@ from .staleness import Pacer, version_number
 log = logger("groups")
 
 BARREN_BATCHES = 8
-"""The loop stops if so many batches of groups in a row have no usable attempt. The cause must then be permanent, and
-the loop would otherwise record failures until the disk is full."""
+"""The loop stops after this many batches of groups in a row without a usable attempt. The cause must then be permanent,
+and a loop that continues would record failures until the disk is full."""
 EXTRA_BATCHES = 3
 """The default of `loop.extra_groups`, as a multiple of the groups in an update."""
 
@@ -61,7 +61,8 @@ class Filled(StrEnum):
     FULL = "full"
     """There are as many groups as configured."""
     SHORT = "short"
-    """There are fewer groups, because too many were flat and the allowed replacements (`extra_groups`) were used up."""
+    """There are fewer groups than configured. Too many were flat, and the maximum number of replacements
+    (`extra_groups`) had already been sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,7 +111,8 @@ def version_number(version: str, lineage: str) -> int | None:
 
 
 def drop_stale(rows: Sequence[Row], lineage: str, oldest: int) -> tuple[list[Row], list[Range]]:
-    """Turn tokens that older versions than `lineage:oldest` sampled into context. Return the new rows and these ranges.
+    """Turn tokens into context if a version older than `lineage:oldest` sampled them. Return the new rows, and the
+    ranges of these tokens.
 
     A token without a version (authored text) is never stale. A token of another lineage always is, because it isn't
     known how far that policy is from this one.

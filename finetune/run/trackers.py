@@ -240,5 +240,6 @@ def start_tracker(name: str, directory: Path) -> Tracker:
 def _log(name: str, tracker: Tracker, point: Point) -> None:
     if name == "mlflow":  # mlflow refuses the whole point for one bad character, such as the @ in `reward@agent`
         point = point._replace(values={_UNNAMED.sub("_", key): value for key, value in point.values.items()})
-    # wandb has one step counter for all axes and drops points whose step is lower. So steps are sent as values instead.
+    # wandb has one step counter for all axes, and drops a point whose step is lower than the last one. So each axis
+    # sends the step as a value instead.
     tracker.log(point.values, step=None if name == "wandb" else point.step)
