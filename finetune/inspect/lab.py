@@ -79,8 +79,8 @@ class RecipeLine(Value):
     mean_advantage: float | None
     """Mean |advantage| over the tokens that enter the loss, or None if the recipe has no advantages."""
     clipped: float | None
-    """Share of tokens whose surrogate is clipped, among those that can have a gradient. None if the recipe never
-    clips."""
+    """Share of tokens whose surrogate is clipped, among those that can have a gradient. It is None if the recipe
+    doesn't clip."""
     tokens: int
     """Number of tokens with a weight in the loss."""
     dropped: int

@@ -1,7 +1,7 @@
 """Makes tapes of a corpus of plain text that the loop also imitates (`loop.corpus`).
 
 With these tapes, resuming and `reproduce` need only the run. A text is encoded without a chat template, between the
-tokenizer's begin-of-sequence and end-of-sequence tokens, if any. Control tokens in the text stay text.
+tokenizer's begin-of-sequence and end-of-sequence tokens, if it has them. Control tokens in the text stay text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Converts a run's tapes to rows: a Hugging Face dataset in memory, a stream, a JSONL or Parquet file, or a dataset
-folder.
+"""Converts a run's tapes to the rows of a dataset: in memory, as a stream, in a JSONL or Parquet file, or in a folder.
 
-The rows have the columns that `rl_columns` describes. An unknown number is null in JSONL and NaN elsewhere, never 0.
-Datasets in memory, Parquet files and dataset folders are converted 1,000 rows at a time.
+Datasets, streams and folders are those of Hugging Face `datasets`. The rows have the columns that `rl_columns`
+describes. An unknown number is null in JSONL and NaN elsewhere, never 0. Datasets in memory, Parquet files and dataset
+folders are converted 1,000 rows at a time.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Delivery:
 
     def recall(self, found: dict[str, JsonValue], source: Callable[[str], Sequence[Row]]) -> None:
         """Continue from a recorded check, with the same bound, row and places. If a later layer removed the row,
-        another one is chosen later."""
+        `choose` chooses another one."""
         self._clean, tape, places = float(str(found["clean"])), str(found["tape"]), cast("list[int]", found["places"])
         row = max(source(tape), key=lambda row: (bool(row.places), len(row)), default=None)
         if row is not None and len(row) >= max(places):

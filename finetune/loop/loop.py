@@ -3,8 +3,8 @@
 The event loop runs the agents, the environments and the embedded engine. Updates run in a thread. The steps of an
 update always have the same order: the weights change in memory, the `use` record becomes durable, and the engine gets
 the new weights. So the engine can't sample with weights that aren't recorded. Pacing (`staleness.py`) keeps samples
-fresh, and the plan for an update drops the tokens that are too stale in spite of it. Every episode is in exactly one
-update, or the accounting says why not.
+fresh, and the plan for an update drops any token that became too stale. Every episode is in exactly one update, or the
+accounting says why not.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class OptimiserConfig(Config):
     """AdamW's epsilon, which is added to the root of the second moment."""
     weight_decay: float = Field(default=0.0, ge=0)
     grad_clip: float | None = Field(default=1.0, gt=0)
-    """The gradient is scaled down to this norm. None disables clipping."""
+    """Maximum norm of the gradient. A larger gradient is scaled down to this norm. None disables clipping."""
     schedule: Schedule = Schedule()
     ema: float | None = Field(default=None, gt=0, lt=1)
     """Decay, per optimiser step, of a moving average of the weights. None keeps no average."""
@@ -135,7 +135,7 @@ class ReferenceConfig(Config):
     every: int | None = Field(default=None, ge=1)
     """Updates of the loop between two refreshes of `base` or `warm`. None never refreshes the reference."""
     decay: float = Field(default=0.0, ge=0, lt=1)
-    """Each refresh makes the reference decay * reference + (1 - decay) * policy. With 0, it becomes a copy of the
+    """Each refresh sets the reference to decay * reference + (1 - decay) * policy. With 0, that is a copy of the
     policy."""
 
     @model_validator(mode="after")
@@ -254,7 +254,8 @@ class LoopConfig(RecipeConfig):
     @model_validator(mode="before")
     @classmethod
     def _with_its_critic(cls, data: Any) -> Any:
-        """Add the default critic if the recipe uses values. Validation comes later, so a profile can change it."""
+        """If the recipe uses values, add the default critic before validation, so that a profile can fill its
+        fields."""
         if not isinstance(data, dict) or "critic" in data:
             return data
         changes = data.get("changes")

@@ -177,9 +177,9 @@ class UpdateInfo(Plan):
     pins: dict[str, tuple[str, ...]] | None = None
     """Tape -> its digests when the update read it. Only an update's first epoch has this and the fields below."""
     reference: str | None = None
-    """Name and digest of the reference model, or None if the recipe reads none."""
+    """Name and digest of the reference model, or None if the recipe doesn't use a reference."""
     teacher: str | None = None
-    """Name and digest of the teacher, or None if the recipe reads none."""
+    """Name and digest of the teacher, or None if the recipe doesn't use a teacher."""
     on: ComputedOn | None = None
     mismatch: float | None = None
     """Largest |log-prob in training - log-prob at sampling| over the tokens that were sampled by the version that the

@@ -69,7 +69,7 @@ except ModuleNotFoundError as error:
 
 
 SPARE = 1.25
-"""The held-out split is this many times the number of held-out tasks, because a split by hash has only about the
+"""The held-out split is requested this many times as large as needed, because a split by hash has only about the
 requested size."""
 CONTEXT = 64
 """Maximum number of tokens in prompt and completion together. A whole episode takes about 35."""

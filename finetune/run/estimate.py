@@ -1,6 +1,7 @@
 """Estimates a training run's memory and tokens from its settings and the model's `config.json`, without torch.
 
-The results are upper bounds, but without players, shards, CUDA itself (about 0.5 GiB) and torch's fragmentation.
+The results are upper bounds. They leave out players, the shards of several processes, CUDA itself (about 0.5 GiB) and
+fragmentation in torch's allocator.
 """
 
 from __future__ import annotations

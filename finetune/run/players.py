@@ -53,8 +53,8 @@ class Team:
         """Name -> engine of each frozen player. The dictionary is empty outside of `opened`."""
 
     def load_compared(self, loop: LoopConfig, recipe: Recipe) -> None:
-        """Load the models that the trained players are compared against by the recipe. Raises UsageError if any of
-        these models can't be used for the comparison."""
+        """Load the models that the recipe compares the trained players against. Raises UsageError if any of these
+        models can't be used for the comparison."""
         for name, policy in self.policies.items():
             if name not in self._phases:
                 self._phases[name] = Phases(policy, self.players[name].loop_of(loop), recipe, NO_WARM_START)

@@ -43,7 +43,7 @@ class Reporter:
     tokenizer: PreTrainedTokenizerBase | None = None
     """The tokenizer that decodes token ids for the page. With None, the page shows the ids."""
     complete: Callable[[Overview], Overview] = lambda overview: overview
-    """Adds information that only the caller has to the page of a finished run."""
+    """Adds information from the caller to the page of a finished run."""
 
     def __post_init__(self) -> None:
         # This is a copy, because a thread can't safely use the tokenizer that the run renders prompts with.
