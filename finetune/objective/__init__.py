@@ -1,8 +1,8 @@
 """The eleven terms of an objective: score, reward, shape, baseline, credit, adjust, anchor, surrogate, regulariser,
 select, weigh. Each term is a set of constants and a pure function over the stream.
 
-Three terms compute the advantage: `baseline` (subtracts from a reward), `credit` (spreads the result over tokens) and
-`adjust` (whitens and clips). `loss` combines the terms. The formula of GRPO's loss is `surrogate.PPO`.
+Three of them compute the advantages: `baseline` compares each reward with others, `credit` spreads the result over
+tokens, and `adjust` whitens and clips it. The module `loss` combines all terms. GRPO's loss is `surrogate.PPO`.
 """
 
 from .adjust import Adjust, ClipAdvantage, GroupWeights, Relu, Whiten

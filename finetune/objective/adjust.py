@@ -27,12 +27,12 @@ class Adjust(Term):
     """Base class of all adjustments. Derive from it to write your own adjustment."""
 
     def __call__(self, a: Tensor, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return the adjusted advantages (T,) float64. The caller sets the tokens where `entered` is False to 0."""
+        """Return the adjusted advantages (T,) float64. The caller sets those of tokens that don't enter to 0."""
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the adjusted advantages there")
 
 
 class Whiten(Adjust):
-    """Gives advantages mean 0 and, unless `centre_only`, standard deviation 1 over all tokens that enter."""
+    """Shifts advantages to mean 0 over all tokens that enter and, unless `centre_only`, scales them to deviation 1."""
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0
@@ -77,11 +77,11 @@ class Relu(Adjust):
 
 
 class GroupWeights(Adjust):
-    """Weighs groups, so that groups without spread don't make the update smaller."""
+    """Weighs groups, so that groups without spread (all rewards are equal) don't make the update smaller."""
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)
-    """Weight of a group without spread. Most baselines make its advantages 0 anyway. Regularisers aren't weighted."""
+    """Weight of a group without spread, whose advantages most baselines make 0 anyway. Regularisers aren't weighted."""
     cap: float = Field(default=3.0, gt=0)
     """Largest weight of a group with spread."""
 

@@ -1,4 +1,4 @@
-"""anchor: the log-prob in the denominator of a ratio, and the correction where sampler and trainer disagree.
+"""anchor: the log-prob in the denominator of the ratio, and the correction for differences between sampler and trainer.
 
     sampler     ratio = exp(lp - old)
     recomputed  ratio = exp(lp - prox), prox = log-prob under the weights at the start of the update; the loss is
@@ -7,10 +7,10 @@
                     truncate  min(i, high)
                     mask      i where low <= i <= high, else 0
 
-There is one i per token, turn or episode. For a turn or an episode, i is the geometric mean (combine = mean) or the
+Each token, turn or episode (`per`) has one i. For a turn or an episode, i is the geometric mean (combine = mean) or the
 product (combine = sum) of its tokens' i. The product over a long episode is often out of bounds, so watch the metrics
-`importance/truncated` and `importance/masked`. A dropped token still counts in T. i carries no gradient. With one
-update per rollout batch, prox is lp itself, without gradient, and needs no extra forward pass.
+`importance/truncated` and `importance/masked`. A token that `mask` drops still counts in T. i carries no gradient. With
+one update per rollout batch, prox is lp itself, without gradient, and needs no extra forward pass.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Anchor(Term):
     """The log-prob in the ratio's denominator: the one that the sampler recorded, or one that the trainer
     recomputes."""
     weight: Literal["none", "truncate", "mask"] = "none"
-    """The importance weight of `recomputed`."""
+    """The bound on the importance weight i of `recomputed`. With `none`, i is 1."""
     per: Per = "token"
     """The unit that shares one importance weight."""
     combine: Literal["mean", "sum"] = "mean"
@@ -44,7 +44,7 @@ class Anchor(Term):
     low: float = Field(default=0.0, ge=0)
     """Smallest importance weight that `mask` keeps."""
     high: float = Field(default=2.0, gt=0)
-    """Largest importance weight."""
+    """Importance weight above which `truncate` reduces it to this value and `mask` drops the token."""
 
     @model_validator(mode="after")
     def _weighs_what_differs(self) -> Anchor:
@@ -61,8 +61,8 @@ class Anchor(Term):
         return self.weight == "none" or self.per == "token"
 
     def __call__(self, lp: Tensor, index: Tensor, stream: Stream, context: Context) -> tuple[Tensor, Tensor | None]:
-        """Return (anchor log-probs (n,), importance weights (n,) or None) for the tokens `index` (n,) with log-probs
-        `lp`."""
+        """Return the anchor log-probs (n,), and the importance weights (n,) or None, for the tokens `index` (n,) with
+        log-probs `lp` (n,)."""
         old = stream.old[index].to(lp.dtype)
         if self.to == "sampler":
             return old, None
@@ -84,7 +84,7 @@ class Anchor(Term):
 def over_unit(x: Tensor, per: Per, index: Tensor, stream: Stream, combine: str = "mean") -> Tensor:
     """Return the mean or sum (n,) of `x` (n,) over the turn or episode of each token in `index` (n,).
 
-    `index` must hold all entering tokens of each unit. Otherwise the mean covers only a part of the unit.
+    `index` must hold all entering tokens of each turn or episode. Otherwise the mean covers only a part of it.
     """
     if per == "token":
         return x

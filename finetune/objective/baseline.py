@@ -11,9 +11,9 @@ m (mean), s (standard deviation) and n (count) are taken over the units in one g
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
 unit is in no group.
 
-1. A group whose values are all equal gives exactly 0. The test compares the values themselves, because s is then only
-   rounding error, which a division by s + eps would magnify.
-2. A group of one gives exactly 0 (except `none`), because there is no other unit to compare with.
+1. If all values in a group are equal, all its advantages are exactly 0. This is tested on the values themselves: their
+   s may be a rounding error instead of 0, and a division by s + eps would magnify the error.
+2. The advantage in a group of one is exactly 0 (except with `none`), because there is no other unit to compare with.
 3. Episodes are the units by default. If the units are turns (`reward: per = turn`), a longer episode has more weight in
    m and s.
 """
@@ -34,7 +34,7 @@ class Baseline(Term):
     """Base class of all baselines. Derive from it to write your own baseline."""
 
     by: Literal["group", "fork", "batch"] = "group"
-    """The set of units whose rewards are compared."""
+    """The set of units whose rewards are compared with each other."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         """Return the advantages (U,) float64 for the rewards `x` (U,), one per episode or per turn.
@@ -51,14 +51,14 @@ class Baseline(Term):
 
 
 class GroupBaseline(Baseline):
-    """Subtracts a statistic of the unit's set from its reward, and may divide by a deviation."""
+    """Subtracts from each reward a mean of the rewards it is compared with, and may divide by a standard deviation."""
 
     kind: Literal["none", "mean", "loo", "std", "batch_std"] = "std"
     """The comparison, as listed above."""
     eps: float = 1e-9
     """Added to the standard deviation."""
     ddof: Literal[0, 1] = 1
-    """Subtracted from the count n in the variance."""
+    """Subtracted from the count n in the divisor of the variance."""
 
     def __call__(self, x: Tensor, scored: Tensor, stream: Stream, context: Context) -> Tensor:
         y = torch.zeros_like(x)
@@ -118,6 +118,6 @@ AnyBaseline = Annotated[Baseline, Kinds(GroupBaseline)]
 
 
 def flat_groups(x: Tensor, scored: Tensor, group: Tensor, n: int) -> Tensor:
-    """Return (n,) bool: the groups whose scored units all have the same reward, or that have no scored unit."""
+    """Return a mask (n,) of the groups whose scored units all have the same reward, or that have no scored unit."""
     low, high = segments.extremes(x[scored], group[scored], n)
     return low >= high

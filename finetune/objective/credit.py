@@ -4,15 +4,15 @@
     returns    A_t = r_t + gamma A_{t+1}
     gae        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lambda A_{t+1}
 
-y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere. The shape `token_kl` adds its
-penalty at every token. The time steps of an episode are its own tokens, in the order of turns. The environment's tokens
-between two turns are not time steps, so they neither discount nor interrupt the bootstrap. With clock = turn, all
-tokens in a turn share one step: r is the sum over the turn, V is the value before its first token, and all its tokens
-get the result.
+y is the advantage of a unit. r_t is y at the unit's last own token and 0 elsewhere, plus the penalty of the shape
+`token_kl`. The time steps of an episode are its own tokens, in the order of turns. The environment's tokens between two
+turns are not time steps, so no discount applies there, and the recurrence continues across them. With clock = turn,
+each turn is one step: r is the sum over the turn, V is the value before its first token, and all its tokens get the
+result.
 
-After the last step, V is 0 if the episode terminated. If it was cut off (truncated, or at a limit), V is the critic's
-value of the state after the last own token, or the episode's `bootstrap` if that is given.
-The critic's target is A + V.
+After the last step, V is 0 if the episode terminated. If the episode was cut off (truncated, or stopped at a limit),
+this V is the episode's `bootstrap`, or else the critic's value of the state after the last own token. The critic's
+target at each step is A + V.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Credit(Term):
 
     @property
     def takes_penalty(self) -> bool:
-        """True if the credit adds `penalty`, the per-token rewards from the shape `token_kl`."""
+        """True if the credit adds `penalty` (the per-token rewards from the shape `token_kl`) to the rewards."""
         return False
 
     def __call__(
         self, y: Tensor, penalty: Tensor | None, stream: Stream, context: Context
     ) -> tuple[Tensor, Tensor | None]:
-        """Return ((T,) float64 advantages, (T,) targets for a critic or None).
+        """Return the advantages (T,) float64, and the targets (T,) for a critic or None.
 
-        `y` (U,) are the advantages of the units. `penalty` (T,) are rewards to add to the tokens, or None. Both must be
-        finite, so an unscored unit has y = 0: a recurrence would carry a NaN to every earlier token in its episode.
+        `y` (U,) are the advantages of the units. `penalty` (T,) are rewards to add to the tokens, or None. All must be
+        finite (y = 0 for an unscored unit): a recurrence would carry a NaN to every earlier token of the episode.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the advantage of each token there")
 
@@ -68,8 +68,8 @@ class TimeCredit(Credit):
     lam: float = 1.0
     """GAE's lambda."""
     bootstrap: bool = True
-    """With `gae` and a reward per turn, whether an episode that was cut off continues with the value at the cut. If
-    False, the cut is an end like any other, which suits a limit that is part of the task."""
+    """Whether `gae` with a reward per turn continues an episode that was cut off with the value of the state at the
+    cut. If False, the cut counts as a regular end, which is right for a limit that is part of the task."""
 
     @property
     def needs_value(self) -> bool:
@@ -123,7 +123,7 @@ def unit_of_token(units: int, stream: Stream) -> Tensor:
 
 
 class _Clock:
-    """The time steps of all episodes, one episode after another and in order of time within each."""
+    """The time steps of all episodes, one episode after another and in order of time within each episode."""
 
     def __init__(self, step: Tensor, episode: Tensor, first: Tensor, end_of_turn: Tensor) -> None:
         self.step = step
@@ -139,7 +139,7 @@ class _Clock:
         """(S,) bool: whether the step is the last of its episode."""
 
     def place(self, y: Tensor, stream: Stream) -> Tensor:
-        """Return the rewards (S,), with each unit's y at the step that ends the unit.
+        """Return the rewards (S,) of the steps, where each unit's y is at the unit's last step.
 
         A reward before the first own token has no step and is dropped, because no action of the agent caused it.
         """

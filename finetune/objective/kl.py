@@ -4,14 +4,14 @@
     k2 = d^2 / 2    as a loss its expected gradient is exactly the gradient of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
-The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. The next adaptive
-coefficient follows from kl, the mean k1 per token in an update, and n, its number of episodes:
+The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. An adaptive coefficient
+depends on kl, the mean k1 per token in an update, and n, the update's number of episodes:
 
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 
-1. Above x = 20, `exp` continues along the tangent of e^x, so that value and gradient stay finite where e^x would
+1. Above x = 20, `exp` continues along the tangent of e^x, so that its value and gradient stay finite where e^x would
    overflow.
-2. The factor of an adaptive coefficient is at least 0, for any number of episodes. A negative coefficient would
+2. The factor that multiplies an adaptive coefficient is at least 0, whatever n is, because a negative coefficient would
    reward divergence.
 """
 
@@ -32,8 +32,8 @@ STEEP = 20.0
 
 
 def exp(x: Tensor) -> Tensor:
-    """Return e^x for x <= STEEP, and above that the tangent of e^x at STEEP, whose gradient isn't 0 as a clamp's would
-    be."""
+    """Return e^x for x <= STEEP, and the tangent of e^x at STEEP above it. Unlike a clamp, the tangent has a gradient
+    that isn't 0."""
     return torch.exp(x.clamp(max=STEEP)) * (1 + (x - STEEP).clamp(min=0))
 
 
@@ -60,7 +60,7 @@ class Adaptive(Term):
     """Number of episodes over which the coefficient changes by at most 20 %."""
 
     def next(self, beta: float, kl: float, episodes: int) -> float:
-        """Return the coefficient for the next update. `kl` is in nats per token. `episodes` is the number of episodes
-        in this update."""
+        """Return the coefficient for the next update. `kl` is the KL in this update, in nats per token. `episodes` is
+        the number of episodes in this update."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return beta * max(0.0, 1 + error * episodes / self.horizon)

@@ -1,9 +1,9 @@
 """The objective computes one loss from a stream and a recipe, in two steps.
 
-`prepare` computes everything that doesn't depend on the trained weights: which tokens enter, and their advantages. It
-runs once per rollout batch, on whole groups. `Part.loss` computes the loss of any subset of the tokens of one optimiser
-batch. The weights w are fixed for that batch, and loss = sum_t w_t l_t over the subset. The losses and gradients of
-disjoint subsets (micro-batches, ranks) therefore add up to those of the whole batch.
+`prepare` runs once per rollout batch, on whole groups. It computes everything that doesn't depend on the weights of the
+model: which tokens enter the update, and their advantages. `Part.loss` computes the loss of any subset of the tokens in
+an optimiser batch, loss = sum_t w_t l_t. The token weights w are fixed for the whole optimiser batch, so the losses and
+gradients of disjoint subsets (micro-batches, ranks) add up to those of the whole batch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class Batch:
     recipe: Recipe
     stream: Stream
     advantage: Tensor
-    """(T,) float64 advantages, 0 for tokens that don't enter."""
+    """(T,) float64 advantages, 0 for tokens that don't enter the update."""
     entered: Tensor
-    """(T,) bool: tokens that count in T."""
+    """(T,) bool: tokens that enter the update and count in the denominator of the weights."""
     selected: Tensor
-    """(T,) bool: tokens that keep their loss."""
+    """(T,) bool: tokens that keep their loss under `select.entropy_top`."""
     target: Tensor | None
-    """(T,) float64 targets for the critic, or None without a critic."""
+    """(T,) float64 targets for the critic, or None if the recipe has no critic."""
 
     def part(self, episodes: Tensor | None = None, add_up: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-        """Return the data for one optimiser step: all episodes, or those where `episodes` (E,) bool is True.
+        """Return the data for one optimiser step on all episodes, or on those where `episodes` (E,) bool is True.
 
-        `add_up` sums a tensor over all ranks of the step, and every rank must call it. The denominator counts the
-        tokens of all ranks, because the ranks' gradients are summed, not averaged.
+        `add_up` sums a tensor over all ranks of the step, and every rank must call it. The denominator is the total
+        over all ranks, because the ranks' gradients are summed, not averaged.
         """
         entered = self.entered if episodes is None else self.entered & episodes[self.stream.episode]
         n = self.recipe.weigh.totals(self.stream, entered)
@@ -62,24 +62,24 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """The batch of one optimiser step, with its weights fixed."""
+    """The batch of one optimiser step, in which the weight of each token's loss is fixed."""
 
     batch: Batch
     weight: Tensor
     """(T,) float64 w, the weight of each token's loss. It is 0 for tokens that are not in this part or not selected."""
     entered: Tensor
-    """(T,) bool: tokens that count in T."""
+    """(T,) bool: tokens that enter the update and count in the denominator of the weights."""
     live: Tensor
-    """(T,) bool: tokens whose loss can have a gradient. The model scores only these."""
+    """(T,) bool: tokens whose loss can have a gradient. Only these tokens are scored."""
 
     def loss(
         self, lp: Tensor, entropy: Tensor | None, index: Tensor, context: Context, betas: tuple[float, ...]
     ) -> Tensor:
-        """Return the sum of w l over the tokens `index` (n,). `lp` (n,) are their current log-probs, with gradient.
+        """Return the sum of w l over the tokens `index` (n,), whose current log-probs with gradient are `lp` (n,).
 
-        If the recipe isn't local, `index` must hold whole units (turns or episodes), because a ratio over a unit reads
-        all its tokens. `entropy` is (n,) or None. `betas` has the current coefficient for each of the recipe's
-        `coefficients`.
+        If the recipe isn't local, `index` must hold whole units (turns or episodes), because the ratio of a unit is
+        computed from all of its tokens. `entropy` (n,) has the tokens' entropies, or is None. `betas` has the current
+        coefficient of each term in the recipe's `coefficients`.
         """
         recipe, stream = self.batch.recipe, self.batch.stream
         live = self.live[index]
@@ -109,7 +109,7 @@ class Part:
 def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     """Compute the objective up to the advantages: selection, rewards, baseline, credit and adjustments.
 
-    It reads no log-prob of the trained weights, so all updates on a rollout batch share one result.
+    No log-probs under the trained weights are needed, so all optimiser steps on a rollout batch share one result.
     """
     advantages = recipe.surrogate.advantages
     scored = recipe.select.scored(stream, advantages, context)
@@ -124,7 +124,7 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     tokens = float(entered.sum())
     context.sums.put("tokens", tokens)
     context.sums.put("token/entered", tokens, len(entered))
-    # These are known without a forward pass, so they include the tokens that the trainer doesn't forward.
+    # These metrics need no forward pass, so they also cover the tokens that the trainer doesn't forward.
     sampled = entered & known
     entropy = torch.where(sampled, -stream.old, 0.0).sum(dtype=torch.float64)  # faster than selecting them
     context.sums.put("entropy/sampled", float(entropy), int(sampled.sum()))
@@ -133,7 +133,7 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     if advantages:
         context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
         context.sums.add("reward/square", stream.episodes.reward[scored].square())
-        # In the terms' statistics, a scored episode that isn't compared counts as one whose status forbids training.
+        # The terms leave episodes that don't train out of their statistics, so this also marks those not compared.
         table = replace(stream.episodes, trains=stream.episodes.trains & (compared | ~scored))
         advantage, target = _advantages(recipe, replace(stream, episodes=table), compared, entered, context)
     else:
@@ -159,7 +159,7 @@ def prepare_batches(
     """Return the batch for `stream`, which was made from `rows` and `episodes` and may contain several rollout batches.
 
     A term that compares over a batch (`by = batch`) compares within each rollout batch. The token weights are computed
-    once, over all of them. So unless a term compares over a batch, the gradient equals that of one large batch.
+    once, over all rollout batches, so the gradient equals that of one large batch unless a term compares over a batch.
 
     `sizes` gives the number of episodes in each rollout batch, in the order of `episodes`. If it is empty, there is one
     rollout batch. Raises BadBatch if the sizes don't add up to the number of episodes.
@@ -195,7 +195,7 @@ def prepare_batches(
 
 
 def _count_answers(rows: Sequence[Row], context: Context) -> None:
-    """Count the repetitions and reflections in the answers that have own tokens, for the metrics."""
+    """Add to the metrics the repetitions and the words of reflection in each answer that has own tokens."""
     for row in rows:
         has = np.bincount(row.call, minlength=len(row.calls)) > 0
         for name, counts in (("answer/repeated", row.repeated()), ("answer/reflections", row.reflections())):
@@ -210,7 +210,7 @@ def _advantages(
     per_turn = recipe.reward.per == "turn"
     ours = compared[stream.turns.episode] if per_turn else compared
     ours = ours & ~x.isnan()
-    # An unscored unit is NaN. It is set to 0, because a NaN in a sum over the batch would make every advantage NaN.
+    # An unscored unit's NaN is set to 0, because a NaN in a sum over the batch would make every advantage NaN.
     x = torch.where(ours, x, torch.zeros_like(x))
     for term in recipe.shape:
         if isinstance(term, RewardKL):
@@ -239,7 +239,7 @@ def _advantages(
 
 
 def betas(recipe: Recipe) -> tuple[float, ...]:
-    """Return the first coefficient of each term in the recipe's `coefficients`."""
+    """Return the initial coefficient of each term in the recipe's `coefficients`."""
     return tuple(term.first_coefficient for term in recipe.coefficients)
 
 

@@ -27,21 +27,21 @@ class Score(Term):
     """How the log-prob of each own token is computed, and whether its entropy is computed too.
 
     A log-prob is log softmax(logits / T). For a policy gradient, T is the temperature at which the token was sampled,
-    because the distribution that is scored must be the one that was sampled from. Maximum likelihood scores the model
-    itself, so T is 1.
+    because the distribution that is scored must be the one that was sampled from. Maximum likelihood fits the model's
+    own distribution, so T is 1.
     """
 
     temperature: Literal["recorded", "one"] = "recorded"
-    """Whether T is the temperature at which each token was sampled, or 1."""
+    """The temperature T of the log-probs: the one at which each token was sampled (`recorded`), or 1 (`one`)."""
     head: Literal["weights", "float32"] = "weights"
-    """Dtype in which the output layer multiplies: that of its weights, or float32 if the weights are narrower. The
-    engine that samples must use the same dtype. Otherwise the log-probs of sampler and trainer differ by rounding."""
+    """Dtype of the output layer's matrix product: that of its weights, or float32 if they are narrower. The engine that
+    samples must use the same dtype. Otherwise the log-probs of sampler and trainer differ by rounding."""
     entropy: bool = False
-    """Whether to report the exact entropy of every token. A regulariser that needs the entropy gets it in any case."""
+    """Whether to report the exact entropy of every token. It is always computed for a regulariser that needs it."""
 
 
 class Recipe(Term):
-    """How rewards become gradients. The terms apply in the order of the fields."""
+    """The eleven terms of an objective, which together define how rewards become gradients."""
 
     name: str
     score: Score = Score()
@@ -56,11 +56,11 @@ class Recipe(Term):
     select: Select = Select()
     weigh: Weigh = Weigh()
     both_kls: bool = False
-    """Whether to allow a KL in the reward together with a KL loss. Most recipes intend only one of them."""
+    """Whether to allow a KL in the reward and another in the loss. Most recipes intend only one of them."""
 
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
-        # Such a subclass would be serialised as its base class, so the run's record would name the wrong class.
+        # A subclass in such a field would be serialised as its base class, so the run would record the wrong class.
         for name, info in type(self).model_fields.items():
             value = getattr(self, name)
             if isinstance(value, Term) and not _is_open(info) and type(value) is not info.annotation:
@@ -105,8 +105,8 @@ class Recipe(Term):
         return (*self.regulariser, *(term for term in self.shape if _is_adaptive(term)))
 
     def at(self, betas: Sequence[float]) -> Recipe:
-        """Return the recipe with the current coefficients of its adaptive KLs in the reward. `betas` has one value for
-        each of `coefficients`."""
+        """Return a copy in which the adaptive KLs in the reward have their current coefficients. `betas` has one value
+        for each term in `coefficients`."""
         present = iter(betas[len(self.regulariser) :])
         shape = (term.model_copy(update={"beta": next(present)}) if _is_adaptive(term) else term for term in self.shape)
         return self.model_copy(update={"shape": tuple(shape)})
@@ -118,9 +118,9 @@ class Recipe(Term):
 
     @property
     def bootstraps(self) -> bool:
-        """True if a critic values the states at which episodes were cut off. This is False if the whole reward is
-        placed at the end: the values then include the reward before the cut, so a value at the cut would count that
-        reward twice."""
+        """True if a critic estimates the value of the state at which an episode was cut off. It is False if an episode
+        has its whole reward at the end. The values then include the reward from before the cut, so the value at the cut
+        would count that reward twice."""
         return self.credit.bootstraps and self.reward.per == "turn"
 
     @property
@@ -150,11 +150,11 @@ class Recipe(Term):
 
     @property
     def balance(self) -> float:
-        """Coefficient of the load balance between a mixture's experts. If it is 0, there is no training for balance."""
+        """Coefficient of the load-balancing loss of a mixture of experts. If it is 0, the loss isn't computed."""
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     def unfit(self, tokens: int) -> list[str]:
-        """Return a warning for each term that can't work as intended if an episode has at most `tokens` own tokens."""
+        """Return `out_of_reach` of each term for which it isn't None, as warnings."""
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
@@ -172,14 +172,14 @@ class Recipe(Term):
 
     @property
     def idle(self) -> bool:
-        """True if no token of the batch has a gradient, because there is no surrogate and no active regulariser on its
-        tokens."""
+        """True if no token of the batch has a gradient, because neither a surrogate nor an active regulariser applies
+        to it."""
         others = [term for term in self.regulariser if not isinstance(term, Demonstrations)]
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
     def stands_still(self, *, own_reference: bool) -> bool:
-        """Return True if the gradient is always 0, because each loss is a KL to the sampler or, with `own_reference`,
-        to the policy at the start of the phase."""
+        """Return True if the gradient is always 0 because the only losses are KLs to the sampler or to the reference,
+        and the reference is the policy at the start of the phase (`own_reference`)."""
         terms = [term for term in self.regulariser if term.active]
         near = {"sampler", "reference"} if own_reference else {"sampler"}
         still = all(isinstance(term, KL) and term.to in near for term in terms)
@@ -198,8 +198,8 @@ class Recipe(Term):
     def but(self, changes: Mapping[str, object] | None = None, /, **terms: object) -> Recipe:
         """Return a copy with changed terms: `grpo.but(weigh={"kind": "episode"}, baseline={"eps": 1e-4})`.
 
-        A mapping changes the named constants of a term. A term of another class starts from its own defaults. Any other
-        value replaces the term. Raises UsageError for an unknown key or an invalid value.
+        A mapping changes only the constants that it names. If it names a `kind` of another class, the other constants
+        get their defaults. Any other value replaces the term. Raises UsageError for an unknown key or an invalid value.
         """
         whole: dict[str, Any] = {name: getattr(self, name) for name in type(self).model_fields}
         for name, value in {**(changes or {}), **terms}.items():
@@ -218,10 +218,10 @@ def _is_adaptive(term: Term) -> TypeGuard[RewardKL]:
 
 
 def read(data: Mapping[str, object], *, execute: bool = True) -> Recipe:
-    """Return the recipe that `data` describes. Raises UsageError, which names an invalid key and the valid keys nearest
-    to it.
+    """Return the recipe that `data` describes. Raises UsageError if a key or value is invalid. For an unknown key, the
+    error suggests the valid keys with similar names.
 
-    If `execute` is False, a user's own term is found only in a module that this process has already imported."""
+    If `execute` is False, no module is imported, and a user's term is found only if its module was imported before."""
     try:
         return Recipe.model_validate(_plain(data), context={"execute": execute})
     except ValidationError as error:
@@ -262,7 +262,7 @@ def _keys_beside(loc: tuple[int | str, ...]) -> list[str]:
 
 
 def _class_of(field: str, kind: object) -> object:
-    """Return the class for a term's kind: one of the package's classes, or the name `module:name` of a user's class."""
+    """Return the package's class for a term's kind. A user's kind (`module:name`) is returned unchanged."""
     named = ((cls, cls.model_fields["kind"]) for cls in kinds_of(field) if "kind" in cls.model_fields)
     return next((cls for cls, info in named if kind in get_args(info.annotation)), kind)
 

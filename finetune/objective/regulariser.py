@@ -1,4 +1,4 @@
-"""regulariser: an addition to a token's loss that doesn't depend on its advantage.
+"""regulariser: an addition to a token's loss that doesn't depend on the token's advantage.
 
     kl       beta * estimate(lp, reference, teacher or sampler)
     entropy  -coefficient * H,  where H is the exact entropy of the policy at the token
@@ -8,8 +8,8 @@
 
 The coefficient of a KL is fixed or adaptive (`kl.Adaptive`). An adaptive coefficient changes after each optimiser step.
 
-1. k1 is invalid as a loss, because its expected gradient is 0. k2 has the expected gradient of KL(pi || ref), and k3
-   has that of KL(ref || pi).
+1. k1 can't be a loss, because its expected gradient is 0. The expected gradient of k2 is the gradient of KL(pi || ref),
+   and that of k3 is the gradient of KL(ref || pi).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Regulariser(Term):
 
     @property
     def active(self) -> bool:
-        """False if the term adds exactly 0."""
+        """False if the term adds exactly 0 to the loss."""
         return True
 
     @property
@@ -69,7 +69,7 @@ class KL(Regulariser):
 
     kind: Literal["kl"] = "kl"
     to: Literal["reference", "sampler", "teacher"] = "reference"
-    """The policy to which the KL is measured."""
+    """The policy with which the KL compares the trained policy."""
     estimator: Estimator = "k3"
     """Estimator of the KL: k2 or k3. k1 is refused, because its expected gradient as a loss is 0."""
     beta: float = Field(default=0.0, ge=0)
@@ -117,7 +117,7 @@ class KL(Regulariser):
                 f"a KL to the {self.to} reads its log-probs, and there are none: pass {self.to}=... to the trainer"
             )
         other = other[index].to(lp.dtype)
-        # k1 drives the adaptive coefficient and k3 is reported, whichever estimator is the loss.
+        # Whichever estimator is the loss, the adaptive coefficient needs k1, and k3 is reported.
         with torch.no_grad():
             for kind in ("k1", "k3"):
                 context.sums.add(f"{self.measure}/{kind}", estimate(kind, lp, other))
@@ -127,7 +127,7 @@ class KL(Regulariser):
 
 
 class Entropy(Regulariser):
-    """Entropy bonus. The exact entropy over the whole vocabulary is used, not an estimate from the sampled token."""
+    """Entropy bonus, from the exact entropy over the whole vocabulary and not an estimate from the sampled token."""
 
     kind: Literal["entropy"] = "entropy"
     coefficient: float = 0.0
@@ -156,7 +156,7 @@ class Entropy(Regulariser):
 
 
 class _Beside(Regulariser):
-    """A regulariser that the trainer computes from tokens or logits other than those of the batch's own tokens."""
+    """A regulariser that isn't computed from the batch's own tokens, but from other tokens or from router logits."""
 
     per_token: ClassVar[bool] = False
     coefficient: float = Field(default=0.0, ge=0)
@@ -172,13 +172,13 @@ class _Beside(Regulariser):
 
 
 class Demonstrations(_Beside):
-    """Cross-entropy on demonstrations, which are rows outside the batch that are trained on in the same update."""
+    """Cross-entropy on demonstrations, which are rows outside the rollout batch that the same update trains on."""
 
     kind: Literal["nll"] = "nll"
 
 
 class Balance(_Beside):
-    """Load balance, which keeps the use of a mixture's experts even in every batch that the routers learn from."""
+    """Load balancing, which keeps the experts of a mixture evenly used in every batch that trains their routers."""
 
     kind: Literal["aux"] = "aux"
 

@@ -5,7 +5,7 @@
 
 An episode without a reward has x = NaN. It is unscored, and a recipe with advantages never trains on it. `components`
 replaces the recorded total with a weighted sum of the recorded parts: x_e = sum_k weight_k * part_k. An episode that
-lacks a named part is unscored rather than given a reward of 0, and the metric `reward/missing/NAME` counts it.
+lacks the part NAME is unscored instead of having a part of 0, and the metric `reward/missing/NAME` counts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Reward(Term):
     """The unit that has one reward. The baseline compares units, and credit spreads a unit's advantage over its
     tokens."""
     reduce: Literal["sum", "mean", "max"] = "sum"
-    """How the rewards of an episode's turns are combined (per = episode). `sum` is the recorded reward."""
+    """How the rewards of an episode's turns are combined (per = episode). `sum` gives the recorded reward."""
     components: dict[str, float] | None = None
     """Weight of each reward component, by name. If None, the recorded total is used."""
 
@@ -44,7 +44,7 @@ class Reward(Term):
             missing = [name for name in components if name not in parts]
             for name in components:
                 context.sums.put(f"reward/missing/{name}", name in missing)
-            # A missing part isn't 0, because a partial sum would rank this episode against complete ones in its group.
+            # A missing part isn't 0, because its group would then compare a partial sum with complete sums.
             out.append(float("nan") if missing else sum(w * parts[name] for name, w in components.items()))
         x = torch.tensor(out, dtype=torch.float64)
         return torch.where(stream.episodes.reward.isnan(), torch.nan, x)

@@ -1,8 +1,8 @@
 """select: which groups and episodes enter an update, and which of their tokens keep their loss.
 
-Groups and episodes are dropped first, and T and E count the rest. Tokens are dropped afterwards and still count in T,
-so dropping a token doesn't raise the weight of the others. For each reason, a metric reports the share that was
-dropped.
+Groups and episodes are dropped first. T and E count the tokens and episodes that remain. Tokens are dropped afterwards
+and still count in T, so that dropping a token doesn't raise the weight of the others. For each reason, a metric reports
+the share that was dropped.
 
     flat         drop groups whose scored episodes all have the same reward, whatever it is (dynamic sampling); if the
                  baseline compares by fork, the test is on the continuations of each fork point instead
@@ -15,13 +15,13 @@ dropped.
 
 1. An episode enters only if its status allows training. A recipe with advantages also needs the episode's reward, and
    trains only on tokens whose log-prob at sampling is known.
-2. `keep` and `mean_bounds` choose before the baseline, so `flat`, the baseline and every other statistic cover only the
-   chosen episodes. `keep` chooses among the episodes within `bounds`. On their own, `bounds` and `flat` leave the
-   statistics as they are.
-3. `keep_when = after_baseline` is the order used by earlier versions, kept for the runs that they recorded. With it,
-   `keep` comes last, and the statistics also cover the episodes that `keep` drops.
-4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are compared to six
-   decimals, because equal contexts give entropies that differ by rounding, which depends on the micro-batches.
+2. `keep` and `mean_bounds` apply before the baseline, so `flat`, the baseline and every other statistic cover only the
+   episodes that they keep. `keep` chooses among the episodes within `bounds`. Without `keep`, the episodes outside
+   `bounds` stay in the statistics, and so do flat groups in any case.
+3. `keep_when = after_baseline` is the order of earlier versions, and remains available for runs that they recorded. In
+   this order, `keep` applies last, and the statistics also cover the episodes that it drops.
+4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are rounded to six decimals
+   first, because the entropies of equal contexts differ by rounding errors that depend on the micro-batches.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class Select(Term):
     flat: Literal["keep", "drop"] = "keep"
     """Whether to keep or drop a group whose scored episodes all have the same reward."""
     bounds: tuple[float | None, float | None] | None = None
-    """Range (low, high) of the rewards that enter, with None for an open end. An unscored episode is outside the
-    range."""
+    """Range (low, high) of the rewards of episodes that enter. A bound of None leaves that end open. An unscored
+    episode is outside the range."""
     keep: int | None = Field(default=None, ge=1)
     """Number of episodes kept in each group. If None, all are kept."""
     keep_how: Literal["best", "spread"] = "best"
-    """Which episodes of a group `keep` keeps."""
+    """Which episodes `keep` keeps: the best, or those with the widest spread (half best, half worst)."""
     keep_when: Literal["before_baseline", "after_baseline"] = "before_baseline"
-    """Whether the baseline compares only the episodes that `keep` keeps, or all of them."""
+    """Whether `keep` applies before the baseline, which then compares only the episodes that are kept, or after it."""
     mean_bounds: tuple[float | None, float | None] | None = None
-    """Range (low, high) of the mean rewards of groups that enter, with None for an open end. A group without a scored
-    episode is outside the range."""
+    """Range (low, high) of the mean rewards of groups that enter. A bound of None leaves that end open. A group without
+    a scored episode is outside the range."""
     entropy_top: float | None = Field(default=None, gt=0, le=1)
     """Share of each episode's tokens that keep their loss. If None, all keep it."""
     kl_mask: float | None = Field(default=None, gt=0)
@@ -65,7 +65,7 @@ class Select(Term):
     None, there is no bound."""
 
     def scored(self, stream: Stream, advantages: bool, context: Context) -> Tensor:
-        """Return (E,) bool: the episodes that may enter and that count in their group."""
+        """Return a mask (E,) of the episodes that may enter and that count in their group."""
         table = stream.episodes
         context.sums.add("episode/status", ~table.trains)
         scored = table.trains
@@ -92,7 +92,8 @@ class Select(Term):
             entered, compared = entered & ~outside, compared & ~outside
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            # Recipes without advantages also train on unscored episodes. Their NaN must not decide which group is flat.
+            # Recipes without advantages also train on unscored episodes. Their NaN must not decide whether a group is
+            # flat.
             flat = flat_groups(table.reward, compared & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat
@@ -101,7 +102,7 @@ class Select(Term):
         return entered, compared
 
     def _within(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return (E,) bool: the episodes of `entered` whose reward lies within `bounds`."""
+        """Return a mask (E,) of the episodes of `entered` whose reward lies within `bounds`."""
         if self.bounds is None:
             return entered
         outside = ~_inside(stream.episodes.reward, self.bounds)
@@ -109,7 +110,7 @@ class Select(Term):
         return entered & ~outside
 
     def _kept(self, entered: Tensor, stream: Stream, context: Context) -> Tensor:
-        """Return (E,) bool: the episodes of `entered` that `keep` keeps."""
+        """Return a mask (E,) of the episodes of `entered` that `keep` keeps."""
         if self.keep is None:
             return entered
         table = stream.episodes
@@ -127,7 +128,7 @@ class Select(Term):
         return kept
 
     def top_entropy(self, entered: Tensor, stream: Stream) -> Tensor:
-        """Return (T,) bool: the entered tokens that `entropy_top` keeps."""
+        """Return a mask (T,) of the entered tokens that `entropy_top` keeps."""
         if self.entropy_top is None:
             return entered
         if stream.entropy is None:
@@ -150,8 +151,8 @@ class Select(Term):
         return out
 
     def tokens(self, lp: Tensor, a: Tensor, index: Tensor, stream: Stream, context: Context) -> Tensor | None:
-        """Return (n,) bool: the tokens of `index` that keep their loss at the current log-probs `lp` (n,). None means
-        all of them."""
+        """Return a mask (n,) of the tokens `index` (n,) that keep their loss at the current log-probs `lp` (n,), or
+        None if all tokens keep it."""
         keep: Tensor | None = None
         old = stream.old[index].to(lp.dtype)
         if self.kl_mask is not None:
@@ -167,6 +168,6 @@ class Select(Term):
 
 
 def _inside(x: Tensor, bounds: tuple[float | None, float | None]) -> Tensor:
-    """Return where `x` lies within [low, high], in the shape of `x`. A NaN is outside."""
+    """Return a mask, in the shape of `x`, of the values within [low, high]. NaN is outside."""
     low, high = (end if bound is None else bound for bound, end in zip(bounds, (-math.inf, math.inf), strict=True))
     return (x >= low) & (x <= high)

@@ -1,4 +1,4 @@
-"""shape: changes rewards before the baseline reads them. Only the KL penalty per token applies after the baseline.
+"""shape: changes rewards before the baseline compares them. Only `token_kl` applies after the baseline.
 
     clip        x = min(max(x, low), high); the share outside is counted before clipping
     running     x / s  or  (x - m) / s, over all training rewards in the run so far (unbiased s)
@@ -8,14 +8,13 @@
 
 m and s are the mean and the standard deviation of the run's rewards.
 
-1. `running` doesn't change rewards until the run has two different ones, because until then their deviation is 0 or
-   unknown. It applies before the baseline, and a baseline that divides by the group's deviation (`std`) removes the
-   scale again.
+1. `running` doesn't change rewards until the run has had two different rewards, because until then their standard
+   deviation is 0 or unknown. A baseline that divides by the group's standard deviation (`std`) undoes this scaling.
 2. The penalty of `overlong` is at most `factor`. Every later term sees the shaped reward.
 3. An adaptive KL coefficient (`kl.Adaptive`) changes once after each update, however many optimiser steps the update
-   has, because all of them share the rewards that were computed with it. It is driven by the mean k1 between sampler
-   and reference over the tokens that enter, whichever estimator is the penalty.
-4. If rewards are per turn, the shapes for a whole episode (overlong, episode_kl) change the reward of its last turn.
+   has, because all of these steps share the rewards that were computed with it. The change depends on the mean k1
+   between sampler and reference over the tokens that enter, whichever estimator the penalty uses.
+4. If rewards are per turn, the shapes overlong and episode_kl change the reward of the episode's last turn.
 """
 
 from __future__ import annotations
@@ -100,17 +99,17 @@ class Overlong(Shape):
 
 
 class RewardKL(Shape):
-    """A penalty in the reward on the KL between sampler and reference model."""
+    """Base class of the penalties in the reward for the KL between the sampler and the reference model."""
 
     beta: float = Field(ge=0)
-    """KL coefficient, which is the penalty per nat. With `adaptive`, it is the coefficient for the first update."""
+    """KL coefficient (the penalty per nat). With `adaptive`, this is the coefficient for the first update."""
     estimator: Estimator = "k1"
     """Estimator of the KL."""
     adaptive: Adaptive | None = None
     """Controller of the coefficient. If None, the coefficient is fixed."""
 
     measure: ClassVar[str] = "kl/reward"
-    """Prefix in the names of this KL's metrics."""
+    """Prefix of the names of this KL's metrics."""
 
     @model_validator(mode="after")
     def _moves(self) -> RewardKL:
@@ -128,7 +127,7 @@ class RewardKL(Shape):
         return self.beta
 
     def observe(self, entered: Tensor, stream: Stream, context: Context) -> None:
-        """Add the k1 of the tokens `entered` (T,) bool to the metrics. Its mean drives an adaptive coefficient."""
+        """Add the k1 of the tokens `entered` (T,) bool to the metrics, for the adaptive coefficient."""
         if self.needs_reference:
             context.sums.add(f"{self.measure}/k1", _kl_estimates("k1", stream)[entered])
             if self.adaptive is not None:
@@ -136,7 +135,7 @@ class RewardKL(Shape):
 
 
 class EpisodeKL(RewardKL):
-    """A penalty on the KL between sampler and reference model, subtracted from the episode's reward."""
+    """Subtracts a penalty for the KL between the sampler and the reference model from each episode's reward."""
 
     kind: Literal["episode_kl"] = "episode_kl"
     estimator: Estimator = "k3"
@@ -151,7 +150,7 @@ class EpisodeKL(RewardKL):
 
 
 class TokenKL(RewardKL):
-    """A penalty per token on the KL between sampler and reference model."""
+    """Adds a penalty for the KL between the sampler and the reference model to each token's reward."""
 
     kind: Literal["token_kl"] = "token_kl"
 
@@ -164,21 +163,21 @@ AnyShape = Annotated[Shape, Kinds(Clip, Running, Overlong, EpisodeKL, TokenKL)]
 
 
 def _kl_estimates(kind: Estimator, stream: Stream) -> Tensor:
-    """Return the estimates (T,) float64 of the KL between the sampler, or the recomputed anchor if there is one, and
-    the reference model. They are 0 where the first log-prob is unknown."""
+    """Return each token's estimate (T,) float64 of the KL from the recomputed anchor, or from the sampler if there is
+    no such anchor, to the reference model. It is 0 where the anchor's or sampler's log-prob is unknown."""
     if stream.ref is None:
         raise ValueError(
             "a KL in the reward reads the reference's log-probs, and there are none: pass reference=... to the trainer"
         )
     lp = stream.old if stream.anchor is None else stream.anchor
     known = lp.isfinite()
-    # In float64, because k3 = e^-d - 1 + d cancels near d = 0, so a float32 estimate would be mostly rounding error.
+    # This is in float64, because k3 = e^-d - 1 + d cancels near d = 0 and would be mostly rounding error in float32.
     d = estimate(kind, lp.to(torch.float64), stream.ref.to(torch.float64))
     return torch.where(known, d, torch.zeros_like(d))
 
 
 def _on_episode(x: Tensor, change: Tensor, stream: Stream) -> Tensor:
-    """Add each episode's `change` to `x`. If `x` is per turn, it is added to the last turn of the episode."""
+    """Return `x` plus each episode's `change`, which goes to the episode's last turn if `x` is per turn."""
     if len(x) == len(change):
         return x + change
     owner = stream.turns.episode

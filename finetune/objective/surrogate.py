@@ -1,5 +1,5 @@
-"""surrogate: the loss of one token, whose gradient is the policy gradient. r is exp(lp - anchor), and A is the
-advantage.
+"""surrogate: the loss of each token. The gradient of this loss is the policy gradient. r is exp(lp - anchor), and A is
+the advantage.
 
     ppo        l = -min(r A, clip(r, 1 - low, 1 + high) A); with `dual` c, at least c A where A < 0
     reinforce  l = -A lp
@@ -10,10 +10,10 @@ advantage.
     minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): like nll, fading as the model outgrows the reference
     none       l = 0: only regularisers apply (distillation)
 
-With per = turn or episode, r is the geometric mean of the unit's ratios (GSPO). sg stops the gradient.
+With per = turn or episode, r is the geometric mean over the turn or episode (GSPO). sg stops the gradient.
 
 1. For ppo, reinforce, cispo, cpg and sapo, a token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. Above x = 20, e^x continues along its tangent, because for A < 0, r A isn't clipped from above and would overflow.
+2. Where lp - anchor is above 20, r continues along a tangent, because r A isn't bounded for A < 0 and could overflow.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Surrogate(Term):
     """Base class of all surrogates. Derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """Whether the loss uses advantages, so that a token needs a reward and a finite log-prob at sampling."""
+    """Whether the loss uses advantages, so that it needs each token's reward and a finite log-prob at sampling."""
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads `stream.ref`, the reference model's log-probs."""
     zero_at_zero: ClassVar[bool] = False
@@ -44,9 +44,9 @@ class Surrogate(Term):
 
     @property
     def local(self) -> bool:
-        """True if a token's loss reads no other token, so that a batch may be split into micro-batches anywhere.
+        """True if a token's loss doesn't depend on other tokens, so that any split into micro-batches is possible.
 
-        False is correct for every loss, but costs a second forward pass.
+        It is always correct to return False, but this costs a second forward pass.
         """
         return False
 
@@ -55,21 +55,21 @@ class Surrogate(Term):
     ) -> Tensor:
         """Return the losses (n,) of the tokens `index` (n,).
 
-        `lp` (n,) are the current log-probs, with gradient. `anchor` (n,) are the log-probs in the denominator. `a` (n,)
-        are the advantages.
+        `lp` (n,) are the tokens' current log-probs, with gradient. `anchor` (n,) are the log-probs in the denominator
+        of the ratio. `a` (n,) are the advantages.
         """
         raise NotImplementedError(f"{type(self).__name__} has no __call__: define the loss of each token there")
 
 
 def _count_clipped(context: Context, **sides: Tensor) -> None:
-    """Count the tokens at which a bound took effect, per side and in total. Each side is a mask (n,)."""
+    """Count the tokens at which a bound took effect, for each side and in total. `sides` are masks (n,) by name."""
     context.sums.add("clip", torch.stack(list(sides.values())).any(0))
     for side, clipped in sides.items():
         context.sums.add(f"clip/{side}", clipped)
 
 
 class _Local(Surrogate):
-    """A surrogate in which a token's loss reads no other token."""
+    """A surrogate in which a token's loss doesn't depend on other tokens."""
 
     @property
     def local(self) -> bool:
@@ -77,18 +77,18 @@ class _Local(Surrogate):
 
 
 class PPO(Surrogate):
-    """The ratio times the advantage, clipped."""
+    """The ratio times the advantage, with the ratio clipped."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["ppo"] = "ppo"
     low: float = Field(default=0.2, ge=0, le=1)
-    """The ratio is clipped below 1 - low."""
+    """The ratio is clipped to at least 1 - low."""
     high: float = Field(default=0.2, ge=0)
-    """The ratio is clipped above 1 + high."""
+    """The ratio is clipped to at most 1 + high."""
     dual: float | None = Field(default=None, gt=1)
-    """Upper bound on r for A < 0 (dual clip). If None, r has no such bound."""
+    """Upper bound of the ratio where the advantage is negative (dual clip). If None, there is no such bound."""
     per: Per = "token"
-    """The unit of the ratio. For a turn or an episode, the ratio is the geometric mean of its tokens' ratios."""
+    """The unit that has one ratio. The ratio of a turn or an episode is the geometric mean of its tokens' ratios."""
 
     @property
     def local(self) -> bool:
@@ -127,7 +127,7 @@ class CISPO(_Local):
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cispo"] = "cispo"
     low: float | None = Field(default=None, ge=0, le=1)
-    """The weight is at least 1 - low. If None, it has no lower bound."""
+    """The weight is at least 1 - low. If `low` is None, the weight has no lower bound."""
     cap: float = Field(default=5.0, gt=0)
     """The weight is at most `cap`."""
 
@@ -141,7 +141,7 @@ class CISPO(_Local):
 
 
 class CPG(_Local):
-    """Clipped policy gradient, where the log-prob is bounded and the gradient has no ratio."""
+    """Clipped policy gradient, which bounds the log-prob itself, so that the gradient contains no ratio."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["cpg"] = "cpg"
@@ -161,7 +161,7 @@ class CPG(_Local):
 
 
 class SAPO(_Local):
-    """A sigmoid gate in place of the clip."""
+    """The ratio passes through a sigmoid gate, where PPO clips it."""
 
     zero_at_zero: ClassVar[bool] = True
     kind: Literal["sapo"] = "sapo"
@@ -196,7 +196,7 @@ class MinorNLL(Surrogate):
     needs_reference: ClassVar[bool] = True
     kind: Literal["minor_nll"] = "minor_nll"
     beta: float = Field(default=0.1, gt=0)
-    """How fast the gradient fades as lp rises above the reference's log-prob."""
+    """How fast the gradient fades as the model's log-prob rises above the reference model's."""
     per: Per = "episode"
     """The unit over which log-ratios are averaged."""
 

@@ -1,4 +1,4 @@
-"""Base class of all terms of an objective, and the metrics and running state that terms share.
+"""The base class of an objective's terms, and the metrics and running state that the terms share.
 
 A term is a set of constants and one pure function over the stream. A term never refers to another term.
 """
@@ -23,13 +23,13 @@ from ...tapes.errors import UsageError
 
 
 class Term(BaseModel):
-    """One term of a recipe. An unknown key is an error."""
+    """One term of a recipe. A constant that the class doesn't define is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Return why the term can't work as intended if an episode has at most `tokens` own tokens, or None if it can.
-        A training run warns of this when it starts."""
+        """Return the reason why the term can't have its intended effect if an episode has at most `tokens` own tokens,
+        or None if it can. A training run reports the reason as a warning when it starts."""
         return None
 
     def __str__(self) -> str:
@@ -42,18 +42,18 @@ class Term(BaseModel):
 
 
 def kind_of(term: Term) -> str | None:
-    """Return the term's kind: `module:name` for a user's class, None for a term that has only one kind."""
+    """Return the term's kind, which is `module:name` for a user's class, or None if the term has only one kind."""
     return class_name(type(term)) if _outside(type(term)) else getattr(term, "kind", None)
 
 
 def _outside(cls: type[Term]) -> bool:
-    """Return True for a class that a user defined, whose module is outside `finetune`."""
+    """Return True if a user defined the class, that is, if its module is outside `finetune`."""
     return not cls.__module__.startswith(__name__.removesuffix("objective.term"))
 
 
 def class_name(cls: type[Term]) -> str:
-    """Return `module:name` of a user's class, so that another process can import it. Raises ValueError for a local
-    class."""
+    """Return the name `module:name` by which another process can import a user's class. Raises ValueError if the class
+    is local to a function."""
     if "<" in cls.__qualname__:
         raise ValueError(
             f"{cls.__qualname__} can't be imported by its name, so a run can't record it: define the class at the "
@@ -64,17 +64,17 @@ def class_name(cls: type[Term]) -> str:
 
 
 def _main_file() -> Path | None:
-    """Return the script that this process runs. Its module is named `__main__` in this process, and after the file's
-    stem in others."""
+    """Return the file of the script that this process runs, or None if there is none. The script's module is `__main__`
+    in this process, but other processes import it by the file's stem."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file) if file is not None else None
 
 
 class Kinds:
-    """Annotates a recipe's field, which holds a term of the package, selected by `kind`, or a user's subclass.
+    """Annotates a field of a recipe that holds either one of the package's terms, selected by `kind`, or a user's term.
 
-    A user's class must derive from the field's type. It is written as `kind: module:name` together with its constants,
-    and is read by importing that class.
+    A user's class must derive from the field's type. A user's term is written as `kind: module:name` together with its
+    constants. Reading the term imports the class.
     """
 
     def __init__(self, *kinds: type[Term]) -> None:
@@ -111,8 +111,8 @@ class Kinds:
 
 
 def _check_own(cls: type[Term], base: type[Term]) -> None:
-    """Raise ValueError for a class that can't be imported by its name, or that has a constant called `kind`. A record's
-    `kind` is the name of the class, so that constant would be lost."""
+    """Raise ValueError if the class can't be imported by its name or has a constant called `kind`. A run records the
+    name of the class under `kind`, so the constant would be lost."""
     name = class_name(cls)
     kind = cls.model_fields.get("kind")
     if kind is not None and len(get_args(kind.annotation)) != 1:
@@ -123,7 +123,7 @@ def _check_own(cls: type[Term], base: type[Term]) -> None:
 
 
 def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = True) -> Term:
-    """Return the user's term for a mapping with `kind: module:name`. Raises ValueError if the class can't be imported.
+    """Return the user's term that a mapping with `kind: module:name` describes. Raises ValueError if that fails.
 
     `execute` is passed to `load_named`."""
     name = str(value["kind"])
@@ -154,9 +154,9 @@ def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = Tru
 
 
 class Sums:
-    """Metrics as sums and counts, so that the metrics of parts (micro-batches, ranks, updates) add up exactly.
+    """Metrics that are stored as sums and counts, so that those of micro-batches, ranks and updates add up exactly.
 
-    A mean is computed only when it is read, because a mean of means would give a small part the weight of a large one.
+    A mean is computed only when it is read. A mean of means would give a small micro-batch the weight of a large one.
     """
 
     def __init__(self) -> None:
@@ -166,9 +166,9 @@ class Sums:
         self.highs: dict[str, float] = {}
 
     def add(self, name: str, values: Tensor, *, extremes: bool = False) -> None:
-        """Add every element of `values`. Booleans count as 0 and 1.
+        """Add all elements of `values` to the metric `name`. Booleans count as 0 and 1.
 
-        Sums are in float64, because the error of a float32 sum over a million tokens is as large as a KL near 0.
+        Sums are in float64, because the error of a float32 sum over a million tokens is as large as a KL close to 0.
         """
         n = values.numel()
         self.put(name, float(values.sum(dtype=torch.float64)) if n else 0.0, n)
@@ -177,7 +177,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), float(values.max()))
 
     def put(self, name: str, total: float, n: float = 1) -> None:
-        """Add a sum over `n` elements that was computed elsewhere."""
+        """Add to the metric `name` a sum over `n` elements that the caller has computed."""
         self.sums[name] = self.sums.get(name, 0.0) + total
         self.counts[name] = self.counts.get(name, 0.0) + n
 
@@ -191,7 +191,7 @@ class Sums:
             self.highs[name] = max(self.highs.get(name, float("-inf")), value)
 
     def without(self, *names: str) -> Sums:
-        """Return a copy without the metrics `names`."""
+        """Return a copy without the metrics in `names`."""
         copy = Sums()
         for mine, its in (
             (self.sums, copy.sums),
@@ -208,22 +208,22 @@ class Sums:
         return self.sums[name] / n if n else None
 
     def std(self, name: str) -> float | None:
-        """Return the standard deviation (divisor n), or None if nothing was counted. It needs the metric `name/square`
-        too.
+        """Return the standard deviation (divisor n), or None if nothing was counted. It is computed from the metrics
+        `name` and `name/square`.
 
-        The variance is clamped at 0, because rounding can make it negative and its root NaN.
+        The variance is clamped at 0, because rounding can make it negative, and its square root would then be NaN.
         """
         mean, square = self.mean(name), self.mean(f"{name}/square")
         return None if mean is None or square is None else max(square - mean * mean, 0.0) ** 0.5
 
     def items(self) -> Iterator[tuple[str, float, float]]:
-        """Yield (name, sum, count) for each metric, in the order of first appearance."""
+        """Yield (name, sum, count) for each metric, in the order in which the metrics were first added."""
         for name, value in self.sums.items():
             yield name, value, self.counts[name]
 
     def flat(self) -> dict[str, float]:
-        """Return the means by name, with `name/std`, `name/min` and `name/max` if they are known. They are for display
-        only, because means don't add up over parts."""
+        """Return the mean of each metric by name, with `name/std`, `name/min` and `name/max` where these are known. The
+        means are only for display, because the means of two updates can't be added up."""
         means = {name: value / n for name, value, n in self.items() if n}
         means |= {f"{name}/std": std for name in means if (std := self.std(name)) is not None}
         means |= {f"{name}/min": value for name, value in self.lows.items()}
@@ -238,16 +238,16 @@ class Sums:
 
 @dataclass
 class Moments:
-    """Running count, mean and sum of squared deviations, over all rewards in the run so far."""
+    """Running count, mean and sum of squared deviations, for example of all rewards in the run so far."""
 
     n: float = 0.0
     mean: float = 0.0
     m2: float = 0.0
 
     def take(self, n: float, mean: float, m2: float) -> None:
-        """Merge the moments of a batch (Chan et al.).
+        """Merge the moments of a batch into these moments (algorithm of Chan et al.).
 
-        The result equals that of one pass over all values. Sums of squares would cancel if the mean is large.
+        The result equals that of one pass over all values. Sums of squares would lose precision if the mean is large.
         """
         if n == 0:
             return
@@ -258,7 +258,7 @@ class Moments:
 
     @property
     def std(self) -> float | None:
-        """Standard deviation (divisor n - 1), or None if there are fewer than two values or all are equal."""
+        """Standard deviation (divisor n - 1), or None if there are fewer than two values or all values are equal."""
         return (self.m2 / (self.n - 1)) ** 0.5 if self.n > 1 and self.m2 > 0 else None
 
 
@@ -271,19 +271,19 @@ class Context:
     moments: Moments = field(default_factory=Moments)
     """Moments of the rewards, which the trainer keeps from update to update."""
     parts: dict[str, float] = field(default_factory=dict)
-    """The loss so far, split by term. The parts add up to the loss."""
+    """Each term's part of the loss so far. The parts add up to the loss."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums a tensor over all ranks. It is the identity for one process. Every rank must call it, or the others wait."""
+    """Sums a tensor over all ranks (default: one process). Every rank must call it, or the other ranks wait."""
 
     def add_part(self, name: str, loss: float) -> None:
-        """Add to `parts` what one term contributes to the loss of these tokens."""
+        """Add `loss`, the contribution of the term `name` to the loss, to `parts`."""
         self.parts[name] = self.parts.get(name, 0.0) + loss
 
     def mean_and_square(self, x: Tensor) -> tuple[float, float, float]:
-        """Return (n, mean, sum of squared deviations) of x over all ranks.
+        """Return the count, the mean and the sum of squared deviations of `x` over all ranks.
 
-        This takes two passes, because E[x^2] - E[x]^2 cancels if the mean is large compared to the deviation. Whitening
-        would then divide by rounding errors.
+        This takes two passes, because the difference E[x^2] - E[x]^2 loses its precision if the mean is large compared
+        to the deviation. Whitening would then divide by rounding errors.
         """
         n, total = self.add_up(torch.tensor([len(x), float(x.sum())], dtype=torch.float64)).tolist()
         mean = total / max(n, 1.0)

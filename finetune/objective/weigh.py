@@ -1,5 +1,5 @@
-"""weigh: the weight of each token's loss, fixed once per optimiser batch. The loss is sum_t w_t l_t, without other
-divisors.
+"""weigh: the weight of each token's loss, fixed once per optimiser batch. The loss is sum_t w_t l_t, without any other
+divisor.
 
     token     w = 1 / T                    every token counts the same
     episode   w = 1 / (E T_e)              every episode counts the same, whatever its length
@@ -8,9 +8,10 @@ divisors.
     constant  w = 1 / (E limit)            independent of lengths (dr_grpo); with limit 1, the mean of episode sums
     sum       w = 1 / limit                nothing is averaged
 
-T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. They are counted after
-groups and episodes are selected, and before tokens are. A token that a mask drops therefore still counts in the
-denominator. The losses of micro-batches, ranks, packed rows and the rows of a split episode add up exactly.
+T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. T_e, T_n and T_g count the
+tokens of one episode, turn and group. All are counted after the selection of groups and episodes but before that of
+tokens, so a token that a mask drops still counts. The losses of micro-batches, ranks, packed rows and the rows of a
+split episode add up exactly.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Weigh(Term):
     """Divisor for `constant` and `sum`, usually the token limit of a completion."""
 
     def out_of_reach(self, tokens: int) -> str | None:
-        """Return a warning if `limit` is far from the longest episode, since it then scales the gradient. A `limit` of
-        1 gives the sum."""
+        """Return a warning if `limit` is far from the length of the longest episode, because it then scales the
+        gradient. A `limit` of 1 is accepted, because it gives the sum."""
         far = self.kind == "constant" and self.limit != 1 and not tokens / 8 <= self.limit <= tokens
         return f"the divisor of the loss doesn't fit: limit {self.limit:g}" if far else None
 
     def totals(self, stream: Stream, entered: Tensor) -> float:
         """Return the denominator of the weights: T, E, N or G for the part of the batch that this process holds.
 
-        The caller sums it over ranks. The sum is exact because ranks hold whole groups.
+        The caller sums the results over all ranks. This sum is exact because each rank holds whole groups.
         """
         match self.kind:
             case "token":

@@ -1,6 +1,6 @@
-"""Recipes by name, each a frozen value of the objective's eleven terms, and the recipes that a run recorded.
+"""The named recipes, each of which sets the objective's eleven terms, and the recipes that a run recorded.
 
-The recipes are grouped in modules by family. Each has its equation, source and deviations below it."""
+Each family of recipes is a module. The text below a recipe has its equation, its source and our deviations."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ RECIPES: dict[str, Recipe] = {
 
 @check_arguments
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
-    """Return the recipe of that name, with `changes` to the constants of its terms.
+    """Return the recipe called `name`, with `changes` to its terms (see `Recipe.but`).
 
-    `run` is a run directory. A run that began there with one of the package's recipes continues with its recorded
-    constants, even if this version of the package has others.
+    If `run` is the directory of a run that has begun with one of the package's recipes, the recipe that the run
+    recorded is returned instead. So the run continues with its constants even if this version of the package has
+    others.
 
     `package.module:name` and `file.py:name` name a user's own recipe, which is imported. Raises UsageError if the name
     is unknown or the object isn't a recipe.
@@ -63,7 +64,7 @@ def _own_recipe(name: str) -> Recipe:
 
 
 BEFORE = (("credit", "bootstrap", False), ("select", "keep_when", "after_baseline"))
-"""(term, constant, value). Recipes that were recorded before the constant existed behave as if it had this value."""
+"""(term, constant, value). A recipe that was recorded before the constant existed is read as if it had this value."""
 
 
 class BrokenRecipes(TapereelError, ValueError):
@@ -77,9 +78,9 @@ def write_recipes(directory: Path, recipes: Mapping[str, Recipe]) -> None:
 
 
 def read_recipes(directory: Path) -> dict[str, Recipe | UsageError]:
-    """Return the recipe of each phase, or the reason why it can't be used here. Empty if the run has no such file.
+    """Return each phase's recipe, or the reason why it can't be used here. The result is empty if there is no file.
 
-    Reading the file executes nothing, so a user's own term is found only if its module was imported. Raises
+    Reading the file imports no module, so a user's term is found only if its module was imported before. Raises
     BrokenRecipes if the file holds no recipes.
     """
     path = directory / run_directory.RECIPES

@@ -15,8 +15,8 @@ cispo = Recipe(
 
 Source: MiniMax 2025, "MiniMax-M1" (arXiv 2506.13585).
 
-1. The weight carries no gradient. If the gradient went through the clip, clipped tokens would have none.
-2. There is no lower bound, as in the paper's experiments.
+1. The weight carries no gradient. If the gradient went through the clip, clipped tokens would have no gradient.
+2. The weight has no lower bound, as in the paper's experiments.
 """
 
 sapo = Recipe(
@@ -47,7 +47,7 @@ cpgd = Recipe(
 
 Source: Liu et al. 2025, "CPGD" (arXiv 2505.12504); the estimator of that name in LightRFT.
 
-1. The advantage is computed from the rewards of the batch's episodes. LightRFT computes it over a scalar, so that it is
-   always 0.
-2. The drift's coefficient is 0.1. Its effect is small while the policy is near the sampler.
+1. The advantage is computed from the rewards of the batch's episodes. LightRFT computes it from a single number, so
+   there it is always 0.
+2. The drift penalty has the coefficient 0.1. It has little effect while the policy is near the sampler.
 """

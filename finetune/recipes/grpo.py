@@ -18,7 +18,7 @@ Source: Shao et al. 2024, "DeepSeekMath" (arXiv 2402.03300), eq. 3 and 4.
 
 1. The loss is a token mean over the whole batch. The paper takes the mean over the tokens of each answer, then over
    answers (`weigh.kind = episode`), which gives more weight to a token in a short answer.
-2. A group whose rewards are all equal gives exactly 0 and still counts in T.
+2. In a group whose rewards are all equal, every advantage is exactly 0. Its tokens still count in T.
 3. beta is 0, so no reference model is needed.
 """
 
@@ -53,9 +53,9 @@ dapo = Recipe(
 
 Source: Yu et al. 2025, "DAPO" (arXiv 2503.14476).
 
-1. A group is flat if all its rewards are equal, whatever they are. The paper names the cases all right and all wrong.
-   The test reads the rewards before the overlong price.
-2. The price's limit (20,480 tokens, of which the last 4,096 cost up to 1) is the paper's. Set it to yours.
+1. A group is dropped if all its rewards are equal, whatever their value. The paper drops groups whose answers are all
+   right or all wrong. The rewards are compared before the price for overlong answers is subtracted.
+2. The limit of the price is the paper's: 20,480 tokens, of which the last 4,096 cost up to 1. Set your own limit.
 """
 
 gspo = Recipe(
@@ -72,5 +72,5 @@ gspo = Recipe(
 
 Source: Zheng et al. 2025, "Group Sequence Policy Optimization" (arXiv 2507.18071).
 
-1. An episode of several turns is one answer. With `surrogate.per = turn`, there is one ratio per turn.
+1. An episode with several turns counts as one answer. With `surrogate.per = turn`, there is one ratio per turn.
 """

@@ -38,12 +38,12 @@ minor_sft = Recipe(
 
     loss = -1/T sum_t (2 / beta) log sigmoid(beta mean_episode(lp - ref))        beta 0.1
 
-The gradient is cross-entropy's times 2 sigmoid(-beta mean(lp - ref)), which is 1 at lp = ref.
+The gradient is that of cross-entropy times 2 sigmoid(-beta mean(lp - ref)), a factor that is 1 at lp = ref.
 
 Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
 
-1. The log-ratio is averaged over the episode's own tokens, so that beta doesn't depend on its length. The paper takes
-   the sum over the answer.
+1. The log-ratio is averaged over the episode's own tokens, so that beta needn't depend on the episode's length. The
+   paper takes the sum over the answer.
 2. The loss is a token mean over the batch. The paper takes the mean over an answer's tokens, then over answers
    (`weigh.kind = episode`).
 3. The factor 2 / beta is the paper's. TorchRL leaves it out, which scales the gradient by beta / 2.
@@ -60,7 +60,8 @@ distill = Recipe(
 
     loss = 1/T sum_t k3_t,  k3 = exp(teacher - lp) - 1 - (teacher - lp)
 
-Source: k3 distillation as in TorchRL. On the student's own samples it descends KL(teacher || student).
+Source: k3 distillation as in TorchRL. On the student's own samples, this loss descends KL(teacher || student).
 
-1. The teacher is another model (`loop.teacher`, or `teacher` of the trainer). Both models are scored at temperature 1.
+1. The teacher is another model (the setting `loop.teacher`, or the trainer's `teacher`). Both models are scored at
+   temperature 1.
 """

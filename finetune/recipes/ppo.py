@@ -46,11 +46,11 @@ The critic learns A_t + V_t with its own loss, optimiser and schedule, and with 
 Source: Ziegler et al. 2019 (arXiv 1909.08593), with the constants of their code; Ouyang et al. 2022 (arXiv 2203.02155),
 where beta is fixed (`adaptive` null, beta 0.02).
 
-1. The target is per token, so it doesn't depend on the answers' length. It equals their 6 nats for an answer of 24
-   tokens.
-2. The KL is measured on every update's batch, against the log-probs at sampling, over the tokens that enter.
+1. The target is per token, so it doesn't depend on the answers' length. For an answer of 24 tokens, it equals the 6
+   nats of Ziegler et al.
+2. The KL is measured on every update's batch, over the tokens that enter, from their log-probs at sampling.
 3. The reference is the model that the run's settings name. The recipe has no reward model.
-4. The mean of rewards isn't whitened. The critic's loss has no coefficient, since the critic has its own optimiser.
+4. Rewards aren't whitened, only advantages are. The critic has its own optimiser, so its loss has no coefficient.
 """
 
 decoupled_ppo = Recipe(
@@ -59,8 +59,8 @@ decoupled_ppo = Recipe(
     anchor=Anchor(to="recomputed", weight="truncate", high=2.0),
     surrogate=PPO(low=0.2, high=0.2),
 )
-"""decoupled_ppo: the ratio is taken against the weights at the start of the update, and a capped weight corrects for
-the sampler.
+"""decoupled_ppo: the ratio is relative to the policy at the start of the update, and a capped importance weight
+corrects for the difference between that policy and the sampler.
 
     A_i = (r_i - mean_group) / (std_group + 1e-9)
     loss = -1/T sum_t min(exp(prox_t - old_t), 2) min(r_t A_i, clip(r_t, 0.8, 1.2) A_i),  r_t = exp(lp_t - prox_t)

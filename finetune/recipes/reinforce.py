@@ -18,7 +18,7 @@ Source: TapeAgents 0.1.16, finetune.rl with `algo: reinforce`.
 
 1. Group statistics are taken over episodes. TapeAgents takes them over model calls, so a tape with more calls has more
    weight in its group's mean.
-2. A group whose rewards are all equal gives exactly 0. In TapeAgents, rounding makes it up to 1e-3.
+2. In a group whose rewards are all equal, every advantage is exactly 0. In TapeAgents, rounding makes it up to 1e-3.
 3. beta is 0, so no reference model is needed. If beta is set, the KL estimator is k3.
 """
 
@@ -49,7 +49,7 @@ Source: Kool et al. 2019; Ahmadian et al. 2024, "Back to Basics" (arXiv 2402.147
 
 1. The loss is a token mean over the batch. The paper takes the sum over an answer's tokens (`weigh = constant`, limit
    1).
-2. A group of one gives 0.
+2. The advantage in a group of one is 0.
 """
 
 reinforce_pp = Recipe(
@@ -68,7 +68,8 @@ reinforce_pp = Recipe(
 
 Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262).
 
-1. beta is 0, so no reference model is needed. The paper's penalty is shape `[{"kind": "token_kl", "beta": ...}]`.
+1. beta is 0, so no reference model is needed. For the paper's penalty, set shape to `[{"kind": "token_kl", "beta":
+   ...}]`.
 2. Whitening is over all ranks, so the result doesn't depend on how the batch is split.
 """
 
