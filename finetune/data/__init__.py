@@ -1,4 +1,4 @@
-"""From a tape to training data: rows of tokens, the packed stream of a batch, and provenance.
+"""Turns tapes into training data: rows of tokens, the packed stream of a batch, and provenance.
 
-It imports `tapes`, `envs` and `agents`, and has no loss and no optimiser.
+The package imports `tapes`, `envs` and `agents`. It contains neither a loss nor an optimiser.
 """

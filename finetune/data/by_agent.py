@@ -1,8 +1,8 @@
-"""Per-agent training, where each agent in an episode is compared with itself in the other attempts, by its own reward.
+"""Per-agent training, which compares each agent with the same agent in the other attempts, by that agent's own reward.
 
 A reward component named `name@path` belongs to the agent at `path` alone. Every other component is shared by all
-agents. An episode with two agents becomes two `Episode`s, each with rows that hold the tokens of one agent. So group
-means, deviations, weights and counts are per agent, and no term of an objective needs to know about agents.
+agents. An episode with two agents becomes two `Episode`s, each with rows that have only one agent's own tokens. So
+group means, deviations, weights and counts are per agent, and no term of an objective has to know about agents.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def addressed(name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TurnRewards:
-    """The weighted rewards of one tape, laid out over its turns. A reward of the whole episode is on the last turn."""
+    """The weighted rewards of one tape, laid out over its turns. A reward for the whole episode is on the last turn."""
 
     whole: NDArray[np.float64]
     """(turns,) the sum of all rewards in each turn."""
     alone: dict[str, NDArray[np.float64]]
     """path -> for each turn, the rewards that only this agent gets."""
     shared: NDArray[np.float64] | None
-    """For each turn, the rewards that all agents get. None if there are none, which is not the same as zero."""
+    """For each turn, the rewards that all agents get. None (which isn't the same as zero) if there are none."""
     components: dict[str, float]
     """The unweighted sum of each reward component, by name."""
 
@@ -66,13 +66,13 @@ def turn_rewards(tape: Tape) -> TurnRewards:
 
 
 def rewards_of(tape: Tape, paths: Iterable[str]) -> dict[str, float | None]:
-    """Return the reward of each of these agents, or None for an agent without any reward."""
+    """Return the reward of each agent in `paths`, which is None for an agent without any reward."""
     earned = turn_rewards(tape)
     return {path: _total(_sum(earned.alone.get(path), earned.shared)) for path in paths}
 
 
 def apart(rows: Sequence[Row], episode: Episode) -> tuple[list[Row], list[Episode]]:
-    """Split the rows of one tape by agent, with an `Episode` for each. An agent without own tokens has none."""
+    """Split the rows of one tape by agent. Return them with an `Episode` for each agent that has own tokens."""
     parts: list[Row] = []
     paths: dict[str, None] = {}
     for row in rows:
@@ -97,7 +97,7 @@ def _part(episode: Episode, path: str) -> Episode:
 
 
 def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
-    """Raise BadBatch if a reward is for a path that no agent has, because it would train no token."""
+    """Raise BadBatch if a reward is for a path that no agent has, because such a reward would train no token."""
     wanted = {path for episode in episodes for path in episode.alone}
     there = {path for row in rows for path in row.agents}
     if wanted - there and there:
@@ -108,7 +108,7 @@ def check_addresses(episodes: Iterable[Episode], rows: Iterable[Row]) -> None:
 
 
 def reward_by_agent(stream: Stream) -> dict[str, float]:
-    """Return `reward/agent/PATH` -> mean reward of the agent's scored episodes, in a batch that `apart` has split."""
+    """Return the mean reward of each agent's scored episodes, by `reward/agent/PATH`, in a batch split by `apart`."""
     found: dict[str, list[float]] = {}
     for name, reward in zip(stream.episodes.tape, stream.episodes.reward.tolist(), strict=True):
         _, apart_, path = name.partition("#")

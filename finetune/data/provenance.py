@@ -1,8 +1,8 @@
-"""Provenance of an update: which content of which tapes it read, and the weight of each of their tokens.
+"""Provenance of an update: the tapes that it read, their content at that time, and the weight of each of their tokens.
 
 A pin identifies the content of a tape that an update read. It consists of the tape's own digest and the digest of each
-layer that it had then. A layer that is added later changes no pin, so an update can be applied again from the content
-that it read.
+layer that the tape had then. A layer that is added later doesn't change the pin, so the update can be repeated with the
+content that it read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .rows import Row
 from .stream import Episode, Stream
 
 Item = tuple[str, str, int, int, float]
-"""(tape, call, start, end, weight) over a call's completion tokens."""
+"""(tape, call, start, end, weight). The weight applies to the tokens [start, end) of the call's completion."""
 Pin = tuple[str, ...]
-"""(digest of the tape, and of each layer that it was read with)."""
+"""The digest of a tape, followed by the digest of each layer that the tape was read with."""
 
 
 class ChangedTape(TapereelError, ValueError):
@@ -41,9 +41,9 @@ def pin_of(tape: Tape) -> Pin:
 
 
 def as_pinned(tape: Tape, pin: Sequence[str]) -> Tape:
-    """Return the tape with the layers that `pin` names, without those that were added later.
+    """Return the tape with only the layers in `pin`, without layers that were added later.
 
-    Raises ChangedTape if the digest differs or a layer in the pin is missing.
+    Raises ChangedTape if the tape's digest differs or a layer in the pin is missing.
     """
     if tape.digest != pin[0]:
         raise ChangedTape(
@@ -72,7 +72,7 @@ def known(number: float) -> float | None:
 
 
 def episode_of(tape: Tape) -> Episode:
-    """Return the `Episode` for a closed tape, with its reward, group and end."""
+    """Return the `Episode` for a closed tape, with the tape's rewards, group, status and pin."""
     earned = turn_rewards(tape)
     total = training_reward(tape)
     assert tape.status is not None
@@ -101,9 +101,9 @@ def _kept_out(tape: Tape) -> tuple[Range, ...]:
 
 
 def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -> tuple[list[Row], list[Range]]:
-    """Make the own tokens that `kept` (row -> (n,) bool) excludes context. Return the rows and these tokens' ranges.
+    """Turn own tokens where `kept` (row -> (n,) bool) is False into context. Return the rows and these tokens' ranges.
 
-    A row that keeps no own tokens is left out.
+    A row without remaining own tokens is left out.
     """
     found: list[Row] = []
     excluded: list[Range] = []
@@ -119,7 +119,7 @@ def keep_tokens(rows: Iterable[Row], kept: Callable[[Row], NDArray[np.bool_]]) -
 
 
 def drop_others(rows: Sequence[Row], agents: Sequence[str]) -> tuple[list[Row], list[Range]]:
-    """Make the tokens of all agents except `agents` (paths) context. Return the rows and these tokens' ranges."""
+    """Turn the own tokens of agents that aren't in `agents` (paths) into context. Return the rows and those ranges."""
     return keep_tokens(rows, lambda row: np.array([agent in agents for agent in row.agents], dtype=bool)[row.call])
 
 
@@ -129,10 +129,10 @@ def own_ranges(rows: Sequence[Row]) -> list[Range]:
 
 
 def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[Item]:
-    """Return runs of consecutive tokens with equal weight within a call. `weights` (T,) belong to the stream of `rows`.
+    """Return runs of consecutive tokens with equal weights in a call. `stream` and `weights` (T,) belong to `rows`.
 
-    Tokens with weight 0 were not part of the update and are left out. The ledger stores runs, not tokens, because most
-    recipes give all tokens in a call the same weight.
+    Tokens with weight 0 were not part of the update and are left out. The ledger stores runs instead of tokens, because
+    most recipes give all tokens in a call the same weight.
     """
     weight = weights.numpy()
     offset = np.concatenate([row.offset for row in rows]) if rows else np.empty(0, np.int32)
@@ -142,7 +142,7 @@ def weighed(rows: Sequence[Row], stream: Stream, weights: torch.Tensor) -> list[
 
 
 def ranges_of(row: Row, chosen: NDArray[np.bool_]) -> list[Range]:
-    """Return the row's own tokens that are True in `chosen` (n,), as runs of consecutive tokens within a call."""
+    """Return the row's own tokens where `chosen` (n,) is True, as ranges of consecutive tokens in a call."""
     at = np.flatnonzero(chosen)
     c, o = row.call[at], row.offset[at]
     return [(row.tape, row.calls[c[a]], int(o[a]), int(o[b]) + 1) for a, b in _runs(c, o, c)]

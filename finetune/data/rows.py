@@ -1,8 +1,8 @@
-"""Turns a tape into rows: the token sequences that a trainer forwards, and which of their tokens are the agent's own.
+"""Turns a tape into rows, which are the token sequences that a trainer forwards and say which tokens are the agent's.
 
-A call that extends an earlier call continues its row, so an episode of n turns costs O(tokens), not O(n tokens). Any
-other call starts a new row, with its prompt as context. Each completion is trained on in exactly one row, because a
-second one would double its weight in the loss.
+A call that extends an earlier call continues that call's row, so an episode of n turns costs O(tokens), not O(n
+tokens). Any other call starts a new row, with the call's prompt as context. Each completion is trained on in exactly
+one row, because a second row would double its weight in the loss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One token sequence, with columns over its *own* tokens only. There are n of them, in order of position."""
+    """One token sequence. Its columns cover only its n *own* tokens, in order of position."""
 
     tape: str
     group: str
@@ -43,9 +43,9 @@ class Row:
     own: NDArray[np.int32]
     """(n,) positions in `input_ids` of the tokens that an agent in this run produced. A position is never 0."""
     old: NDArray[np.float32]
-    """(n,) log-prob at sampling, log softmax(logits / temperature). It is NaN if it is unknown (authored text), or if
-    the token was drawn from another distribution (temperature 0, top-p, top-k). Such tokens can be used for imitation,
-    not for RL."""
+    """(n,) log-prob at sampling, log softmax(logits / temperature). It is NaN if the log-prob is unknown (authored
+    text) or the token was drawn from another distribution (temperature 0, top-p, top-k). Tokens with NaN can be used
+    for imitation, but not for RL."""
     temperature: NDArray[np.float32]
     """(n,) temperature at which each token was sampled, 1 where `old` is NaN."""
     version: NDArray[np.int32]
@@ -61,24 +61,24 @@ class Row:
     agents: tuple[str, ...]
     """Path of the agent that made each call, aligned to `calls`."""
     answered: tuple[str | None, ...] = ()
-    """Digest of the observation that each call answered, aligned to `calls`. It is the newest observation when the
-    call's turn began, so equal digests mean equal observations. It is None for a call before any observation. Empty for
-    a row that comes from no tape."""
+    """Digest of the observation that each call answered, aligned to `calls`. This is the newest observation at the
+    start of the call's turn. Equal digests mean equal observations. A call before the first observation has None. The
+    tuple is empty if the row doesn't come from a tape."""
     replies: tuple[str | None, ...] = ()
-    """Text of each call's answer, aligned to `calls`. It is None for a call without text. Empty for a row that comes
-    from no tape."""
+    """Text of each call's answer, aligned to `calls`. A call without text has None. The tuple is empty if the row
+    doesn't come from a tape."""
     versions: tuple[str, ...]
     bars: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    """(tokens, ids) for each call: the distribution of its first `tokens` tokens excludes these ids. Empty if no call
-    excludes any ids."""
+    """(tokens, ids) for each call: these ids were excluded when the first `tokens` tokens of its completion were
+    sampled. Empty if no call excluded any ids."""
     teacher: NDArray[np.float32] | None = None
     """(n,) log-prob under a teacher behind an engine, or None if the teacher wasn't asked."""
     episode: str = ""
-    """Name of the `Episode` whose reward trains the tokens. If empty, it is the tape's own episode."""
+    """Name of the `Episode` whose reward trains the tokens. If empty, this is the tape's own episode."""
     places: tuple[Place, ...] = ()
     """The parts of `input_ids` that stand for pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
-    """Reads the PNG of a picture in `places` by its file name. The call blocks. None if the row has no pictures."""
+    """Reads the PNG of a picture in `places` by file name, and blocks meanwhile. None if the row has no pictures."""
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -89,8 +89,8 @@ class Row:
         return self.episode or self.tape
 
     def where(self, keep: NDArray[np.bool_] | NDArray[np.intp]) -> Row:
-        """Return the row with only the own tokens `keep`, which is a mask (n,) or indices. The others become
-        context."""
+        """Return the row with only the own tokens that `keep`, a mask (n,) or indices, selects. The other own tokens
+        become context."""
         own = {
             name: getattr(self, name)[keep]
             for name in ("own", "old", "temperature", "version", "call", "turn", "offset")
@@ -98,15 +98,15 @@ class Row:
         return replace(self, **own)
 
     def barred(self, wanted: NDArray[np.integer], first: int = 0) -> NDArray[np.int64]:
-        """Return pairs (m, 2) of (first + k, id), where the distribution of the own token `wanted[k]` excludes the
+        """Return the pairs (m, 2) of (first + k, id) for which the distribution of own token `wanted[k]` excludes the
         id."""
         bars = [(k, self.offset[i], *self.bars[self.call[i]]) for k, i in enumerate(wanted if self.bars else (), first)]
         pairs = [(k, id) for k, offset, tokens, ids in bars if offset < tokens for id in ids]
         return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
     def plain(self) -> NDArray[np.float32]:
-        """Return `old` (n,) with NaN for tokens whose distribution excluded ids, for a trainer that scores only whole
-        distributions."""
+        """Return `old` (n,) with NaN for tokens whose distribution excluded ids. A trainer that can only score whole
+        distributions needs this."""
         old = self.old.copy()
         old[self.barred(np.arange(len(old)))[:, 0]] = np.nan
         return old
@@ -128,7 +128,7 @@ class Row:
         return labels
 
     def aligned(self, column: NDArray[np.floating], fill: float = float("nan")) -> NDArray[np.floating]:
-        """Return a column over own tokens laid out along `input_ids` (L,), with `fill` elsewhere. NaN means unknown."""
+        """Return the column (n,) spread along `input_ids` (L,), with `fill` at all other tokens. NaN means unknown."""
         values = np.full(len(self.input_ids), fill, dtype=np.result_type(column.dtype, np.float32))
         values[self.own] = column
         return values
@@ -138,9 +138,9 @@ class Row:
 def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Renderer | None = None) -> list[Row]:
     """Return the rows of a closed tape.
 
-    If `agents` is given, only tokens in calls by these paths are own, and those in other calls are context. `renderer`
-    tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Without a renderer, such a call
-    raises NotATape. Tokens that a fork inherited are context here, because they belong to the parent.
+    If `agents` is given, only completions by agents at these paths are own tokens, and others are context. `renderer`
+    tokenizes the text of calls that recorded no token ids (a scripted agent, an API). Raises NotATape for such a call
+    if there is no renderer. Tokens that a fork inherited are context, as they belong to the parent.
     """
     tokens = {layer.call: layer for layer in tape.layers if isinstance(layer, Tokens)}
     labels = {layer.call: layer for layer in tape.layers if isinstance(layer, Label)}
@@ -178,8 +178,8 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
 
 
 def _unread(tape: Tape) -> dict[str, int]:
-    """Return the turn of each of the tape's own calls, from the call's position in the log. If no step was parsed from
-    a call, nothing else shows its turn."""
+    """Return the turn of each of the tape's own calls, from the call's position in the log. For a call from which no
+    step was parsed, nothing else shows the turn."""
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
@@ -201,10 +201,10 @@ def _content_digest(step: Step) -> str:
 
 
 def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Call, str | None]]:
-    """Return each call with the call that it continues, in recorded order, except that parents named by a label come
-    first.
+    """Return each call with the id of the call that it continues, in recorded order. A parent named by a label comes
+    earlier.
 
-    A call that a label excludes and that no call continues is left out, because it would take over its parent's row."""
+    A call that a label excludes is left out if no call continues it, because it would take over its parent's row."""
     after = {name: label.after for name, label in labels.items() if label.after is not None}
     bases = {call.call: after.get(call.call, call.base) for call in calls}
     idle = {name for name, label in labels.items() if label.use != "agent"}
@@ -226,8 +226,8 @@ def _parents_first(calls: list[Call], labels: dict[str, Label]) -> list[tuple[Ca
 
 
 def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
-    """Return all prompt ids of a call, with their pictures. A call that keeps nothing from its base recorded them in
-    full."""
+    """Return all prompt ids of a call, and the pictures in them. A call that keeps nothing from its base has recorded
+    its prompt in full."""
     if call.prompt is not None and not call.keep:
         return call.prompt, call.places
     return tape.call_prompt(call), tape.call_places(call)
@@ -236,8 +236,8 @@ def _whole(tape: Tape, call: Call) -> tuple[array[int], tuple[Place, ...]]:
 def _continuation(
     call: Call, prompt: array[int] | None, places: Sequence[Place], row: _Building | None
 ) -> array[int] | None:
-    """Return the prompt ids that `call` adds to its base's row, or None if it doesn't extend that row token by token,
-    with the same pictures at the same places."""
+    """Return the prompt ids that `call` adds to its base's row, or None if the call's prompt doesn't begin with all
+    tokens of that row and the same pictures at the same places."""
     if row is None:
         return None
     if prompt is None:
@@ -249,7 +249,7 @@ def _continuation(
 def _tokens_of(
     tape: Tape, call: Call, layers: dict[str, Tokens], renderer: Renderer | None
 ) -> tuple[array[int] | None, array[int], tuple[Place, ...]]:
-    """Return (all prompt ids, or None if the call recorded only a delta; completion ids; the pictures in these ids)."""
+    """Return prompt ids (None if the call recorded its own, perhaps only a delta), completion ids and pictures."""
     if call.completion is not None and call.prompt is not None:
         return None, call.completion, call.places
     layer = layers.get(call.call)
@@ -285,10 +285,10 @@ class _Building:
     offset: list[NDArray[np.int32]] = field(default_factory=list)
     old: list[NDArray[np.float32]] = field(default_factory=list)
     columns: list[tuple[int, float, int, int]] = field(default_factory=list)
-    """(tokens, temperature, index of call, turn) for each completion, or separately for its first token and the
-    rest."""
+    """(number of tokens, temperature, index of call, turn) for each completion, or one for its first token and one for
+    the rest."""
     version: list[tuple[int, int]] = field(default_factory=list)
-    """(tokens, index of version) for each span."""
+    """(number of tokens, index of version) for each span."""
     calls: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)

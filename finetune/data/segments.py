@@ -1,6 +1,6 @@
 """Sums, means and extremes over segments of a packed column, and the recurrence for credit assignment.
 
-All are pure functions on tensors. Each element has the index of its segment, so the order of elements doesn't matter.
+All functions are pure. Except in `recur`, each element has the index of its segment, so their order doesn't matter.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ def mean(x: Tensor, segment: Tensor, n: int) -> Tensor:
 
 
 def extremes(x: Tensor, segment: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest x (n,) in each segment, +inf and -inf where it is empty."""
+    """Return the smallest and the largest x (n,) in each segment, or +inf and -inf for an empty segment."""
     low = torch.full((n,), torch.inf, dtype=x.dtype, device=x.device).scatter_reduce(0, segment, x, "amin")
     high = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device).scatter_reduce(0, segment, x, "amax")
     return low, high
 
 
 def recur(x: Tensor, decay: Tensor) -> Tensor:
-    """Return y with y[t] = x[t] + decay[t] * y[t + 1], computed from the end to the start. A decay of 0 ends a segment.
+    """Return y, where y[t] = x[t] + decay[t] * y[t + 1], with 0 after the last element. A decay of 0 ends a segment.
 
-    It works by doubling: after k passes, y[t] covers 2**k elements, so the number of passes is logarithmic in the
-    length of the longest segment. With |decay| <= 1 nothing grows, and no element outside the segment is ever
-    multiplied by anything but an exact 0.
+    The elements that y[t] covers double with each pass, so the number of passes is logarithmic in the length of the
+    longest segment. If |decay| <= 1, no factor grows, and elements outside a segment are only multiplied by an exact 0.
     """
     y, carry, step = x.clone(), decay.clone(), 1
     while step < len(x) and bool(carry.any()):

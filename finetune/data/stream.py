@@ -1,8 +1,8 @@
-"""The stream, which holds the own tokens of a batch in packed 1-D columns, together with id columns and small tables.
+"""The stream: the own tokens of a batch in packed 1-D columns, with id columns and small tables.
 
-Only the agents' own tokens are in a stream. There are no masks, no padding and no sentinel values, so misaligned
-columns, means over padding and 0/0 can't occur. An unknown number is NaN, so it is noticed instead of counting as 0.
-Tokens are in the order of the rows. `time` orders each episode's tokens by turn, whichever rows hold them.
+A stream contains only the agents' own tokens. It has no masks and no padding, so misaligned columns, means over padding
+and 0/0 can't occur. An unknown number is NaN, so that it is noticed instead of counting as 0. Tokens are in the order
+of the rows. `Stream.time` orders each episode's tokens by turn, whichever rows hold them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...tapes.status import CauseType, Status, trains
 from .rows import Row
 
 LOGPROB_SLACK = 1e-3
-"""A log-prob in (0, LOGPROB_SLACK] is rounding and is read as 0. A larger one is an error in the engine."""
+"""A log-prob in (0, LOGPROB_SLACK] is due to rounding and is read as 0. A larger log-prob is an error in the engine."""
 
 
 class BadBatch(TapereelError, ValueError):
@@ -37,9 +37,9 @@ class Episode:
     """The tape's id, or `id#path` for one agent's part of the tape."""
     group: str
     reward: float | None
-    """Total reward of the episode. None if it is unscored, which is not the same as zero."""
+    """Total reward of the episode. None if the episode is unscored, which isn't the same as a reward of zero."""
     turn_rewards: Sequence[float] | NDArray[np.floating] | None = None
-    """Reward of each turn. They add up to `reward`. If None, the whole reward came with the last turn."""
+    """Rewards of the turns, which add up to `reward`. If None, the whole reward belongs to the last turn."""
     components: Mapping[str, float] = field(default_factory=dict)
     """Reward components by name, for recipes that weigh them differently."""
     status: Status = Status.FINISHED
@@ -48,18 +48,17 @@ class Episode:
     """Value of the state at which the episode was cut off. If None, the critic's value is used, or 0 without a
     critic."""
     length: int | None = None
-    """Tokens that count towards the length limit. If None, it is the number of own tokens in the batch."""
+    """Number of tokens that count towards the length limit. If None, the own tokens in the batch are counted."""
     fork: str | None = None
-    """Name of the turn at which this episode was forked from its parent. Continuations of the same turn share it."""
+    """Name of the turn at which this episode was forked from its parent. Forks of the same turn share this name."""
     alone: Mapping[str, Sequence[float] | NDArray[np.floating]] = field(default_factory=dict)
-    """path -> for each turn, the rewards of that agent alone (components named `name@path`). They are part of
-    `reward`."""
+    """Agent path -> for each turn, the rewards of this agent alone (components `name@path`). `reward` includes them."""
     shared: Sequence[float] | NDArray[np.floating] | None = None
     """For each turn, the rewards that all agents share. None if there are none."""
     kept_out: tuple[tuple[str, str, int, int], ...] = ()
-    """(tape, call, start, end) of completions that a label says are not the agent's. They are context in every row."""
+    """(tape, call, start, end) of the completions that a label excludes. They are context in every row."""
     pin: tuple[str, ...] = ()
-    """Digest of the tape, followed by that of each layer it was read with. Empty if the episode comes from no tape."""
+    """Digest of the tape, then of each layer that it was read with. Empty if the episode doesn't come from a tape."""
 
     @property
     def trains(self) -> bool:
@@ -77,17 +76,17 @@ class Episodes:
     trains: Tensor
     """(E,) bool: whether the status allows training."""
     cut: Tensor
-    """(E,) bool: whether truncation or a limit ended the episode, so that it bootstraps. An error in the agent's code
-    is terminal."""
+    """(E,) bool: whether truncation or a limit ended the episode, so that its return continues with a bootstrap value.
+    An error in the agent's code is a terminal end."""
     bootstrap: Tensor
     """(E,) float64: the given value of the state after the end, 0 if the end is terminal, NaN if the value is
     unknown."""
     length: Tensor
     """(E,) int64 number of tokens, as in `Episode.length`."""
     group: Tensor
-    """(E,) int64 into `groups`."""
+    """(E,) int64 index into `groups`."""
     fork: Tensor
-    """(E,) int64: a number for each fork point. Episodes that aren't forks have one starting point per group."""
+    """(E,) int64: number of the fork point. Episodes of a group that aren't forks share one number."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
 
@@ -99,10 +98,10 @@ class Turns:
     reward: Tensor
     """(N,) float64, NaN in an unscored episode."""
     episode: Tensor
-    """(N,) int64 into the episodes."""
+    """(N,) int64 index of the turn's episode."""
     answered: Tensor
-    """(N,) int64: turns with equal numbers answered equal observations. It is -1 for a turn whose observation is
-    unknown or that has no own tokens."""
+    """(N,) int64: number of the observation that the turn answered, equal for equal observations. It is -1 if the
+    observation is unknown or the turn has no own tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,19 +111,19 @@ class Stream:
     token: Tensor
     """(T,) int64 token id."""
     old: Tensor
-    """(T,) log-prob at sampling, NaN if it is unknown (authored text)."""
+    """(T,) log-prob at sampling, NaN if it is unknown, as in authored text."""
     temperature: Tensor
     """(T,) temperature at which the token was sampled."""
     version: Tensor
-    """(T,) int64 into `versions`, -1 for authored text."""
+    """(T,) int64 index into `versions`, -1 for authored text."""
     call: Tensor
-    """(T,) int64 into `calls`."""
+    """(T,) int64 index into `calls`."""
     turn: Tensor
-    """(T,) int64 into `turns`."""
+    """(T,) int64 index into `turns`."""
     episode: Tensor
-    """(T,) int64 into `episodes`."""
+    """(T,) int64 index into `episodes`."""
     agent: Tensor
-    """(T,) int64 into `agents`."""
+    """(T,) int64 index into `agents`."""
     episodes: Episodes
     turns: Turns
     calls: tuple[tuple[str, str], ...] = ()
@@ -132,7 +131,7 @@ class Stream:
     agents: tuple[str, ...] = ()
     versions: tuple[str, ...] = ()
     rows: Tensor
-    """(R + 1,) int64: row i holds the tokens from rows[i] up to rows[i + 1]."""
+    """(R + 1,) int64: row i has the tokens from rows[i] to rows[i + 1] - 1."""
     ref: Tensor | None = None
     """(T,) log-prob under the reference model, or None if the recipe needs none."""
     teacher: Tensor | None = None
@@ -144,17 +143,17 @@ class Stream:
     value: Tensor | None = None
     """(T,) the critic's value of the state before the token, or None without a critic."""
     after: Tensor | None = None
-    """(T,) the critic's value of the state after the token, at `ends`, and NaN elsewhere. None if nothing
-    bootstraps."""
+    """(T,) the critic's value of the state after the token where `ends` is True, and NaN elsewhere. None without
+    bootstrapping."""
     fresh: Tensor | None = None
-    """(T,) bool: tokens that were sampled by the weights before the update. If None, all are assumed to be."""
+    """(T,) bool: whether the token was sampled by the weights before the update. If None, all are assumed to be."""
 
     def __len__(self) -> int:
         return len(self.token)
 
     @property
     def group(self) -> Tensor:
-        """(T,) int64 into `episodes.groups`."""
+        """(T,) int64 index into `episodes.groups`."""
         return self.episodes.group[self.episode]
 
     @cached_property
@@ -165,7 +164,7 @@ class Stream:
 
     @cached_property
     def following(self) -> Tensor:
-        """(T,) int64 the next token of the episode in time, -1 for its last token."""
+        """(T,) int64 index of the episode's next token in time, -1 for the episode's last token."""
         now, then = self.time[:-1], self.time[1:]
         found = torch.full_like(self.time, -1)
         found[now] = torch.where(self.episode[now] == self.episode[then], then, -1)
@@ -173,14 +172,14 @@ class Stream:
 
     @property
     def ends(self) -> Tensor:
-        """(T,) bool: the last token of each answer. The last answer in an episode counts only if the episode was cut
-        off."""
+        """(T,) bool: whether the token is the last of an answer. For an episode's last answer, this is True only if the
+        episode was cut off."""
         follows = self.following
         return torch.where(follows < 0, self.episodes.cut[self.episode], self.call[follows] != self.call)
 
     @property
     def beyond(self) -> Tensor:
-        """(E,) float64 value of the state at each episode's end, 0 if it is terminal, NaN if it is unknown."""
+        """(E,) float64 value of the state after each episode's end, 0 for a terminal end, NaN if it is unknown."""
         given, last = self.episodes.bootstrap, (self.following < 0).nonzero()[:, 0]
         if self.after is None:
             return given
@@ -196,7 +195,7 @@ class Stream:
 
     @classmethod
     def of(cls, rows: Sequence[Row], episodes: Sequence[Episode], *, dtype: torch.dtype = torch.float32) -> Stream:
-        """Return the stream of the own tokens of `rows`. Each row belongs to one of `episodes` by its tape id."""
+        """Return the stream of the own tokens in `rows`. A row's `taught_by` is its episode's `tape`."""
         index = {episode.tape: i for i, episode in enumerate(episodes)}
         if len(index) != len(episodes):
             twice = next(e.tape for i, e in enumerate(episodes) if index[e.tape] != i)
@@ -270,12 +269,12 @@ def _logprobs(rows: Sequence[Row], dtype: torch.dtype) -> Tensor:
 
 
 def impossible(old: Tensor) -> Tensor:
-    """Return True for numbers that can't be log-probs of sampled tokens. For NaN, an unknown log-prob, it is False."""
+    """Return a mask of the numbers that can't be log-probs of sampled tokens. NaN (unknown) isn't one of them."""
     return (old > LOGPROB_SLACK) | old.isinf()
 
 
 def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) -> tuple[Turns, NDArray]:
-    """Return the turn table, and for each episode the number of its first turn."""
+    """Return the table of turns, and the number of each episode's first turn."""
     counts = np.array([1 if e.turn_rewards is None else max(1, len(e.turn_rewards)) for e in episodes], dtype=np.int64)
     for row, i in zip(rows, of_row, strict=True):
         if len(row.turn):
@@ -301,8 +300,8 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
 
 
 def _answered(rows: Sequence[Row], first: NDArray, turns: int) -> NDArray[np.int64]:
-    """Return the number (turns,) of the observation that each turn answered. `first` (rows,) is the number of each
-    row's first turn."""
+    """Return the number (turns,) of the observation that each turn answered. `first` (rows,) is the number of the first
+    turn in each row's episode."""
     found, numbers = np.full(turns, -1, dtype=np.int64), _Interned[str]()
     for row, start in zip(rows, first, strict=True):
         if not row.answered:

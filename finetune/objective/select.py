@@ -92,8 +92,7 @@ class Select(Term):
             entered, compared = entered & ~outside, compared & ~outside
         if self.flat == "drop":
             owner = table.fork if by_fork else table.group
-            # Recipes without advantages also train on unscored episodes. Their NaN must not decide whether a group is
-            # flat.
+            # Unscored episodes (in recipes without advantages) are left out: their NaN says nothing about flatness.
             flat = flat_groups(table.reward, compared & ~table.reward.isnan(), owner, len(owner))[owner]
             context.sums.add("episode/flat", flat & entered)
             entered = entered & ~flat

@@ -30,9 +30,8 @@ RECIPES: dict[str, Recipe] = {
 def get_recipe(name: str, changes: Mapping[str, object] | None = None, *, run: Path | None = None) -> Recipe:
     """Return the recipe called `name`, with `changes` to its terms (see `Recipe.but`).
 
-    If `run` is the directory of a run that has begun with one of the package's recipes, the recipe that the run
-    recorded is returned instead. So the run continues with its constants even if this version of the package has
-    others.
+    If `run` is the directory of a run that has begun with one of the package's recipes, the run's recorded recipe is
+    returned instead, with the recorded constants even if this version of the package has others.
 
     `package.module:name` and `file.py:name` name a user's own recipe, which is imported. Raises UsageError if the name
     is unknown or the object isn't a recipe.

@@ -62,6 +62,5 @@ distill = Recipe(
 
 Source: k3 distillation as in TorchRL. On the student's own samples, this loss descends KL(teacher || student).
 
-1. The teacher is another model (the setting `loop.teacher`, or the trainer's `teacher`). Both models are scored at
-   temperature 1.
+1. The teacher is another model (`loop.teacher`, or the trainer's `teacher`). Both models are scored at temperature 1.
 """

@@ -68,8 +68,7 @@ reinforce_pp = Recipe(
 
 Source: Hu 2025, "REINFORCE++" (arXiv 2501.03262).
 
-1. beta is 0, so no reference model is needed. For the paper's penalty, set shape to `[{"kind": "token_kl", "beta":
-   ...}]`.
+1. beta is 0, so no reference model is needed. The paper's penalty is the shape `[{"kind": "token_kl", "beta": ...}]`.
 2. Whitening is over all ranks, so the result doesn't depend on how the batch is split.
 """
 

@@ -1,12 +1,12 @@
-"""The trainer has one update function for every recipe. The algorithm is in the recipe. Tapes and loops are elsewhere.
+"""The trainer, which has one update function for all recipes. It knows neither tapes nor training loops.
 
-Accumulation is exact: the token weights are fixed for the whole optimiser batch before the first micro-batch, so any
-split into micro-batches, rows or ranks gives the same sum. An update in which a number isn't finite (log-prob, loss,
-gradient norm) changes neither the model nor the optimiser, and is counted and reported. On one CPU thread the same
-batches in the same order give bit-equal weights.
+The gradient is accumulated exactly: the token weights are fixed for the whole optimiser batch before the first
+micro-batch, so any split into micro-batches, rows or ranks gives the same sum. If a log-prob, the loss or the gradient
+norm isn't finite, the update changes neither the model nor the optimiser, and is counted and reported. On one CPU
+thread, the same batches in the same order give bit-equal weights.
 
 1. Tokens whose loss and gradient are exactly 0 (a flat group without a KL loss) are never forwarded.
-2. An update without any live token isn't applied, because the optimiser's momentum alone would move the weights.
+2. An update in which no token has a gradient isn't applied, because momentum alone would move the weights.
 3. Weight decay isn't applied to vectors (norms, biases).
 """
 
@@ -51,7 +51,7 @@ __all__ = ["Prepared", "Skip", "Trainer", "UpdateStats"]
 
 
 class Trainer(PolicyTrainer):
-    """Trains `model` with `recipe`. It is not safe to share between threads."""
+    """Trains `model` with `recipe`. A trainer isn't safe to share between threads."""
 
     def __init__(
         self,
@@ -65,8 +65,8 @@ class Trainer(PolicyTrainer):
         ranks: Ranks | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """`reference` and `teacher` are frozen models, or the policy with `EarlierWeights`. `ranks` are the processes
-        that step together. `vision` says how `model` sees, and is None for a text model."""
+        """`reference` and `teacher` are frozen models, or `EarlierWeights` of the policy. `ranks` are the processes
+        that step together. `vision` says how `model` sees pictures, and is None for a text model."""
         objective.check_needs(
             recipe, reference=reference is not None, teacher=teacher is not None, critic=critic is not None
         )
@@ -106,10 +106,9 @@ class Trainer(PolicyTrainer):
         be_still(model, checkpointing=options.gradient_checkpointing)
 
     def with_recipe(self, recipe: Recipe, reference: OtherModel | None = None) -> Trainer:
-        """Return a new trainer for the same model and critic, with the same options but another recipe. Its optimiser
-        is new.
+        """Return a new trainer for the same model, critic and options, with another recipe and a new optimiser.
 
-        `reference` is used if the recipe needs one and this trainer has none.
+        `reference` is used if the recipe needs a reference and this trainer has none.
         """
         return Trainer(
             self.model,
@@ -153,7 +152,8 @@ class Trainer(PolicyTrainer):
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
         if top or recomputed:
             now = self._score(self.model, rows, self.vision, entropy=top)
-            # An anchor that the recipe doesn't ask for would change the KL in the reward, which reads it.
+            # The anchor is set only if the recipe asks for it, because a KL in the reward would use it instead of
+            # `old`.
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
@@ -163,7 +163,7 @@ class Trainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        # Their loss is a mean over their own tokens, so the weights of the batch's tokens stay as they are.
+        # Their loss is a mean over their own tokens, so they don't change the weights of the batch's tokens.
         wanted = self.recipe.imitates
         if wanted != self.ranks.any(bool(rows)):
             raise BadBatch(
@@ -208,16 +208,16 @@ class Trainer(PolicyTrainer):
         return self._account(prepared, part, done, norm, lr)
 
     def gradient(self, prepared: Prepared) -> tuple[UpdateStats, dict[str, Tensor]]:
-        """Return the statistics of a step that isn't taken, and the loss's unclipped gradient for each weight. Weights,
-        optimiser and critic don't change."""
+        """Return the statistics of a step and the unclipped gradient of the loss for each weight, without taking the
+        step. Weights, optimiser and critic don't change."""
         part, done, norm = self._gradient(prepared, None, None)
         grads = {name: p.grad.detach().clone() for name, p in self.parameters.items() if p.grad is not None}
         lr = self.options.lr_at(self.steps)
         return self._account(prepared, part, done, norm, lr), grads
 
     def pull(self, prepared: Prepared) -> Tensor:
-        """Return the loss's gradient (T,) with respect to each own token's log-prob. It is negative if a step makes the
-        token likelier."""
+        """Return the loss's gradient (T,) with respect to each own token's log-prob. It is negative where a step makes
+        the token more likely."""
         part = prepared.batch.part(None, self.ranks.add_up)
         found = self._whole(prepared.rows, part, Context(moments=self.moments), Accumulated())
         return found[0] if found else torch.full((len(part.live),), float("nan"))
@@ -225,7 +225,8 @@ class Trainer(PolicyTrainer):
     def _gradient(
         self, prepared: Prepared, episodes: Tensor | None, clip: float | None
     ) -> tuple[objective.Part, Accumulated, float]:
-        """Return (the part trained on, loss and metrics, gradient norm), and leave the gradient on the weights."""
+        """Compute the gradient of the weights. Return the part trained on, its loss and metrics, and the gradient
+        norm."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -257,11 +258,9 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """Clip the gradient over all ranks to `clip` and return its norm. All ranks decide here whether any of them
-        steps.
+        """Sum the gradient over all ranks, clip it to `clip` and return its norm. Here all ranks agree whether to step.
 
-        Each rank makes the same collective calls in the same order on every path. Otherwise the others would wait
-        forever.
+        Every path makes the same collective calls in the same order. Otherwise the other ranks would wait forever.
         """
         bad = done.skipped not in (None, "nothing to train on")
         if self.ranks.any(bad):
@@ -321,8 +320,8 @@ class Trainer(PolicyTrainer):
         context: Context,
         done: Accumulated,
     ) -> tuple[list[Tensor], list[Tensor] | None]:
-        """Return the tensors to run backward from, and their gradients (None means 1). Sets `done.skipped` if a number
-        isn't finite."""
+        """Return the tensors from which the backward pass starts, and their gradients (None means 1). Sets
+        `done.skipped` if a number isn't finite."""
         if not bool(scores.logprob.isfinite().all()):
             done.skipped = "log-prob"
             return [], None
@@ -347,12 +346,12 @@ class Trainer(PolicyTrainer):
         return [loss], None
 
     def _whole(self, rows: Sequence[Row], part: objective.Part, context: Context, done: Accumulated) -> list[Tensor]:
-        """Return the loss's gradient with respect to all log-probs (and entropies). It is used if the recipe's loss for
-        a token reads other tokens.
+        """Return the loss's gradient with respect to all log-probs (and entropies). This is needed if the loss of a
+        token depends on other tokens.
 
-        A first pass scores all tokens without a graph, and the loss is differentiated with respect to these log-probs
-        alone. The second pass then runs backward from the stored gradients, micro-batch by micro-batch. So the result
-        equals that of one graph over the whole batch, with the memory of one micro-batch.
+        A first pass scores all tokens without a graph, and the loss is differentiated only with respect to these
+        scores. A second pass then runs backward from the stored gradients, micro-batch by micro-batch. The result
+        equals that of one graph over the whole batch, but needs only the memory of one micro-batch.
         """
         scores = self._score(self.model, rows, self.vision, entropy=self.recipe.needs_entropy, live=part.live)
         index = part.live.nonzero()[:, 0]
@@ -373,7 +372,8 @@ class Trainer(PolicyTrainer):
         return out
 
     def _load(self, micros: Sequence[Micro]) -> Load | None:
-        """Return the assignment of tokens to experts over all ranks, or None if the recipe doesn't balance it."""
+        """Return how tokens are assigned to experts over all ranks, or None if the recipe doesn't balance the
+        experts."""
         if not self.recipe.balance:
             return None
         body = parts(self.model)[0]
@@ -402,14 +402,13 @@ class Trainer(PolicyTrainer):
         return Scores(lp.cpu(), None if h is None else h.cpu()), aux
 
     def _add_demonstrations(self, demonstrations: tuple[Sequence[Row], objective.Part], done: Accumulated) -> None:
-        """Add the demonstrations' gradient. With it, a batch without any live token becomes an update."""
+        """Add the demonstrations' gradient. The update is then applied even if the batch has no live token."""
         rows, part = demonstrations
         scale, extra = self.recipe.imitation, Context(parts=done.parts)
         pack = self.pack and not self.recipe.balance
         found = plan(rows, live=part.live, micro_tokens=self.options.micro_tokens, pack=pack, vision=self.vision)
         micros = self.ranks.rounds(found)
-        # This comes before the check, because only this rank may have met a bad number, and the load is summed over all
-        # ranks.
+        # The load is summed over all ranks, so it is computed before the check, which may stop only this rank.
         balance = self._load(micros)
         if done.skipped not in (None, "nothing to train on"):
             return
@@ -446,7 +445,7 @@ class Trainer(PolicyTrainer):
 
     def _adapt(self, kind: type[KL | RewardKL], sums: Sums, entered: Tensor, stream: Stream) -> None:
         """Change the adaptive coefficients of this kind of KL according to the k1 in `sums`. `entered` (T,) bool are
-        its tokens."""
+        the tokens whose episodes are counted."""
         for i, term in enumerate(self.recipe.coefficients):
             if isinstance(term, kind) and term.adaptive is not None:
                 name = f"{term.measure}/k1"

@@ -1,4 +1,4 @@
-"""What goes into an update and what comes out: the prepared batch, a step's statistics, and the order of steps."""
+"""The prepared batch that goes into an update, the statistics that come out of a step, and the order of steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TrainerState(TypedDict):
     averaged: dict[str, Tensor]
     critic: CriticState | None
     others: NotRequired[dict[str, dict[str, object]]]
-    """State of the reference and the teacher. It is absent in a checkpoint from an earlier version."""
+    """State of the reference and the teacher. The key is absent in a checkpoint from an earlier version."""
 
 
 Skip = Literal["log-prob", "loss", "gradient", "another rank", "nothing to train on"]
@@ -47,15 +47,15 @@ class UpdateStats:
     step: int
     """Number of updates that the trainer has applied, including this one if it was applied."""
     skipped: Skip | None
-    """None if the step was applied. Otherwise it says what wasn't finite, or that no token had a gradient, and the
-    weights are unchanged."""
+    """None if the step was applied. Otherwise the weights are unchanged, and this says which number wasn't finite or
+    that no token had a gradient."""
     loss: float
     """Sum of w l over the tokens of this process, or NaN if it wasn't finite."""
     parts: dict[str, float]
-    """The loss by its terms, `policy` (the surrogate) and each regulariser, which add up to it. Empty if no token was
-    trained on or the loss wasn't finite."""
+    """The parts of the loss by term, `policy` (the surrogate) and each regulariser, which add up to the loss. Empty if
+    no token was trained on or the loss wasn't finite."""
     grad_norm: float
-    """The norm before clipping, or NaN if the update was skipped before it was computed."""
+    """The gradient's norm before clipping, or NaN if the update was skipped before the norm was computed."""
     lr: float
     sums: Sums
     """Every metric as a sum and a count."""
@@ -87,7 +87,8 @@ class UpdateStats:
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
     def line(self) -> dict[str, object]:
-        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md), without what was not measured."""
+        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md). What wasn't measured is None or
+        absent."""
         sums = self.sums.flat()
         values: dict[str, object] = {
             "loss": self.loss,
@@ -98,10 +99,11 @@ class UpdateStats:
             "mismatch": self.mismatch,
             **{f"{name}/mean": sums.pop(name) for name in ("mismatch", "moved") if name in sums},
             "ess": self.ess,
-            # The sum would count a batch once for each of its steps, and the mean would divide it by the number of
-            # ranks.
+            # This isn't the metric `tokens`, whose sum counts a batch once for each of its steps, and whose mean is
+            # divided by the number of ranks.
             "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
-            # No bound takes effect on a token without an advantage, which isn't forwarded.
+            # This is the share of all entered tokens. Those that aren't live are never clipped, because they aren't
+            # forwarded.
             **{f"{name}/own": sums[name] * sums["token/live"] for name in sums if name.split("/")[0] == "clip"},
         }
         if spread := self.sums.std("value/target"):
@@ -110,11 +112,11 @@ class UpdateStats:
 
 
 def together(steps: Sequence[UpdateStats]) -> UpdateStats:
-    """Combine several steps on one prepared batch into one. It is applied if any of them was, sums and weights are
-    added up, and losses and norms are averaged.
+    """Combine the statistics of several steps on one prepared batch. The result counts as applied if any step was. Sums
+    and weights are added up, and losses and norms are averaged.
 
-    `mismatch` and `moved` belong to the first step alone. After it the weights differ from the sampler's on purpose, so
-    a later mismatch says nothing about the numerics of sampler and trainer.
+    `mismatch` and `moved` are those of the first step. After this step, the weights differ from the sampler's on
+    purpose, so a later mismatch says nothing about numerical differences between sampler and trainer.
     """
     if len(steps) == 1:
         return steps[0]
@@ -146,9 +148,9 @@ class Prepared:
     rows: Sequence[Row]
     batch: Batch
     sums: Sums
-    """Metrics that were counted while preparing. Each update reports them."""
+    """Metrics that were counted while the batch was prepared. Each step on the batch reports them."""
     demonstrations: tuple[Sequence[Row], Part] | None = None
-    """The rows whose cross-entropy is added to the loss with its own denominator."""
+    """The demonstrations, whose cross-entropy is added to the loss with its own denominator."""
 
     @property
     def imitated(self) -> tuple[Sequence[Row], Stream, Tensor] | None:
@@ -173,7 +175,7 @@ class PolicyTrainer(ABC):
     steps: int
     """Number of applied updates."""
     version: str | None = None
-    """Name of the current weights in rows, for `Stream.fresh`. None if it is unknown."""
+    """Name by which rows refer to the current weights, for `Stream.fresh`. None if the name is unknown."""
 
     @abstractmethod
     def prepare(
@@ -188,8 +190,8 @@ class PolicyTrainer(ABC):
         """Compute the advantages and everything else that is computed once per rollout batch.
 
         `several` means that more than one step will follow, so a recomputed anchor must be computed now, before the
-        weights change. `batches` gives the number of episodes in each rollout batch, in order, if there are several. A
-        term that compares `by = batch` compares within one of them.
+        weights change. If there are several rollout batches, `batches` gives the number of episodes in each, in order.
+        A term with `by = batch` then compares within each of them.
         """
 
     @abstractmethod
@@ -206,12 +208,12 @@ class PolicyTrainer(ABC):
 
     @abstractmethod
     def state_dict(self) -> TrainerState:
-        """Return all state that the next update depends on, except the weights. It has only tensors, numbers and
-        strings. The tensors are whole, even if the weights are sharded."""
+        """Return all state that the next update depends on, except the weights. The state has only tensors, numbers and
+        strings. Its tensors are whole, even if the weights are sharded."""
 
     @abstractmethod
     def load_state_dict(self, state: TrainerState) -> None:
-        """Continue from `state_dict`, bit for bit if the model has the weights that belong to it."""
+        """Continue from a `state_dict()`. This is exact to the bit if the model has the weights of that time."""
 
     def updates(
         self,
@@ -224,12 +226,12 @@ class PolicyTrainer(ABC):
         batches: Sequence[int] = (),
         demonstrations: Sequence[Row] = (),
     ) -> Iterator[UpdateStats]:
-        """Take several optimiser steps on one rollout batch, one at a time. Advantages are computed once, over the
-        whole batch.
+        """Take several optimiser steps on one rollout batch and yield each step's statistics. Advantages are computed
+        once, over the whole batch.
 
         Each epoch splits the episodes into `minibatches` parts of similar size, in an order that is shuffled by `seed`
-        and the number of updates so far. If `seed` is None, the order stays as it is. Demonstrations are split
-        likewise, by tape. For `batches`, see `prepare`.
+        and the number of updates so far. If `seed` is None, the episodes keep their order. Demonstrations are split
+        into as many parts, by tape. For `batches`, see `prepare`.
         """
         imitated = cut_rows(demonstrations, minibatches)
         prepared = self.prepare(
@@ -246,8 +248,8 @@ class PolicyTrainer(ABC):
 def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) -> list[Tensor | None]:
     """Return masks (E,) bool for the mini-batches of one epoch. A mask of None means all episodes.
 
-    The order depends on `seed` and the number of updates so far, so each epoch has a different order, and a resumed run
-    has the order of a run that was never stopped.
+    The order depends on `seed` and on `steps`, the number of updates so far. So each epoch has a different order, and a
+    resumed run has the same orders as a run that was never stopped.
     """
     if minibatches == 1:
         return [None]
@@ -265,7 +267,7 @@ def cut_episodes(episodes: int, minibatches: int, seed: int | None, steps: int) 
 
 
 def cut_rows(rows: Sequence[Row], parts: int) -> list[Sequence[Row]]:
-    """Split the rows into `parts` parts, without splitting a tape. Parts may be empty."""
+    """Split the rows into `parts` parts without splitting a tape. Without rows, all parts are empty."""
     tapes = list(dict.fromkeys(row.tape for row in rows))
     if tapes and len(tapes) < parts:
         raise BadBatch(f"{len(tapes)} demonstrations can't be cut into {parts} mini-batches: give at least {parts}")
@@ -282,7 +284,7 @@ def imitation_part(rows: Sequence[Row], add_up: Callable[[Tensor], Tensor] = lam
 
 @dataclass(kw_only=True)
 class Accumulated:
-    """Loss and metrics so far of one update's micro-batches."""
+    """Loss and metrics of an update's micro-batches so far."""
 
     loss: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -296,8 +298,8 @@ class Accumulated:
 
 
 def observe(lp: Tensor, old: Tensor, sums: Sums, fresh: Tensor | None = None) -> None:
-    """Add up the differences between the log-probs now (n,) and at sampling (n,). ESS and KL are read from these sums.
-    `fresh` (n,) bool is explained at `Stream.fresh`.
+    """Add the differences between the log-probs now, `lp` (n,), and at sampling, `old` (n,), to `sums`, from which ESS
+    and KL are computed. For `fresh` (n,) bool, see `Stream.fresh`.
 
     The sums are in float64, because the differences are near 0 on policy, so float32 sums over a batch would be mostly
     rounding error. The ratio is capped at e^20, so that one token with a broken log-prob can't make the sums infinite.
