@@ -1,9 +1,9 @@
 """Checkpoints are directories that are either complete or absent, even after a crash.
 
 A checkpoint holds the policy in Hugging Face format, the trainer's state (optimiser, counts, reward moments, KL
-coefficients, running average, critic, random numbers), `taught.jsonl` with the digest of every trained tape, and
-`state.json`, which the loop needs to continue and an auditor needs to check. Nothing is unpickled: tensors are read
-from safetensors or with `torch.load(weights_only=True)`.
+coefficients, running average, critic, random numbers), `taught.jsonl` with the digests of every tape that was trained
+on, and `state.json`, which the loop needs to continue the run and an auditor needs to check it. Nothing is unpickled:
+tensors are read from safetensors or with `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Checkpoint:
 
     path: Path
     update: int
-    """Number of optimiser updates that had been applied when it was written."""
+    """Number of optimiser updates that had been applied when the checkpoint was written."""
     state: Mapping[str, Any]
     """The content of `state.json`."""
 
@@ -56,8 +56,7 @@ class Checkpoint:
         return self._load("trainer.pt")
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the policy's parameters by name. Raises BadCheckpoint if their digest differs from the recorded
-        one."""
+        """Return the policy's parameters by name. Raises BadCheckpoint if their digest isn't the recorded one."""
         weights = self._load("policy.pt")
         found = weights_digest(weights)
         if found != self.state["digest"]:
@@ -68,10 +67,10 @@ class Checkpoint:
         return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
-        """Return tape -> (its digest, digests of the layers it was read with), for every tape that was trained on.
+        """Return the digest of every tape that was trained on, then those of the layers it was read with, by tape id.
 
-        It is empty if the checkpoint was written without the list. Raises BadCheckpoint if the file's digest
-        differs."""
+        The result is empty if the checkpoint has no such list. Raises BadCheckpoint if the file's digest isn't the
+        recorded one."""
         about = self.state.get("taught")
         if about is None:
             return {}
@@ -117,11 +116,11 @@ def save_checkpoint(
     taught: Mapping[str, Sequence[str]] | None = None,
     check: Callable[[], object] = lambda: None,
 ) -> Checkpoint:
-    """Write `directory/update-NNNNNN` durably, replacing an existing one.
+    """Write the checkpoint `directory/update-NNNNNN` durably. It replaces an existing one of that name.
 
-    All files are written and synced under a hidden name, and then renamed in one step. At worst, a crash leaves a
-    hidden directory (`.partial`, `.gone`), which readers ignore. `check` may raise to keep the old checkpoint. It is
-    called just before the rename, which fails if another process has called `remove_partial` since.
+    All files are written and synced in a directory with a hidden name, which is then renamed. At worst, a crash leaves
+    a hidden directory (`.partial`, `.gone`), which readers ignore. `check` is called just before the rename, and may
+    raise to keep the old checkpoint. The rename fails if another process has called `remove_partial` meanwhile.
     """
     REAL.make_folder(directory)
     target = directory / f"update-{update:06d}"
@@ -173,8 +172,8 @@ def _with(model: nn.Module, weights: Mapping[str, Tensor]) -> Any:
 def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = None, best: int | None = None) -> None:
     """Delete the oldest checkpoints until at most `keep` of them and `keep_bytes` bytes are left. None means no bound.
 
-    The newest, the base (update 0), pinned checkpoints and that of update `best` are never deleted, so what is left may
-    exceed the bounds.
+    The newest checkpoint, the base (update 0), the checkpoint of update `best` and pinned checkpoints are never
+    deleted, so those that are left may exceed the bounds.
     """
     found = checkpoints(directory, damaged=False)
     sizes = {one.path: one.bytes for one in found} if keep_bytes is not None else {}
@@ -190,7 +189,7 @@ def prune(directory: Path, *, keep: int | None = None, keep_bytes: int | None = 
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a directory that will be deleted, so that a crash can't leave half a checkpoint under its name."""
+    """Rename a directory that will be deleted, so that a crash can't leave half a checkpoint under that name."""
     gone = path.with_name(f".{path.name}{_GONE}")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)
@@ -198,8 +197,7 @@ def _set_aside(path: Path) -> Path:
 
 
 def remove_partial(directory: Path) -> None:
-    """Remove the checkpoints that an earlier process didn't complete. If that process still runs, it can't rename
-    them."""
+    """Remove the checkpoints that an earlier process didn't complete. If that process still runs, its rename fails."""
     for partial in directory.glob(f".update-*{_PARTIAL}"):
         shutil.rmtree(partial)
 
@@ -207,8 +205,8 @@ def remove_partial(directory: Path) -> None:
 def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
     """Return the complete checkpoints under `directory`, oldest first.
 
-    Raises BadCheckpoint for one whose state.json can't be read. If `damaged` is False, it is left out instead, with a
-    warning in the log.
+    Raises BadCheckpoint if a state.json can't be read. If `damaged` is False, such a checkpoint is left out instead,
+    with a warning in the log.
     """
     found: list[Checkpoint] = []
     for path in directory.glob("update-*") if directory.is_dir() else ():
@@ -222,13 +220,13 @@ def checkpoints(directory: Path, *, damaged: bool = True) -> list[Checkpoint]:
 
 
 def checkpoint_folders(run: Path) -> list[Path]:
-    """Return the run's checkpoint folders: that of its own policy first, then one for each other policy, by name."""
+    """Return the run's checkpoint folders: its own policy's first, then one for each other policy, by name."""
     own = run / "checkpoints"
     return [own, *sorted({path.parent.parent for path in own.glob(f"*/update-*/{STATE}")})]
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the checkpoint in that directory. Raises BadCheckpoint if its state.json can't be read."""
+    """Return the checkpoint in the directory `path`. Raises BadCheckpoint if its state.json can't be read."""
     try:
         state = json.loads(read_file(path / STATE))
         return Checkpoint(path, int(state["update"]), state)

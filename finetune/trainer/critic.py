@@ -1,10 +1,9 @@
 """The critic, which gives each own token a value. Its loss, optimiser and schedule are separate from the policy's.
 
 The value of a token is the value of the state before it, computed from the hidden state that predicts the token. The
-state after an answer has a value too, whose target is that of the policy's next token. An episode that was cut off
-continues with this value. A critic either has its own body (`Critic.of`, with a copy of the policy's), or only a head
-that reads the policy's states without gradient (`Critic.on`, which is cheaper, and whose states improve with the
-policy).
+state after an answer has a value too. Its target is that of the policy's next token, and an episode that was cut off
+continues with this value. `Critic.of` gives a critic its own body, a copy of the policy's. `Critic.on` gives it only a
+head that reads the policy's states without gradient, which is cheaper, and these states improve with the policy.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from .router import Load, load, probabilities, routed
 
 
 class Value(Term):
-    """The critic's loss at one token. V is its current value, v its value before the update, and R the target A + v.
+    """The critic's loss at one token. V is the token's value, v its value before the update, and R the target A + v.
 
         l = 1/2 max((V - R)^2, (v + clip(V - v, -c, c) - R)^2)        with clip c; without, 1/2 (V - R)^2
 
-    The loss has its own optimiser and denominator. It is a mean over the tokens that entered, whatever weights the
-    recipe uses.
+    The critic has its own optimiser, and its loss has its own denominator: the loss is a mean over the tokens that
+    entered, whatever weights the recipe uses.
     """
 
     clip: float | None = Field(default=0.2, gt=0)
@@ -55,8 +54,7 @@ class Value(Term):
 
 
 class Critic(nn.Module):
-    """Maps hidden states to values: V = mean + std * head(h), with mean and std fixed at 0 and 1 unless
-    `normalised`."""
+    """Maps hidden states to values: V = mean + std * head(h). Unless `normalised`, mean stays 0 and std stays 1."""
 
     mean: Tensor
     std: Tensor
@@ -71,8 +69,8 @@ class Critic(nn.Module):
         model: nn.Module | None = None,
         vision: Vision | None = None,
     ) -> None:
-        """`model` is what `body` is a part of: the policy, or the critic's own copy of a model that sees. It is None if
-        the critic owns just the body. `vision` says how `model` sees."""
+        """`model` is the model that contains `body`: the policy, or the critic's own copy of a vision model. It is None
+        if the critic owns only the body. `vision` says how `model` sees pictures."""
         super().__init__()
         reference = next(body.parameters())
         self.head = nn.Linear(hidden, 1, dtype=reference.dtype, device=reference.device)
@@ -102,7 +100,7 @@ class Critic(nn.Module):
 
     @classmethod
     def on(cls, model: nn.Module, *, normalised: bool = False, vision: Vision | None = None) -> Critic:
-        """Return a value head on the model's own hidden states, which it reads but never trains."""
+        """Return a critic with only a head, which reads the hidden states of `model` but never trains the model."""
         body, output = parts(model)
         return cls(body, output.in_features, owns_body=False, normalised=normalised, model=model, vision=vision)
 
@@ -141,7 +139,7 @@ class Critic(nn.Module):
         return float(self.mean) == 0 and float(self.std) == 1
 
     def begin(self, mean: float, std: float) -> None:
-        """Set the first scale. A new head is 0, so every value is the mean of the targets."""
+        """Set the first mean and deviation of the targets. A new head outputs 0, so every value is then the mean."""
         self.mean.fill_(mean)
         self.std.fill_(std)
 
@@ -184,10 +182,10 @@ class CriticTrainer:
         balance: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`passes` is the number of optimiser steps on each update's targets. With one, the critic learns too slowly
-        for a short run. `balance` is the coefficient of the balance between experts (`router`) in the loss, for a
-        critic with its own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the
-        processes that step together, which must be the trainer's."""
+        """`passes` is the number of optimiser steps on each update's targets. With one step, the critic learns too
+        slowly for a short run. `balance` is the coefficient of the load-balancing loss (`router`) of a critic with its
+        own body. The head keeps the dtype of its weights under `options.autocast`. `ranks` are the processes that step
+        together, the same as those of the policy's trainer."""
         self.critic = critic
         self.ranks = ranks or Ranks()
         if critic.owns_body:
@@ -200,7 +198,7 @@ class CriticTrainer:
         self.steps = 0
         """Number of optimiser steps taken."""
         self.skips = 0
-        """Number of passes in which a number wasn't finite, so that they left the critic unchanged."""
+        """Number of passes that left the critic unchanged because a number wasn't finite."""
         self.parameters = [p for p in critic.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -223,7 +221,7 @@ class CriticTrainer:
         return out
 
     def valued(self, rows: Sequence[Row], stream: Stream, *, ends: bool) -> Stream:
-        """Return the stream of `rows` with its column `value` and, if `ends` is True, `after`."""
+        """Return `stream` with the values of `rows` in the column `value` and, if `ends` is True, in `after`."""
         if not ends:
             return stream.having(value=self.values(rows))
         longer, order = _with_ends(rows, stream.ends)
@@ -236,7 +234,7 @@ class CriticTrainer:
         return plan(rows, live=live, micro_tokens=self.options.micro_tokens, vision=self.critic.vision)
 
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the values (n,), and the micro-batch's part of the balance loss of the critic's experts."""
+        """Return the values (n,), and the micro-batch's part of the load-balancing loss or None."""
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if load is None:
@@ -248,9 +246,9 @@ class CriticTrainer:
             return self.ranks.run(self.critic.home, forward)
 
     def update(self, rows: Sequence[Row], stream: Stream, target: Tensor, entered: Tensor) -> Sums:
-        """Step towards `target` (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made from `rows`.
+        """Train towards `target` (T,) on the tokens `entered` (T,) bool of `stream`, which `valued` made from `rows`.
 
-        The metrics describe the first pass, but a skipped pass is counted in any case.
+        Return the metrics of the first pass. If any pass is skipped, they count that too.
         """
         assert stream.value is not None, "a stream that `valued` made"
         sums, old = Sums(), stream.value
@@ -339,23 +337,22 @@ class CriticTrainer:
 
 
 def _with_ends(rows: Sequence[Row], ends: Tensor) -> tuple[list[Row], Tensor]:
-    """Add to the rows one more own position behind each of `ends` (T,) bool, where the state after the token is read.
+    """Add one own position to the rows after each token of `ends` (T,) bool, to read the state after that token.
 
-    Return these rows, and for each of the (T + E,) positions its place in a column over the own tokens, followed by one
-    over the ends."""
+    Return the longer rows, and for each of their own positions, its index in a column that has all T own tokens first
+    and all added positions after them."""
     longer = list[Row]()
     for row, mine in zip(rows, ends.split([len(row.own) for row in rows]), strict=True):
         index = np.repeat(np.arange(len(row.own)), 1 + mine.numpy())
         more = row.where(index)
-        # The state is read one position before, so the id at the added position is never read, and the row may end
-        # there.
+        # The state is read at the position before the added one, whose id is never read. So the row may end there.
         own, ids = more.own + (np.diff(index, prepend=-1) == 0), np.append(row.input_ids, np.int32(0))
         longer.append(replace(more, own=own, input_ids=ids))
     return longer, torch.cat([torch.arange(len(ends)), ends.nonzero()[:, 0]]).argsort(stable=True)
 
 
 def explained(value: Tensor, target: Tensor, sums: Sums) -> None:
-    """Add to the sums for the explained variance, which is 1 - mean square error / variance of the targets."""
+    """Add what the explained variance is computed from: it is 1 - mean squared error / variance of the targets."""
     sums.add("value", value)
     sums.add("value/target", target)
     sums.add("value/error", (target - value).square())

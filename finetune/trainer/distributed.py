@@ -4,10 +4,10 @@ Rank 0 runs the training loop. Its trainers are `DistributedTrainer`s: each call
 runs it on its share of the episodes, and the trainer joins the results. The other ranks wait in `Processes.follow`,
 which returns when rank 0 finishes and raises when rank 0 is lost. Only rank 0 touches the run directory.
 
-A share consists of whole groups and whole families of forks. Advantages are computed within a group, so the attempts of
-a group that was split would be compared with only half of the group. Shares have similar numbers of tokens, and may be
-empty. If weights are sharded over the ranks, rank 0 keeps a whole copy, which samples, is published and is
-checkpointed.
+A share consists of whole groups and whole families of forks. Advantages are computed within a group, so if a group were
+split, its attempts would be compared with only a part of it. Shares have similar numbers of tokens, and may be empty.
+If weights are sharded over the ranks, rank 0 also keeps a whole copy, from which it samples, publishes and writes
+checkpoints.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MakeTrainer = Callable[[str, nn.Module, Ranks], Trainer]
 def launched(*, shard: bool = False, timeout: float = 1800.0) -> Iterator[Ranks]:
     """Yield the ranks that `accelerate launch` or `torchrun` started, or a single rank without a launcher.
 
-    With `shard`, each process holds a part of each weight instead of a copy. `timeout` is in seconds, and a process
-    raises RankLost after that time without an answer.
+    With `shard`, each process holds a part of each weight instead of a copy. A process raises RankLost if another
+    process doesn't answer for `timeout` seconds.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Ranks()
@@ -65,12 +65,12 @@ class Processes:
     """This process as a member of the group that computes updates together."""
 
     def __init__(self, ranks: Ranks, model: nn.Module, make_trainer: MakeTrainer) -> None:
-        """`model` may hold any weights, because those of rank 0 are copied to every rank whenever a trainer is made."""
+        """Other ranks may pass any weights, because rank 0's are copied to them whenever a trainer is made."""
         self.ranks = ranks
         self.model = model
         self.make_trainer = make_trainer
         self.work = copy.deepcopy(model) if ranks.sharded else model
-        """The model that is trained. If it is sharded, it is a copy, since `model` must stay whole to sample."""
+        """The model that is trained. It is a copy if weights are sharded, because sampling needs a whole `model`."""
         ranks.shard(self.work)
         self.member: Trainer
         """This rank's own trainer."""
@@ -85,12 +85,12 @@ class Processes:
     # On rank 0
 
     def trainer(self, phase: str) -> PolicyTrainer:
-        """Return a new trainer for `phase`, whose work all ranks share. Rank 0 only."""
+        """Return a new trainer for `phase`. All ranks share its work. Only for rank 0."""
         self.on_all("enter", phase=phase)
         return DistributedTrainer(self) if self.ranks.size > 1 else self.member
 
     def on_all(self, command: str, **arguments: object) -> object:
-        """Run one command on every rank and return this rank's result. Rank 0 only."""
+        """Run one command on every rank and return this rank's result. Only for rank 0."""
         self._busy = True
         self.ranks.broadcast((command, arguments))
         found = self._run(command, arguments)
@@ -98,15 +98,15 @@ class Processes:
         return found
 
     def finish(self, result: object) -> None:
-        """End `follow` on the other ranks, where it returns `result`. Rank 0 only."""
+        """Make `follow` return `result` on the other ranks. Only for rank 0."""
         self.ranks.broadcast(("end", result))
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """A context in which an error on rank 0 stops the other ranks too. Rank 0 only.
+        """Return a context in which an error on rank 0 stops the other ranks too. Only for rank 0.
 
-        Nothing is broadcast while a command runs, because the others then wait in a collective operation of that
-        command and would read the message as its data. They raise RankLost when this process ends.
+        If the error occurs while a command runs, nothing is broadcast, because the others wait in a collective
+        operation of that command and would read the message as its data. They raise RankLost when this process ends.
         """
         try:
             yield
@@ -156,8 +156,8 @@ class Processes:
         demonstrations: Sequence[Row],
         version: str | None,
     ) -> list[tuple[Tensor, dict[str, Tensor | None]]]:
-        """Compute the advantages of this rank's share. Return every rank's columns, with the positions of their
-        tokens."""
+        """Compute the advantages of this rank's share. Return every rank's columns, each with its tokens' positions in
+        the whole stream."""
         own = share(rows, episodes, self.ranks.size)[self.ranks.rank]
         names = {episodes[i].tape for i in own}
         self.mine = torch.tensor(own, dtype=torch.int64)
@@ -204,7 +204,7 @@ class _WholeBatch(Prepared):
     """A batch whose shares are held by the ranks."""
 
     number: int
-    """Number of this batch among the batches of one trainer. The ranks hold only the latest."""
+    """Number of this batch among the batches of one trainer. The ranks hold only the latest batch."""
 
 
 class DistributedTrainer(PolicyTrainer):
@@ -250,8 +250,8 @@ class DistributedTrainer(PolicyTrainer):
         )
 
     def demonstrations_of(self, rows: Sequence[Row]) -> tuple[Sequence[Row], objective.Part] | None:
-        """Return all demonstrations with the weights that the ranks use. Both divide by the tokens of all ranks, so no
-        other rank has to be asked."""
+        """Return all demonstrations with the weights that the ranks use. The ranks divide by the tokens of all ranks
+        too, so the weights are the same and no rank has to be asked."""
         return (rows, imitation_part(rows)) if rows else None
 
     def step(self, prepared: Prepared, *, episodes: Tensor | None = None) -> UpdateStats:
@@ -304,11 +304,11 @@ def with_files(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[list[int]]:
-    """Return the indices of each part's episodes, in order.
+    """Split the episodes into `parts` parts, and return the indices of each part's episodes in order.
 
-    Groups and forks of one turn stay together. The families are assigned from the largest to the smallest, each to the
-    part with the fewest tokens so far. Every rank computes this by itself, so ties are broken by number. If ranks
-    disagreed, a group could be trained on twice.
+    The episodes of a group and the forks of one turn stay together, as a family. Families are assigned from the largest
+    to the smallest, each to the part with the fewest tokens so far. Every rank computes this by itself, so ties are
+    broken by number: if ranks disagreed, a group could be trained on twice.
     """
     family = _families(episodes)
     index = {episode.tape: k for k, episode in enumerate(episodes)}
@@ -323,8 +323,8 @@ def share(rows: Sequence[Row], episodes: Sequence[Episode], parts: int) -> list[
 
 
 def _families(episodes: Sequence[Episode]) -> list[int]:
-    """Return the number of each episode's family. A family has the episodes that share a group or a fork, directly or
-    through others."""
+    """Return the number of each episode's family. A family has all episodes that are connected by shared groups or
+    forks, directly or through other episodes."""
     above = list(range(len(episodes)))  # union-find: each episode points towards the head of its family
 
     def head(k: int) -> int:

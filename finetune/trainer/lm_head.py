@@ -1,6 +1,6 @@
 """The output layer of a language model, which maps hidden states to log-probs in chunks and has its own backward pass.
 
-Only one chunk of the (tokens x vocabulary) logits is in memory at a time. The backward pass computes the chunk again,
+Only one chunk of the (tokens x vocabulary) logits is in memory at a time. The backward pass computes each chunk again,
 because storing the logits of a batch would need more memory than the model. z = h W^T / T, lp = z[token] - logsumexp z,
 H = logsumexp z - sum softmax(z) z.
 """

@@ -1,7 +1,7 @@
 """Log-probs of own tokens under a model. Only this module and `micro_batches` deal with prompts and padding.
 
-Hidden states are read at own positions only, and logits are computed in chunks (`lm_head`). A long prompt that the rows
-of a group share is forwarded once. Its keys and values, with their gradient, are used for all of these rows.
+Hidden states are read only where they predict own tokens, and logits are computed in chunks (`lm_head`). A long prompt
+that a group's rows share is forwarded once. Its keys and values, with their gradient, are used for all these rows.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Scores(NamedTuple):
 
 
 def forward(model: nn.Module, micro: Micro, how: Score = RECORDED, *, entropy: bool = False) -> Scores:
-    """Return the scores of a micro-batch's tokens, with gradient if it is enabled."""
+    """Return the scores of a micro-batch's tokens, with gradient if gradients are enabled."""
     return read_out(model, states(parts(model)[0], micro, model), micro, how, entropy=entropy)
 
 
@@ -63,18 +63,18 @@ def read_out(model: nn.Module, hidden: Tensor, micro: Micro, how: Score, *, entr
         wide = how.head == "float32"
         dtype = torch.promote_types(output.weight.dtype, torch.float32) if wide else output.weight.dtype
         weight, bias = output.weight.to(dtype), None if output.bias is None else output.bias.to(dtype)
-        # Maximum likelihood scores the model itself, at temperature 1 and with all tokens.
+        # Temperature 1 scores the model's own distribution, so ids that sampling excluded are included.
         barred = None if how.temperature == "one" else micro.barred
         found = head.log_probs(hidden.to(dtype), weight, bias, micro.token, temperature, entropy=entropy, barred=barred)
         return Scores(*found)
 
 
 def states(body: nn.Module, micro: Micro, model: nn.Module) -> Tensor:
-    """Return the hidden states (n, D) that predict the micro-batch's tokens. `model` computes the features of its
+    """Return the hidden states (n, D) that predict the micro-batch's tokens. `model` computes the features of the
     pictures."""
     prefix, rest = inputs(body, micro, model)
     if prefix is None:
-        # There is no mask and no cache. If rows are packed, the model knows from restarting indices where one ends.
+        # There is no mask and no cache. If rows are packed, the model sees from restarting indices where each row ends.
         hidden = body(**rest, use_cache=False).last_hidden_state
     else:
         cache = body(**prefix, use_cache=True).past_key_values
@@ -101,10 +101,10 @@ def inputs(body: nn.Module, micro: Micro, model: nn.Module) -> tuple[_Inputs | N
 
 
 def reaching(hidden: Tensor, modules: Sequence[nn.Module]) -> Tensor:
-    """Return `hidden`, with a gradient of 0 for every trained weight of `modules`.
+    """Return `hidden`, made to depend on every trained weight of `modules` with a gradient of 0.
 
-    Otherwise a tower's weights would have a gradient only if a micro-batch shows a picture. Ranks with and without a
-    picture would then sum different sets of gradients, and wait for each other until the time limit.
+    Otherwise the weights of a vision tower would have a gradient only if a micro-batch shows a picture. Ranks with and
+    without a picture would then sum different sets of gradients, and wait for each other until the time limit.
     """
     weights = dict.fromkeys(p for module in modules for p in module.parameters() if p.requires_grad)
     if not weights or not torch.is_grad_enabled():
@@ -126,8 +126,8 @@ def score(
 ) -> Scores:
     """Return the scores of all own tokens of `rows`, in row order, without gradient.
 
-    `live` (T,) bool says which tokens are scored. The others are NaN. `ranks` are those that score their rows at the
-    same time. For `pack` and `vision`, see `plan`.
+    `live` (T,) bool says which tokens are scored. The scores of the others are NaN. `ranks` are the processes that
+    score rows at the same time. For `pack` and `vision`, see `plan`.
     """
     ranks = ranks or Ranks()
     n = sum(len(row.own) for row in rows)
@@ -146,8 +146,8 @@ def score(
 
 
 def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Return the body, which computes hidden states, and the output layer. Raises UnsupportedModel if the head does
-    more than a matrix product, because the log-probs would differ from those that the engine sampled with."""
+    """Return the body, which computes hidden states, and the output layer. Raises UnsupportedModel if logits aren't
+    just a linear layer's output, because the log-probs here would then differ from those of the engine that sampled."""
     base: Any = whole_model(model)
     output = base.get_output_embeddings()
     if not isinstance(output, nn.Linear):
@@ -166,8 +166,8 @@ def parts(model: nn.Module) -> tuple[nn.Module, nn.Linear]:
 
 
 def shares_prefixes(model: nn.Module) -> bool:
-    """Return True if the keys and values of a prefix can be used for several rows. This requires full attention, and no
-    gradient checkpointing, which would compute the cache twice."""
+    """Return True if the keys and values of a prefix can be used for several rows. This requires full attention. It
+    also excludes gradient checkpointing, which would compute the cache twice."""
     base: Any = whole_model(model)
     config = base.config.get_text_config()  # for a vision model, that of its language part
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
@@ -191,7 +191,8 @@ def casting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManag
 def be_still(model: nn.Module, *, checkpointing: bool) -> None:
     """Switch dropout off, because the trained distribution must be the one that was sampled from.
 
-    Gradient checkpointing needs the training mode, so it raises UnsupportedModel for a model with dropout.
+    Raises UnsupportedModel if `checkpointing` is True and the model has dropout, because gradient checkpointing needs
+    the training mode.
     """
     if not checkpointing:
         model.eval()
@@ -208,5 +209,5 @@ def be_still(model: nn.Module, *, checkpointing: bool) -> None:
 
 
 def _checkpointing(model: nn.Module) -> str:
-    """Return the name that transformers uses: activation checkpointing since 5.22, where the older name warns."""
+    """Return transformers' name for gradient checkpointing. Since 5.22, the older of the two names raises a warning."""
     return "activation_checkpointing" if hasattr(model, "activation_checkpointing_enable") else "gradient_checkpointing"

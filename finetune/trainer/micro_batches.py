@@ -25,14 +25,14 @@ from ..data.rows import Row
 from ..data.stream import BadBatch
 
 MICRO_TOKENS = 2048
-"""Budget of a micro-batch for its tokens, including padding, and the patches of its pictures. This value measured best
-for small models on one CPU thread."""
+"""Largest sum of a micro-batch's tokens, including padding, and picture patches. This value was the best in
+measurements with small models on one CPU thread."""
 SHARE_TOKENS = 64
 """Length of the shortest prefix that is worth its own forward pass."""
 SHARE_SAVED = 0.25
-"""Share of a group's tokens that must be saved by forwarding its prefix once. Measured with groups of 8 rows, 64 tokens
-each: an update takes 1.04 times as long as without sharing if 16 % are saved, 0.65 times for 43 %, 0.35 for 70 % and
-0.20 for 82 %."""
+"""A prefix is forwarded once if this saves at least this share of its group's tokens. Measured with groups of 8 rows
+that have 64 tokens each after the prefix: an update takes 1.04 times as long as without sharing if 16 % are saved, 0.65
+times for 43 %, 0.35 times for 70 % and 0.20 times for 82 %."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,7 +59,7 @@ class Micro:
     ids: Tensor
     """(B, L) int64 token ids, without a shared prefix."""
     at: Tensor
-    """(n,) int64 into the B * L positions: those that predict the wanted tokens, each one before its token."""
+    """(n,) int64 index into the B * L positions: for each wanted token, the position before it, which predicts it."""
     token: Tensor
     """(n,) int64 ids of the wanted tokens."""
     temperature: Tensor
@@ -67,7 +67,7 @@ class Micro:
     index: Tensor
     """(n,) int64 positions of the wanted tokens in the stream of all rows."""
     there: Tensor
-    """(B, L) bool: whether the position isn't padding."""
+    """(B, L) bool: False for padding."""
     prefix: Tensor | None
     """(P,) int64 ids that all rows begin with, which are forwarded once. None if there is no shared prefix."""
     packed: Tensor | None = None
@@ -77,7 +77,7 @@ class Micro:
     pictures: Pictures | None = None
     """If None, no row shows a picture, and the body gets only token ids, as in a text model."""
     barred: Tensor | None = None
-    """(2, m) int64: the distribution of wanted token [0, k] excludes the id [1, k]. If None, no ids are excluded."""
+    """(2, m) int64: wanted token `barred[0, k]` couldn't be the id `barred[1, k]`. If None, any id was possible."""
 
     @classmethod
     def idle(cls) -> Micro:
@@ -99,10 +99,10 @@ def plan(
 ) -> list[Micro]:
     """Return micro-batches that together hold every own token once, or only the tokens where `live` (T,) is True.
 
-    Rows without such a token are left out. A row that is longer than `micro_tokens` is a micro-batch by itself, and so
-    is one whose pictures have more patches. With `share`, rows of a group may be batched behind their shared prefix, if
-    that saves enough. With `pack`, rows without a shared prefix are packed instead of padded. `vision` says how the
-    model sees. Raises BadBatch if it is None and a row shows a picture.
+    Rows without such a token are left out. A row whose tokens and picture patches exceed `micro_tokens` is a
+    micro-batch by itself. With `share`, the prefix that a group's rows share is forwarded once if that saves enough.
+    With `pack`, rows without a shared prefix are packed instead of padded. `vision` says how the model sees pictures.
+    Raises BadBatch if it is None and a row shows a picture.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (
@@ -132,7 +132,7 @@ def plan(
 def _families(
     rows: Sequence[Row], wanted: Sequence[NDArray], length: NDArray, order: Sequence[int]
 ) -> list[tuple[list[int], int]]:
-    """Return (rows, tokens of their shared prefix) for each group that shares enough, then all other rows with 0."""
+    """Return (rows, length of their shared prefix) for each group that shares enough, then the other rows with 0."""
     groups: dict[str, list[int]] = {}
     for i in order:
         groups.setdefault(rows[i].group, []).append(i)
@@ -149,10 +149,10 @@ def _families(
 
 
 def _common(rows: Sequence[Row], most: int) -> int:
-    """Return the number of tokens that all rows begin with, at most `most`.
+    """Return the length of the common beginning of all rows, but at most `most` tokens.
 
-    `most` ends before the position that predicts the first wanted token, because hidden states are read only after the
-    prefix.
+    The caller's `most` ends before the position that predicts the first wanted token, because hidden states are read
+    only after the prefix.
     """
     first = keys(rows[0].input_ids, rows[0].places)
     for row in rows[1:]:
@@ -167,7 +167,7 @@ class _Batches:
     length: NDArray
     start: NDArray
     shown: Sequence[Sequence[Place]]
-    """The places in the part of each row that is forwarded."""
+    """For each row, the places in the part of the row that is forwarded."""
     vision: Vision | None
 
     def of(self, order: Sequence[int], prefix: int, micro_tokens: int, pack: bool) -> list[Micro]:
@@ -190,7 +190,7 @@ class _Batches:
         return [self.packed(group) if pack else self.one(group, prefix) for group in groups]
 
     def packed(self, group: Sequence[int]) -> Micro:
-        """Return the rows packed end to end. Each begins at position 0."""
+        """Return one micro-batch of the rows packed end to end. The positions of each row begin at 0."""
         lengths = self.length[list(group)]
         starts = np.cumsum(lengths) - lengths
         ids = np.concatenate([self.rows[i].input_ids[:n] for i, n in zip(group, lengths, strict=True)])
@@ -225,7 +225,7 @@ class _Batches:
         packed: Tensor | None,
         corners: Sequence[tuple[int, int]],
     ) -> Micro:
-        """`corners` are the (row, column) of each row's first token in the micro-batch's (B, P + L) tokens."""
+        """`corners` has the (row, column) of each row's first token in the micro-batch's (B, P + L) tokens."""
         wanted = [(self.rows[i], self.wanted[i], self.start[i]) for i in group]
         before = np.cumsum([0, *(len(mine) for _, mine, _ in wanted)])
         barred = [row.barred(mine, first) for (row, mine, _), first in zip(wanted, before, strict=False) if row.bars]

@@ -12,7 +12,7 @@ from .schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
-    """Options of every trainer, for AdamW, the learning-rate schedule, and fitting a batch into memory."""
+    """Options of every trainer, which concern AdamW, the learning-rate schedule and the use of memory."""
 
     lr: float = 1e-5
     betas: tuple[float, float] = (0.9, 0.95)
@@ -24,7 +24,7 @@ class StepOptions:
     micro_tokens: int = MICRO_TOKENS
     """Maximum number of tokens in a micro-batch. A longer row is a micro-batch of its own."""
     autocast: torch.dtype | None = None
-    """The dtype of the forward pass (bfloat16). The weights and the output layer keep their own."""
+    """Dtype of the forward pass, such as bfloat16. The weights and the output layer keep their own dtype."""
     gradient_checkpointing: bool = False
 
     def lr_at(self, step: int) -> float:

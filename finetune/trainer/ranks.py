@@ -2,8 +2,8 @@
 
 Each rank holds whole groups and whole episodes, and may hold none. Denominators are added up over the ranks before the
 first micro-batch. Gradients are then summed, not averaged, because each loss was already divided by the total over all
-ranks. So ranks with different numbers of tokens, rows or micro-batches add up to the gradient of one process. No rank
-steps unless all ranks can, because a rank that stepped alone would have different weights from then on.
+ranks. So the sum equals the gradient of one process, however unequal the numbers of tokens, rows or micro-batches. No
+rank steps unless all ranks can, because a rank that stepped alone would have different weights from then on.
 
 `Ranks` is a single process. `DataParallelRanks` are processes that each have a copy of the model. `ShardedRanks` are
 processes that each have a part of every weight (FSDP2). `distributed.py` explains which rank rolls out and how the
@@ -38,7 +38,7 @@ class RankLost(TapereelError, RuntimeError):
 
 
 class Ranks:
-    """A single process, for which every sum over the ranks is its own value."""
+    """A single process, so every sum over the ranks is just the process's own value."""
 
     size = 1
     rank = 0
@@ -54,23 +54,23 @@ class Ranks:
         return flag
 
     def halt(self, flag: bool) -> bool:
-        """Return True if this rank must not run its next backward pass.
+        """Return True if this rank must not run its next backward pass, because `flag` is True here or on another rank.
 
-        If backward passes are collective, all ranks halt together, because a rank that halted alone would leave the
-        others waiting in theirs until the time limit.
+        Other ranks count only if backward passes are collective. A rank that halted alone would then leave the others
+        waiting in their backward pass until the time limit.
         """
         return flag
 
     def rounds(self, micros: Sequence[Micro]) -> Sequence[Micro]:
-        """Return the micro-batches to forward. If passes are collective and another rank has more of them, idle ones
-        are added to this rank's."""
+        """Return the micro-batches to forward. If passes are collective and another rank has more micro-batches, idle
+        micro-batches are added."""
         return micros
 
     def shard(self, model: nn.Module) -> None:
-        """Leave each rank only its part of every weight, if the ranks shard weights. A second call changes nothing.
+        """If the ranks shard weights, leave this rank only its part of every weight. A second call changes nothing.
 
-        Call it before an optimiser is made. Sharding replaces the parameters, and an optimiser for the old ones would
-        step on tensors that no forward pass reads.
+        Call this before an optimiser is made. Sharding replaces the parameters, and an optimiser for the old parameters
+        would step on tensors that no forward pass reads.
         """
 
     def run(self, model: nn.Module, work: Callable[[], T]) -> T:
@@ -81,8 +81,8 @@ class Ranks:
         """Replace every gradient with its sum over all ranks. A missing gradient counts as 0."""
 
     def clip(self, parameters: Iterable[nn.Parameter], bound: float | None) -> float:
-        """Return the norm of the gradient of all weights, and scale the gradient down to norm `bound` if it is
-        larger."""
+        """Return the norm of the gradient of all weights, and scale the gradient down to the norm `bound` if its norm
+        is larger."""
         return _whole(nn.utils.clip_grad_norm_(parameters, bound or float("inf"))).item()
 
     def gather(self, sums: Sums) -> Sums:
@@ -101,7 +101,7 @@ class Ranks:
         """Copy rank 0's weights and buffers into `model` on every rank."""
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """A context that turns a lost connection into a RankLost, which names what this process waited for."""
+        """Return a context that raises RankLost, which names what this process waited for, if a connection is lost."""
         return nullcontext()
 
     def whole(self, tree: T) -> T:
@@ -114,7 +114,7 @@ class Ranks:
         return tree
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
-        """Load an optimiser state that `whole` gathered."""
+        """Load into the optimiser a state that `whole` gathered."""
         owners = [p for group in optimizer.param_groups for p in group["params"]]
         parts = {
             k: {name: self.part(value, owners[k]) if name != "step" else value for name, value in entry.items()}
@@ -260,8 +260,8 @@ class ShardedRanks(DataParallelRanks):
 
 
 class _Root(nn.Module):
-    """A module whose `forward` runs any function of the model inside, because FSDP gathers the weights around a
-    forward."""
+    """A module whose `forward` runs any function that uses the model, because FSDP gathers weights only around a
+    forward pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -286,8 +286,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _mapped(tree: Any, change: Callable[..., Any], *like: Any) -> Any:
-    """Return `tree` with `change(tensor, *like)` in place of each tensor, where `like` are the values at the same
-    place."""
+    """Return `tree` with `change(tensor, *like)` in place of each tensor, where `like` is the value at the same place
+    in the tree `like`."""
     if isinstance(tree, dict):
         return {k: _mapped(v, change, *(x[k] for x in like)) for k, v in tree.items()}
     if isinstance(tree, list | tuple):

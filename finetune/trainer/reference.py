@@ -1,7 +1,7 @@
 """The models that a recipe compares the policy with: the reference and the teacher. Both are frozen while they score.
 
-A reference that is the policy at another time keeps only the trainable weights from that time. They replace the
-policy's weights while it scores, so that full weights, adapters and shards need no separate code.
+If the reference is the policy at another time, only the trainable weights of that time are kept. They replace the
+policy's weights while the reference scores, so full weights, adapters and shards need no separate code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OtherModel:
     """A second model that uses the same token ids as the policy."""
 
     vision: Vision | None = None
-    """How `model` sees, if it is another model than the policy. If None, it reads only text."""
+    """How `model` sees pictures, if it isn't the policy itself. If None, `model` reads only text."""
 
     def __init__(self, model: nn.Module, name: str = "another model", vision: Vision | None = None) -> None:
         self.model, self.name, self.vision = model.eval(), name, vision
@@ -40,11 +40,11 @@ class OtherModel:
         return f"{self.name} sha256:{self.digest}"
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
-        """Return the log-probs (T,) of the own tokens of `rows`. `score` computes those of a given model."""
+        """Return the log-probs (T,) of the own tokens of `rows`. `score` computes them for a given model."""
         return score(self.model)
 
     def end_update(self) -> None:
-        """Called after each update of the policy. It doesn't change this model."""
+        """Called after each update of the policy. A frozen model doesn't change here."""
 
     def state_dict(self) -> dict[str, object]:
         """Return the state that a checkpoint holds."""
@@ -66,7 +66,7 @@ class ServedTeacher(OtherModel):
         """`ask` maps rows to the log-probs of their own tokens at temperature 1. It may block."""
         self.model, self.name, self.ask = nn.Module(), name, ask
         self.digest = ""
-        """Digest of the log-probs that it returned last."""
+        """Digest of the log-probs that `said` returned last."""
 
     def logprobs(self, rows: Sequence[Row], score: Callable[[nn.Module], Tensor]) -> Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *(_known(row.teacher) for row in rows)]))
@@ -74,9 +74,9 @@ class ServedTeacher(OtherModel):
     def said(
         self, rows: Sequence[Row], folder: Path, *, ask: bool, check: Callable[[], object] = lambda: None
     ) -> tuple[list[Row], Path]:
-        """Return the rows with the teacher's log-probs, and their file in `folder`, which is named by the rows' tokens.
-        If the file is missing, the teacher is asked and the file is written. Raises OSError instead if `ask` is False.
-        `check` is passed to `put_file`."""
+        """Return the rows with the teacher's log-probs, and the file in `folder` that holds these log-probs. Its name
+        is a digest of the rows' tokens. If it is missing, the teacher is asked and the file is written, or OSError is
+        raised if `ask` is False. `check` is passed to `put_file`."""
         tokens = hashlib.sha256()
         for row in rows:
             # The same ids with a different picture are a different question.
@@ -113,8 +113,8 @@ class EarlierWeights(OtherModel):
         decay: float = 0.0,
         ranks: Ranks | None = None,
     ) -> None:
-        """`weights` are given by name, and are whole. If None, they are the current weights of `model`. After each
-        `every` updates they become decay * weights + (1 - decay) * policy. If `every` is None, they never change."""
+        """`weights` are whole tensors by name. If None, the current weights of `model` are used. After every `every`
+        updates, the weights become decay * weights + (1 - decay) * policy. If `every` is None, they never change."""
         self.ranks = ranks or Ranks()
         self.ranks.shard(model)  # this replaces the parameters, so they are read afterwards
         self.model, self.name, self.every, self.decay = model, name, every, decay

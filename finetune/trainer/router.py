@@ -1,11 +1,11 @@
-"""The balance of a mixture-of-experts model's routers over a whole optimiser batch.
+"""The load-balancing loss of a mixture-of-experts model over a whole optimiser batch.
 
-A recipe's `aux` is in each loss that trains a router: over rollouts, over demonstrations, and for a critic's own body.
+A recipe's `aux` is added to each loss that trains a router: over rollouts, over demonstrations, and a critic's.
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 
 Rows are (token, layer) pairs without padding. f carries no gradient, and P is a mean. So if f and the number of rows
-are counted over the whole batch first, micro-batches and ranks add up to exactly the loss of the whole batch.
+are first counted over the whole batch, the losses of micro-batches and ranks add up exactly to that of the whole batch.
 
 Source: Fedus et al. 2021, "Switch Transformers" (arXiv 2101.03961), as in transformers.
 """
@@ -27,12 +27,12 @@ class Load:
     """How the tokens of a batch were assigned to experts."""
 
     share: Tensor
-    """(E,) f, the assignments per row. They add up to the number of experts that each token gets."""
+    """(E,) f, the assignments to each expert per row. They add up to the number of experts that each token gets."""
     rows: float
     """Number of (token, layer) pairs in the whole batch."""
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """Return a part's contribution to the loss, from its sum of router probabilities (E,)."""
+        """Return the contribution to the loss of the rows whose router probabilities add up to `probabilities` (E,)."""
         return len(self.share) * (self.share.to(probabilities.dtype) * probabilities).sum() / self.rows
 
 
@@ -56,7 +56,7 @@ def probabilities(logits: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def load(body: nn.Module, micros: Sequence[Micro], add_up: Callable[[Tensor], Tensor], model: nn.Module) -> Load:
-    """Return f over all tokens in the micro-batches of all ranks. This takes one more forward pass."""
+    """Return the load over all tokens in the micro-batches of all ranks. This takes an extra forward pass."""
     config: Any = body.config
     k = getattr(config, "num_experts_per_tok", None)
     if k is None:

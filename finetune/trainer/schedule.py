@@ -11,7 +11,7 @@ from ...tapes.value import Value
 
 
 class Schedule(Value):
-    """Update k, counted from 0, uses factor(k) times the learning rate.
+    """The learning rate is multiplied by factor(k) in update k, counted from 0.
 
     warm-up  (k + 1) / warmup                           for k < warmup
     then, with p = (k - warmup) / (total - warmup), at most 1:

@@ -152,8 +152,7 @@ class Trainer(PolicyTrainer):
         top, recomputed = recipe.select.entropy_top is not None, recipe.anchor.to == "recomputed" and several
         if top or recomputed:
             now = self._score(self.model, rows, self.vision, entropy=top)
-            # The anchor is set only if the recipe asks for it, because a KL in the reward would use it instead of
-            # `old`.
+            # The anchor is set only if the recipe asks for it, because a KL in the reward would use it.
             stream = stream.having(anchor=now.logprob if recomputed else None, entropy=now.entropy)
         context = Context(moments=self.moments, add_up=self.ranks.add_up)
         batch = objective.prepare_batches(recipe.at(self.betas), rows, episodes, stream, context, batches)
@@ -225,8 +224,7 @@ class Trainer(PolicyTrainer):
     def _gradient(
         self, prepared: Prepared, episodes: Tensor | None, clip: float | None
     ) -> tuple[objective.Part, Accumulated, float]:
-        """Compute the gradient of the weights. Return the part trained on, its loss and metrics, and the gradient
-        norm."""
+        """Compute the weights' gradient. Return the part trained on, its loss and metrics, and the gradient norm."""
         part = prepared.batch.part(episodes, self.ranks.add_up)
         self.optimizer.zero_grad(set_to_none=True)
         done = self._accumulate(prepared.rows, part)
@@ -372,8 +370,7 @@ class Trainer(PolicyTrainer):
         return out
 
     def _load(self, micros: Sequence[Micro]) -> Load | None:
-        """Return how tokens are assigned to experts over all ranks, or None if the recipe doesn't balance the
-        experts."""
+        """Return the assignment of tokens to experts over all ranks, or None if the recipe doesn't balance experts."""
         if not self.recipe.balance:
             return None
         body = parts(self.model)[0]

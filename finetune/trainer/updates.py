@@ -87,7 +87,7 @@ class UpdateStats:
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
     def line(self) -> dict[str, object]:
-        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md). What wasn't measured is None or
+        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md). An unmeasured value is None or
         absent."""
         sums = self.sums.flat()
         values: dict[str, object] = {
@@ -102,8 +102,7 @@ class UpdateStats:
             # This isn't the metric `tokens`, whose sum counts a batch once for each of its steps, and whose mean is
             # divided by the number of ranks.
             "tokens": round(len(self.stream) * sums.get("token/entered", 0.0)),
-            # This is the share of all entered tokens. Those that aren't live are never clipped, because they aren't
-            # forwarded.
+            # These are shares of all entered tokens, where a token that isn't forwarded counts as unclipped.
             **{f"{name}/own": sums[name] * sums["token/live"] for name in sums if name.split("/")[0] == "clip"},
         }
         if spread := self.sums.std("value/target"):
