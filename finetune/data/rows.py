@@ -1,4 +1,4 @@
-"""Turns a tape into rows, which are the token sequences that a trainer forwards and say which tokens are the agent's.
+"""Turns a tape into rows. A row is a token sequence that a trainer forwards, with the agent's own tokens marked.
 
 A call that extends an earlier call continues that call's row, so an episode of n turns costs O(tokens), not O(n
 tokens). Any other call starts a new row, with the call's prompt as context. Each completion is trained on in exactly
@@ -78,7 +78,7 @@ class Row:
     places: tuple[Place, ...] = ()
     """The parts of `input_ids` that stand for pictures, in order."""
     file: Callable[[str], bytes] | None = field(default=None, compare=False, repr=False)
-    """Reads the PNG of a picture in `places` by file name, and blocks meanwhile. None if the row has no pictures."""
+    """Reads the PNG of a picture in `places` by its file name. The call blocks. None if the row has no pictures."""
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -1,6 +1,6 @@
 """Sums, means and extremes over segments of a packed column, and the recurrence for credit assignment.
 
-All functions are pure. Except in `recur`, each element has the index of its segment, so their order doesn't matter.
+All functions are pure. Except in `recur`, elements may be in any order, because each has the index of its segment.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Episodes:
     group: Tensor
     """(E,) int64 index into `groups`."""
     fork: Tensor
-    """(E,) int64: number of the fork point. Episodes of a group that aren't forks share one number."""
+    """(E,) int64: number that forks of one turn share. Episodes of a group that aren't forks share one, too."""
     groups: tuple[str, ...]
     components: tuple[Mapping[str, float], ...]
 

@@ -32,7 +32,7 @@ class Adjust(Term):
 
 
 class Whiten(Adjust):
-    """Shifts advantages to mean 0 over all tokens that enter and, unless `centre_only`, scales them to deviation 1."""
+    """Gives the advantages of all tokens that enter mean 0 and, unless `centre_only`, standard deviation 1."""
 
     kind: Literal["whiten"] = "whiten"
     ddof: Literal[0, 1] = 0
@@ -81,7 +81,7 @@ class GroupWeights(Adjust):
 
     kind: Literal["groups"] = "groups"
     flat: float = Field(default=1.0, ge=0)
-    """Weight of a group without spread, whose advantages most baselines make 0 anyway. Regularisers aren't weighted."""
+    """Weight of a group without spread (most baselines make its advantages 0 anyway). Regularisers aren't weighted."""
     cap: float = Field(default=3.0, gt=0)
     """Largest weight of a group with spread."""
 

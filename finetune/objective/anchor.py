@@ -36,7 +36,7 @@ class Anchor(Term):
     """The log-prob in the ratio's denominator: the one that the sampler recorded, or one that the trainer
     recomputes."""
     weight: Literal["none", "truncate", "mask"] = "none"
-    """The bound on the importance weight i of `recomputed`. With `none`, i is 1."""
+    """How the importance weight of `recomputed` is bounded. With `none`, there is no weight."""
     per: Per = "token"
     """The unit that shares one importance weight."""
     combine: Literal["mean", "sum"] = "mean"
@@ -44,7 +44,7 @@ class Anchor(Term):
     low: float = Field(default=0.0, ge=0)
     """Smallest importance weight that `mask` keeps."""
     high: float = Field(default=2.0, gt=0)
-    """Importance weight above which `truncate` reduces it to this value and `mask` drops the token."""
+    """Largest importance weight: `truncate` lowers a larger weight to it, and `mask` drops the token."""
 
     @model_validator(mode="after")
     def _weighs_what_differs(self) -> Anchor:

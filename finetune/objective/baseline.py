@@ -11,8 +11,8 @@ m (mean), s (standard deviation) and n (count) are taken over the units in one g
 from one fork point (by = fork) or the whole batch (by = batch). Units are grouped by id, never by position. An unscored
 unit is in no group.
 
-1. If all values in a group are equal, all its advantages are exactly 0. This is tested on the values themselves: their
-   s may be a rounding error instead of 0, and a division by s + eps would magnify the error.
+1. If all values in a group are equal, all its advantages are exactly 0. This is tested on the values themselves,
+   because s may be a rounding error instead of 0, which a division by s + eps would magnify.
 2. The advantage in a group of one is exactly 0 (except with `none`), because there is no other unit to compare with.
 3. Episodes are the units by default. If the units are turns (`reward: per = turn`), a longer episode has more weight in
    m and s.

@@ -68,8 +68,8 @@ class TimeCredit(Credit):
     lam: float = 1.0
     """GAE's lambda."""
     bootstrap: bool = True
-    """Whether `gae` with a reward per turn continues an episode that was cut off with the value of the state at the
-    cut. If False, the cut counts as a regular end, which is right for a limit that is part of the task."""
+    """Whether an episode that was cut off continues with the value of the state at the cut (with `gae` and a reward per
+    turn). If False, the cut counts as a regular end, which is right for a limit that is part of the task."""
 
     @property
     def needs_value(self) -> bool:

@@ -4,8 +4,8 @@
     k2 = d^2 / 2    as a loss its expected gradient is exactly the gradient of KL(pi || ref)
     k3 = e^-d - 1 + d    expected value KL(pi || ref), never negative; as a loss it descends KL(ref || pi)
 
-The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. An adaptive coefficient
-depends on kl, the mean k1 per token in an update, and n, the update's number of episodes:
+The coefficient of a KL in the loss (regulariser) or in the reward (shape) is fixed or adaptive. After an update, an
+adaptive coefficient changes with kl, the update's mean k1 per token, and n, its number of episodes:
 
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) n / horizon
 

@@ -133,7 +133,8 @@ def prepare(recipe: Recipe, stream: Stream, context: Context) -> Batch:
     if advantages:
         context.sums.add("reward", stream.episodes.reward[scored], extremes=True)
         context.sums.add("reward/square", stream.episodes.reward[scored].square())
-        # The terms leave episodes that don't train out of their statistics, so this also marks those not compared.
+        # The terms' statistics leave out episodes that don't train. Scored episodes that aren't compared join them
+        # here.
         table = replace(stream.episodes, trains=stream.episodes.trains & (compared | ~scored))
         advantage, target = _advantages(recipe, replace(stream, episodes=table), compared, entered, context)
     else:

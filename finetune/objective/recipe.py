@@ -60,7 +60,7 @@ class Recipe(Term):
 
     @model_validator(mode="after")
     def _has_no_subclass_of_a_closed_term(self) -> Recipe:
-        # A subclass in such a field would be serialised as its base class, so the run would record the wrong class.
+        # A subclass of a closed term would be serialised as its base class, so the run would record the wrong class.
         for name, info in type(self).model_fields.items():
             value = getattr(self, name)
             if isinstance(value, Term) and not _is_open(info) and type(value) is not info.annotation:
@@ -154,7 +154,7 @@ class Recipe(Term):
         return sum(term.coefficient for term in self.regulariser if isinstance(term, Balance))
 
     def unfit(self, tokens: int) -> list[str]:
-        """Return `out_of_reach` of each term for which it isn't None, as warnings."""
+        """Return the warnings of all terms whose `out_of_reach` isn't None."""
         fields = (getattr(self, name) for name in type(self).model_fields)
         terms = [term for field in fields for term in (field if isinstance(field, tuple) else (field,))]
         return [why for term in terms if isinstance(term, Term) and (why := term.out_of_reach(tokens)) is not None]
@@ -178,8 +178,8 @@ class Recipe(Term):
         return isinstance(self.surrogate, NoSurrogate) and not any(term.active for term in others)
 
     def stands_still(self, *, own_reference: bool) -> bool:
-        """Return True if the gradient is always 0 because the only losses are KLs to the sampler or to the reference,
-        and the reference is the policy at the start of the phase (`own_reference`)."""
+        """Return True if the gradient is always 0 because the only losses are KLs to the sampler or, with
+        `own_reference`, to a reference that is the policy at the start of the phase."""
         terms = [term for term in self.regulariser if term.active]
         near = {"sampler", "reference"} if own_reference else {"sampler"}
         still = all(isinstance(term, KL) and term.to in near for term in terms)

@@ -16,8 +16,8 @@ the share that was dropped.
 1. An episode enters only if its status allows training. A recipe with advantages also needs the episode's reward, and
    trains only on tokens whose log-prob at sampling is known.
 2. `keep` and `mean_bounds` apply before the baseline, so `flat`, the baseline and every other statistic cover only the
-   episodes that they keep. `keep` chooses among the episodes within `bounds`. Without `keep`, the episodes outside
-   `bounds` stay in the statistics, and so do flat groups in any case.
+   episodes that they keep. `keep` chooses among the episodes within `bounds`. Flat groups stay in the statistics, and
+   without `keep`, so do the episodes outside `bounds`.
 3. `keep_when = after_baseline` is the order of earlier versions, and remains available for runs that they recorded. In
    this order, `keep` applies last, and the statistics also cover the episodes that it drops.
 4. `entropy_top` chooses among the tokens that enter, and breaks ties by position. Entropies are rounded to six decimals

@@ -10,10 +10,11 @@ the advantage.
     minor_nll  l = -(2 / beta) log sigmoid(beta (lp - ref)): like nll, fading as the model outgrows the reference
     none       l = 0: only regularisers apply (distillation)
 
-With per = turn or episode, r is the geometric mean over the turn or episode (GSPO). sg stops the gradient.
+With per = turn or episode, r is the geometric mean of all ratios in the unit (GSPO). sg stops the gradient.
 
 1. For ppo, reinforce, cispo, cpg and sapo, a token whose advantage is exactly 0 has loss and gradient exactly 0.
-2. Where lp - anchor is above 20, r continues along a tangent, because r A isn't bounded for A < 0 and could overflow.
+2. Where lp - anchor is above 20, r continues along its tangent, because r A isn't clipped from above for A < 0 and
+   would overflow.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Surrogate(Term):
     """Base class of all surrogates. Derive from it to write a loss of your own (docs/write_a_recipe.md)."""
 
     advantages: ClassVar[bool] = True
-    """Whether the loss uses advantages, so that it needs each token's reward and a finite log-prob at sampling."""
+    """Whether the loss uses advantages, so that a token needs a reward and a finite log-prob at sampling."""
     needs_reference: ClassVar[bool] = False
     """Whether the loss reads `stream.ref`, the reference model's log-probs."""
     zero_at_zero: ClassVar[bool] = False

@@ -123,7 +123,8 @@ def _check_own(cls: type[Term], base: type[Term]) -> None:
 
 
 def _imported(base: type[Term], value: Mapping[str, Any], *, execute: bool = True) -> Term:
-    """Return the user's term that a mapping with `kind: module:name` describes. Raises ValueError if that fails.
+    """Return the user's term that a mapping with `kind: module:name` describes. Raises ValueError if the class can't be
+    imported or the mapping isn't valid for it.
 
     `execute` is passed to `load_named`."""
     name = str(value["kind"])
@@ -273,7 +274,7 @@ class Context:
     parts: dict[str, float] = field(default_factory=dict)
     """Each term's part of the loss so far. The parts add up to the loss."""
     add_up: Callable[[Tensor], Tensor] = lambda x: x
-    """Sums a tensor over all ranks (default: one process). Every rank must call it, or the other ranks wait."""
+    """Sums a tensor over all ranks (by default one). Every rank must call it, or the other ranks wait."""
 
     def add_part(self, name: str, loss: float) -> None:
         """Add `loss`, the contribution of the term `name` to the loss, to `parts`."""

@@ -9,8 +9,9 @@ divisor.
     sum       w = 1 / limit                nothing is averaged
 
 T, E, N and G are the numbers of tokens, episodes, turns and groups that enter the update. T_e, T_n and T_g count the
-tokens of one episode, turn and group. A token that a mask drops still counts, because tokens are counted before tokens
-are selected. The losses of micro-batches, ranks, packed rows and rows of one episode add up exactly.
+tokens of one episode, turn and group. Tokens are counted after groups and episodes are selected and before tokens are,
+so a token that a mask drops still counts in the denominator. The losses of micro-batches, ranks, packed rows and rows
+of one episode add up exactly.
 """
 
 from __future__ import annotations

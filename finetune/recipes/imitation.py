@@ -42,8 +42,8 @@ The gradient is that of cross-entropy times 2 sigmoid(-beta mean(lp - ref)), a f
 
 Source: Xie et al. 2024, "Minor SFT loss" (arXiv 2408.10642).
 
-1. The log-ratio is averaged over the episode's own tokens, so that beta needn't depend on the episode's length. The
-   paper takes the sum over the answer.
+1. The log-ratio is averaged over the episode's own tokens, so that a suitable beta doesn't depend on the episode's
+   length. The paper takes the sum over the answer.
 2. The loss is a token mean over the batch. The paper takes the mean over an answer's tokens, then over answers
    (`weigh.kind = episode`).
 3. The factor 2 / beta is the paper's. TorchRL leaves it out, which scales the gradient by beta / 2.
@@ -60,7 +60,7 @@ distill = Recipe(
 
     loss = 1/T sum_t k3_t,  k3 = exp(teacher - lp) - 1 - (teacher - lp)
 
-Source: k3 distillation as in TorchRL. On the student's own samples, this loss descends KL(teacher || student).
+Source: k3 distillation as in TorchRL. On the student's own samples, its gradient descends KL(teacher || student).
 
 1. The teacher is another model (`loop.teacher`, or the trainer's `teacher`). Both models are scored at temperature 1.
 """

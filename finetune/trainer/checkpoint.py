@@ -67,7 +67,8 @@ class Checkpoint:
         return weights
 
     def taught(self) -> dict[str, tuple[str, ...]]:
-        """Return the digest of every tape that was trained on, then those of the layers it was read with, by tape id.
+        """Return, by tape id, the digest of each tape that was trained on, followed by the digests of the layers that
+        the tape was read with.
 
         The result is empty if the checkpoint has no such list. Raises BadCheckpoint if the file's digest isn't the
         recorded one."""

@@ -234,7 +234,8 @@ class CriticTrainer:
         return plan(rows, live=live, micro_tokens=self.options.micro_tokens, vision=self.critic.vision)
 
     def _value(self, micro: Micro, load: Load | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the values (n,), and the micro-batch's part of the load-balancing loss or None."""
+        """Return the values (n,), and the micro-batch's part of the load-balancing loss, or None without such a
+        loss."""
 
         def forward() -> tuple[Tensor, Tensor | None]:
             if load is None:
@@ -352,7 +353,7 @@ def _with_ends(rows: Sequence[Row], ends: Tensor) -> tuple[list[Row], Tensor]:
 
 
 def explained(value: Tensor, target: Tensor, sums: Sums) -> None:
-    """Add what the explained variance is computed from: it is 1 - mean squared error / variance of the targets."""
+    """Add the sums for the explained variance, which is 1 - mean squared error / variance of the targets."""
     sums.add("value", value)
     sums.add("value/target", target)
     sums.add("value/error", (target - value).square())

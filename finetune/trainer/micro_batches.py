@@ -25,7 +25,7 @@ from ..data.rows import Row
 from ..data.stream import BadBatch
 
 MICRO_TOKENS = 2048
-"""Largest sum of a micro-batch's tokens, including padding, and picture patches. This value was the best in
+"""Largest number of tokens (including padding) plus picture patches in a micro-batch. This value was the best in
 measurements with small models on one CPU thread."""
 SHARE_TOKENS = 64
 """Length of the shortest prefix that is worth its own forward pass."""
@@ -102,7 +102,7 @@ def plan(
     Rows without such a token are left out. A row whose tokens and picture patches exceed `micro_tokens` is a
     micro-batch by itself. With `share`, the prefix that a group's rows share is forwarded once if that saves enough.
     With `pack`, rows without a shared prefix are packed instead of padded. `vision` says how the model sees pictures.
-    Raises BadBatch if it is None and a row shows a picture.
+    Raises BadBatch if `vision` is None and a row shows a picture.
     """
     start = np.concatenate([[0], np.cumsum([len(row.own) for row in rows])]).astype(np.int64)
     wanted = (

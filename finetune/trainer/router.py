@@ -1,6 +1,7 @@
 """The load-balancing loss of a mixture-of-experts model over a whole optimiser batch.
 
-A recipe's `aux` is added to each loss that trains a router: over rollouts, over demonstrations, and a critic's.
+A recipe's `aux` is added to each loss that trains a router: over rollouts, over demonstrations, and for a critic with
+its own body.
 
     aux = E sum_e f_e P_e,  f_e = assignments to expert e / rows,  P_e = mean router probability of expert e
 

@@ -1,4 +1,4 @@
-"""The trainer, which has one update function for all recipes. It knows neither tapes nor training loops.
+"""The trainer, whose update function is the same for all recipes. Tapes and training loops are elsewhere.
 
 The gradient is accumulated exactly: the token weights are fixed for the whole optimiser batch before the first
 micro-batch, so any split into micro-batches, rows or ranks gives the same sum. If a log-prob, the loss or the gradient
@@ -256,7 +256,8 @@ class Trainer(PolicyTrainer):
         )
 
     def _agree(self, done: Accumulated, clip: float | None) -> float:
-        """Sum the gradient over all ranks, clip it to `clip` and return its norm. Here all ranks agree whether to step.
+        """Sum the gradient over all ranks, clip it to `clip` and return its norm before that. The ranks agree whether
+        to step.
 
         Every path makes the same collective calls in the same order. Otherwise the other ranks would wait forever.
         """

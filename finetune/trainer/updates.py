@@ -87,8 +87,8 @@ class UpdateStats:
         return self.sums["ratio"] ** 2 / self.sums["ratio/square"] / self.sums.counts["ratio"]
 
     def line(self) -> dict[str, object]:
-        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md). An unmeasured value is None or
-        absent."""
+        """Return what the step adds to its line in metrics.jsonl (docs/metrics.md). Values that weren't measured are
+        None or absent."""
         sums = self.sums.flat()
         values: dict[str, object] = {
             "loss": self.loss,
