@@ -105,7 +105,7 @@ class KL(Regulariser):
 
     @property
     def measure(self) -> str:
-        """Prefix in the names of this KL's metrics."""
+        """Prefix of the names of this KL's metrics."""
         return f"kl/{self.to}"
 
     def __call__(

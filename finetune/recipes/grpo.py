@@ -35,8 +35,8 @@ dr_grpo = Recipe(
 
 Source: Liu et al. 2025, "Understanding R1-Zero-Like Training" (arXiv 2503.20783).
 
-1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`), so set it to yours. It only scales
-   the loss.
+1. `weigh.limit` is the length limit of a completion (TRL: `max_completion_length`), so set it to your own limit. It
+   only scales the loss.
 """
 
 dapo = Recipe(

@@ -40,8 +40,8 @@ class Value(Term):
     """
 
     clip: float | None = Field(default=0.2, gt=0)
-    """Distance that a value may move from its old value before its loss loses its gradient. If None, there is no
-    bound."""
+    """Distance that a value may move from its old value before the loss has no more gradient for it. If None, there is
+    no bound."""
 
     def __call__(self, value: Tensor, old: Tensor, target: Tensor, context: Context) -> Tensor:
         """Return the losses (n,)."""
@@ -169,7 +169,7 @@ class CriticState(TypedDict):
 class CriticTrainer:
     """Trains a critic on the targets (advantage + old value) of each update.
 
-    Weight decay applies to all of its parameters. The policy's trainer excludes vectors (norms, biases) from it.
+    Weight decay applies to all of the critic's parameters, while the policy's trainer excludes vectors (norms, biases).
     """
 
     def __init__(

@@ -4,7 +4,7 @@ Rows of similar length form a batch, padded on the right and cut after their las
 only to the left, so right padding needs no mask. Neither the padding nor the other rows of the batch change a log-prob.
 
 Rows may also be packed end to end into one row without padding. Positions restart at each row, so that attention
-doesn't cross the boundaries. That needs a kernel that knows the boundaries (variable-length attention on GPU). On a
+doesn't cross the boundaries. This needs a kernel that knows the boundaries (variable-length attention on GPU). On a
 CPU, the mask is block-diagonal, which is exact but quadratic in the length of the pack. An update then takes 3.8 times
 as long as with padding for rows of 55 to 65 tokens, and 3.4 times for rows of 10 to 200 (`benchmarks/packing.py`).
 """
@@ -54,7 +54,7 @@ class Pictures:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """Some rows as one padded batch."""
+    """Some rows, padded or packed, that are forwarded as one batch."""
 
     ids: Tensor
     """(B, L) int64 token ids, without a shared prefix."""

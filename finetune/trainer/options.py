@@ -41,5 +41,5 @@ class TrainerOptions(StepOptions):
     ema: float | None = None
     """Decay of the running average of the weights in `Trainer.averaged`. If None, there is no average."""
     pack: bool | None = None
-    """Whether to pack rows end to end instead of padding them. If None, they are packed if the attention kernel
+    """Whether to pack rows end to end instead of padding them. If None, they are packed on a GPU whose attention kernel
     supports variable lengths."""

@@ -110,7 +110,7 @@ class Ranks:
         return tree
 
     def part(self, tree: T, like: object) -> T:
-        """Undo `whole`: return `tree` with its tensors sharded like those at the same place in `like`."""
+        """Undo `whole`: return `tree` with its tensors sharded like the tensors at the same place in `like`."""
         return tree
 
     def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, object]) -> None:
@@ -274,8 +274,8 @@ class _Root(nn.Module):
 def _blocks(model: nn.Module) -> list[nn.Module]:
     """Return the layers of the model's body, which are its longest ModuleList. FSDP shards and gathers them one by one.
 
-    The layers of a vision tower aren't included: a rank without a picture would not gather them, and the others would
-    wait."""
+    The layers of a vision tower aren't included: a rank without a picture would not gather these layers, and the other
+    ranks would wait for it."""
     body: nn.Module = getattr(model, "get_decoder", lambda: model)()
     lists = [m for m in body.modules() if isinstance(m, nn.ModuleList)]
     return list(max(lists, key=len)) if lists else []

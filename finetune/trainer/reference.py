@@ -51,7 +51,7 @@ class OtherModel:
         return {"digest": self.digest}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from `state_dict`. Raises BadBatch if it comes from another model."""
+        """Continue from a `state_dict()`. Raises BadBatch if the state comes from another model."""
         if state["digest"] != self.digest:
             raise BadBatch(
                 f"the checkpoint was compared with weights of digest {state['digest']}, and here it is {self}: put the "
@@ -63,7 +63,7 @@ class ServedTeacher(OtherModel):
     """A teacher behind an engine. The run records the teacher's log-probs, so that no update asks for them twice."""
 
     def __init__(self, name: str, ask: Callable[[Sequence[Row]], NDArray[np.float32]]) -> None:
-        """`ask` maps rows to the log-probs of their own tokens at temperature 1. It may block."""
+        """`ask` maps rows to the log-probs of their own tokens at temperature 1. The call may block."""
         self.model, self.name, self.ask = nn.Module(), name, ask
         self.digest = ""
         """Digest of the log-probs that `said` returned last."""

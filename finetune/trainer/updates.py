@@ -50,7 +50,8 @@ class UpdateStats:
     """None if the step was applied. Otherwise the weights are unchanged, and this says which number wasn't finite or
     that no token had a gradient."""
     loss: float
-    """Sum of w l over the tokens of this process, or NaN if it wasn't finite."""
+    """Sum of w l over the tokens of this process (of all ranks with `DistributedTrainer`), or NaN if it isn't
+    finite."""
     parts: dict[str, float]
     """The parts of the loss by term, `policy` (the surrogate) and each regulariser, which add up to the loss. Empty if
     no token was trained on or the loss wasn't finite."""
