@@ -52,7 +52,7 @@ class BadPicture(TapereelError, ValueError):
 
 
 class NewerRecord(NotATape):
-    """A newer version wrote a part of a record that this version doesn't know. The rest of the record is valid."""
+    """This version doesn't know a part of a record, which a newer version wrote. The rest of the record is valid."""
 
     def __init__(self, part: str, record: str = "a record") -> None:
         super().__init__(f"{record} has {part}, which this version doesn't know: use the version that wrote it")

@@ -203,8 +203,8 @@ def _json_end(text: str, at: int) -> int | None:
 
 
 def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) -> bool:
-    """Return whether the JSON object text[at:end] names an offered tool where a call has its name. `end` is None for
-    broken JSON."""
+    """Return whether the JSON object text[at:end] has the name of an offered tool in the field for a tool's name. `end`
+    is None for broken JSON."""
     try:
         value = read_plain(text[at:end]) if end is not None else None
     except ValueError:

@@ -117,8 +117,9 @@ class SlotsConfig(RenderedConfig):
     """An engine whose model can be trained. In training, a second engine may sample with a copy of the weights."""
 
     slots: int = Field(default=64, ge=1)
-    """Maximum number of concurrent completions in an embedded engine. Further requests wait. For other engines, the
-    limit applies to the embedded engine that samples held-out tasks in training if evaluation.engine=own."""
+    """Maximum number of concurrent completions in an embedded engine. Further requests wait. With any other engine,
+    this limit matters only if evaluation.engine=own: it then applies to the embedded engine that samples held-out
+    tasks."""
     capacity: int | None = Field(default=None, ge=2)
     """Maximum tokens of a prompt and its completion in the embedded engine. None: the model's limit, at most 4,096."""
 
@@ -285,8 +286,8 @@ EngineConfig = Annotated[
 def check_models(engines: Iterable[AnyEngineConfig]) -> None:
     """Find the models and tokenizers of these engines, and download the ones that are only on the hub.
 
-    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError if no model has one
-    of the names, and MissingExtra if native video is set and torchvision is missing.
+    This is called before torch is imported, so that a wrong name fails at once. Raises UsageError if one of the names
+    doesn't match any model, and MissingExtra if native video is set and torchvision is missing.
     """
     for engine in engines:
         name = engine.tokenizer if isinstance(engine, ScriptedConfig) else engine.model

@@ -116,7 +116,7 @@ class Policy:
 
 
 def load_policy(engine: TrainedConfig, trainer: TrainerConfig, seed: int) -> Policy:
-    """Load the model that `engine` names on the device that `trainer` names. Its adapters, if any, are drawn from
+    """Load the model named by `engine` onto the device named by `trainer`. Its adapters, if any, are drawn from
     `seed`."""
     device = device_of(trainer.device)
     assert engine.model is not None, "checked when the configuration is read"

@@ -2,8 +2,9 @@
 
 Each rank holds whole groups and whole episodes, and may hold none. Denominators are added up over the ranks before the
 first micro-batch. Gradients are then summed, not averaged, because each loss was already divided by the total over all
-ranks. So the sum equals the gradient of one process, however unequal the numbers of tokens, rows or micro-batches. No
-rank steps unless all ranks can, because a rank that stepped alone would have different weights from then on.
+ranks. So the sum equals the gradient that a single process would compute over all the data, however unevenly tokens,
+rows or micro-batches are split. No rank steps unless all ranks can, because a rank that stepped alone would have
+different weights from then on.
 
 `Ranks` is a single process. `DataParallelRanks` are processes that each have a copy of the model. `ShardedRanks` are
 processes that each have a part of every weight (FSDP2). `distributed.py` explains which rank rolls out and how the

@@ -9,7 +9,8 @@ from typing import NoReturn
 from ..errors import MissingExtra
 
 BUNDLES = ("dev", "demo")
-"""Extras that consist of other extras. They are named only if no other extra has the package."""
+"""Extras that consist of other extras. A message names one of these only if no other extra contains the missing
+package."""
 
 
 def extra_of(module: str) -> str | None:

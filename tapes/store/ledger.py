@@ -138,8 +138,8 @@ class Lineages:
         return [void for void in self.voids if void.lead is None or void.lead == leads[void.lineage]]
 
     def ledger(self, lineage: str) -> Ledger:
-        """Return the history of the lineage, which is empty if no record names it. Raises NotATape if its records
-        contradict each other."""
+        """Return the lineage's history, or an empty history if no record names the lineage. Raises NotATape if the
+        lineage's records contradict each other."""
         uses = self._history(lineage, ())
         taken: dict[str, set[str]] = {}
         for use in uses:

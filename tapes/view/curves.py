@@ -70,7 +70,8 @@ def agent_curves(metrics: Path) -> list[Curve]:
 
 
 def reward_plot(name: str, metrics: Path, results: Results, others: Sequence[Curve] = ()) -> Plot:
-    """Return a plot with each update's mean reward, those of each agent, `others` and the held-out rewards."""
+    """Return a plot of the mean reward per update: overall, for each agent, for the curves in `others`, and on held-out
+    tasks."""
     curves = [reward_curve(name, metrics), *agent_curves(metrics), *others, *held_out_curve(results)]
     levels = [
         Level(name=f"held out, {when}", value=mean)

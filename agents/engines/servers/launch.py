@@ -331,7 +331,7 @@ class OwnServer(Server):
         self._local = local
 
     def ended(self) -> str | None:
-        """Return the exit code and the last output of a server that ended, since no other process starts it again."""
+        """Return the exit code and last output of a server that has exited. Nothing else restarts the server."""
         code = self._local.exit_code
         return None if code is None else f"vLLM ended with exit code {code}; it printed:\n{self._local.printed(2000)}"
 
