@@ -1,4 +1,4 @@
-"""Engines: the protocol for sampling tokens, an engine with scripted answers, and one for several models in an episode.
+"""The protocol of engines that sample tokens, an engine with scripted answers, and one that combines several engines.
 
 The protocol imports only `tapes`. The subpackages contain the engines that run a model.
 """

@@ -1,7 +1,7 @@
 """`check_engine` tests an engine against the interface in `engine.py` and reports what its author should fix.
 
-It sends a few short requests, one at a time and concurrently, cancels one, replaces the weights if it may, and closes
-the engine. Failures of the engine are reported as findings. They never raise and never hang the caller.
+The check sends a few short requests, one at a time and concurrently, cancels one, syncs weights if it was given some,
+and closes the engine. If the engine fails or hangs, the check reports a finding. It never raises or hangs.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CHECKS = {
     "weights": "tokens carry the new version after sync_weights",
     "close": "close works, and works twice",
 }
-"""Check -> what holds if it is ok. The checks run in this order."""
+"""Maps each check to what is true if the check passes. The checks run in this order."""
 QUESTION: tuple[Message, ...] = ({"role": "user", "content": "Count from one to ten."},)
 VERSION = "check_engine:1"
-"""The version under which `weights` are synced."""
+"""Version name with which the check syncs `weights`."""
 TEXTS = "the engine gives texts without ids"
 TURNS = 5
-"""Turns of the event loop before a request is cancelled, enough for the request to reach an engine in this process."""
+"""Number of event loop turns before the request is cancelled. An engine in this process has begun with it by then."""
 
 
 class EngineReport(CheckReport):
@@ -49,7 +49,7 @@ class EngineReport(CheckReport):
     engine: str
     """Name of the engine's class."""
     trainable: bool
-    """Whether the engine declares the capabilities that training needs, and has their members."""
+    """Whether the engine declares the capabilities that training needs, and has the members that belong to them."""
     tokens: int
     """Number of tokens sampled by all requests of the check."""
 
@@ -70,19 +70,19 @@ def check_engine(
     timeout: float = 60.0,
     seed: int = 0,
 ) -> EngineReport:
-    """Test an engine, or the one that a class or (async) function without arguments creates, and close it.
+    """Test an engine and close it. `engine` may also be a class or (async) function that creates one without arguments.
 
-    All requests continue the conversation in `messages`. `weights` is a state dict to sync, and None skips that check.
-    With `trainable`, missing capabilities of a `TrainableEngine` are reported. Each call may take `timeout` seconds.
-    The check runs in its own event loop and thread, so it can be called from anywhere. It can't test an engine that
-    already runs in another event loop.
+    All requests continue the conversation in `messages`. `weights` is a state dict to sync; if it is None, that check
+    is skipped. If `trainable` is true, capabilities that a `TrainableEngine` needs and this engine lacks are reported.
+    Each call may take `timeout` seconds. The check runs in its own thread and event loop, so it can be called from
+    anywhere, but can't test an engine that already runs in another event loop.
     """
     if not 0 < timeout <= threading.TIMEOUT_MAX / 12 or max_tokens < 1:
         raise UsageError(f"timeout is {timeout} and max_tokens {max_tokens}; both must be above 0")
     check = _Check(engine, tuple(messages), weights, trainable, max_tokens, timeout, seed)
     started = time.perf_counter()
-    # It is a daemon thread, as a call that blocks the event loop can't be interrupted and must not keep the process
-    # alive.
+    # A daemon thread, because an engine call that blocks the event loop can't be interrupted and would otherwise keep
+    # the process alive.
     thread = threading.Thread(target=lambda: asyncio.run(check.run()), name="check_engine", daemon=True)
     thread.start()
     thread.join(timeout * 12)
@@ -102,12 +102,12 @@ def check_engine(
 
 
 class _Stop(Exception):
-    """A finding makes the later checks impossible."""
+    """Raised for a fault that makes the later checks impossible."""
 
 
 @dataclass
 class _Check:
-    """Runs the checks. Each one is the method `_NAME`, which finds faults or returns why there was nothing to check."""
+    """Runs the checks. Check NAME is the method `_NAME`, which records faults or returns why it was skipped."""
 
     made: Any
     messages: tuple[Message, ...]
@@ -221,7 +221,7 @@ class _Check:
                     f"{when}, the same seed gave {list(completion.ids or ())[:8]} instead of "
                     f"{list(self.first.ids)[:8]}: draw each token from the request's seed and the token's position "
                     "alone",
-                    # A server's kernels may depend on the batch. Recorded runs can still be replayed from their tapes.
+                    # A warning, because a server's kernels may depend on the batch. Replay uses the recorded tokens.
                     warning=True,
                 )
         return None
@@ -235,7 +235,7 @@ class _Check:
             await asyncio.sleep(0)
         if asking.done():
             if not asking.cancelled():
-                asking.exception()  # retrieves the exception; an error here shows in the other checks
+                asking.exception()  # marks the exception as retrieved; the other checks report such an error
             return "complete never waits, so that nothing can be cancelled"
         asking.cancel()
         await asyncio.wait({asking}, timeout=self.timeout)

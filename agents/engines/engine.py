@@ -1,8 +1,8 @@
 """The interface between the agent's model interface (`LLM`) and the engines that sample tokens.
 
-Every engine has the members of `Engine`. The set `Engine.can` names what an engine can do in addition to sampling, and
-`MEMBERS` lists the members that each of these capabilities needs. Callers ask `"score" in engine.can` before they use
-one of these members. `check_engine` tests an engine against this interface.
+Every engine has the members of `Engine`. The set `Engine.can` names what an engine can do in addition to sampling (its
+capabilities). `MEMBERS` lists the members that each capability needs. Callers check for the capability, for example
+with `"score" in engine.can`, before they use such a member. `check_engine` tests an engine against this interface.
 
 All episodes of a run share one engine. An engine owns its renderer, because the tokenizer belongs to the model. A
 request always carries messages. If the engine has a renderer, the request carries prompt token ids as well.
@@ -27,45 +27,45 @@ if TYPE_CHECKING:
 
 Finish = Literal["stop", "length", "tool_calls", "abort", "cancelled", "error"]
 SyncMode = Literal["reprefill", "drain"]
-"""What happens to completions in flight when weights change. `reprefill`: they continue, and the new weights compute
-their KV cache again (exact). `drain`: they finish with the old weights, while new requests wait (exact, slower)."""
+"""What happens to completions in flight when weights change. `reprefill`: they continue after the new weights recompute
+their KV cache (exact). `drain`: they finish with the old weights while new requests wait (exact, slower)."""
 PublishMode = Literal["reprefill", "drain", "stale_kv", "abort"]
-"""The modes of engines that support more than `SyncMode`. `abort`: completions in flight end, and their tokens so far
-are recorded. `stale_kv`: they continue on the old KV, and their log-probs belong to no version, so it is for
-experiments only."""
+"""The modes of engines that support more than `SyncMode`. `abort`: completions in flight end, and the tokens sampled so
+far are recorded. `stale_kv`: completions continue with the KV cache of the old weights. Their log-probs then belong to
+no version, so this mode is for experiments only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """The answer to one request. An engine without a renderer has None for ids and log-probs, never empty arrays."""
+    """The answer to one request. An engine without a renderer sets ids and log-probs to None, never to empty arrays."""
 
     text: str | None
-    """The text without the turn-ending token."""
+    """The text, without the token that ends the turn."""
     ids: array[int] | None = None
-    """Sampled ids, including the turn-ending one (int32)."""
+    """Sampled ids (int32), including the id that ends the turn."""
     logprobs: array[float] | None = None
-    """log softmax(logits / temperature) of each id (float32). It has the same length as `ids`."""
+    """log softmax(logits / temperature) of each id (float32, same length as `ids`)."""
     barred: tuple[int, ...] | None = None
-    """All ids that the engine excluded from the distribution of the first tokens because of `Sampling.min_tokens`. None
-    means that the engine can't say, so the answer can't be used as RL data."""
+    """All ids that the engine excluded from the first `Sampling.min_tokens` tokens. None means that the engine doesn't
+    know which ids were excluded, so the answer can't be used as RL data."""
     spans: tuple[tuple[str, int, int], ...] = ()
-    """(policy version, start, end) over `ids`. The spans are half-open and contiguous, and cover all ids."""
+    """(policy version, start, end) of each run of `ids`. The spans are half-open and contiguous, and cover all ids."""
     finish: Finish = "stop"
     tool_calls: tuple[dict[str, Any], ...] | None = None
     usage: Usage = Usage()
     attempts: tuple[Attempt, ...] = ()
-    """All attempts at the request if the engine retries, with the successful one last. Empty after a single attempt."""
+    """All attempts if the engine had to retry the request, with the successful attempt last. Otherwise empty."""
     engine: str = ""
-    """Name of the engine that answered, as set by `TeamEngine`. Empty if it is the engine that was asked."""
+    """Name of the engine that answered, if a `TeamEngine` chose it. Otherwise empty."""
 
 
 class Listener(Protocol):
-    """Receives the tokens of one request while they are sampled. The engine calls its methods in the event loop, so
+    """Receives the tokens of one request while they are sampled. The engine calls the methods in the event loop, so
     they must return at once and must not raise."""
 
     def tokens(self, ids: array[int], /) -> None:
-        """Receive the ids sampled since the last call, in order. All ids received so far always form a prefix of the
-        completion's ids."""
+        """Receive the ids sampled since the last call, in order. Unless `again` is called, all ids received are a
+        prefix of the completion's ids."""
         ...
 
     def again(self) -> None:
@@ -82,49 +82,48 @@ class Request:
     prompt: array[int] | None
     """All prompt ids (int32), or None for an engine without a renderer."""
     places: tuple[Place, ...] = ()
-    """Which prompt ids stand for pictures, in order. `picture` returns the bytes of their files."""
+    """Where pictures are in the prompt ids, in order. `picture` returns the bytes of their files."""
     sampling: Sampling
     seed: int
     """A 64-bit seed. The same seed, prompt and weights give the same tokens, regardless of other running requests."""
     tools: tuple[dict[str, Any], ...] | None = None
     path: str = ""
-    """Path of the agent that asks, for replay and logs. It must not change what is sampled."""
+    """Path of the agent that sends the request, for replay and logs. It must not influence what is sampled."""
     stop_ids: tuple[int, ...] = ()
-    """Ids that end the completion, in addition to the model's own. The id that ends it is part of the completion."""
+    """Ids that end the completion, in addition to the model's own. The completion includes the id that ended it."""
     cache_key: str = ""
     """Requests with the same key continue one conversation, so an engine may keep its KV cache between them."""
     on_partial: Callable[[Completion], None] | None = field(default=None, compare=False)
-    """Called once when the request is cancelled, with what was sampled so far, before CancelledError is raised."""
+    """Called once if the request is cancelled, before CancelledError is raised. It gets what was sampled so far."""
     on_start: Callable[[], None] | None = field(default=None, compare=False)
-    """Called once when the model begins to work on the request, if the engine can tell. The time before that is counted
-    as the engine's queue (`agents/episode/timers.py`)."""
+    """Called once when the model begins to work on the request, if the engine can tell. Until this call, the request
+    counts as waiting in the engine's queue (`agents/episode/timers.py`)."""
     picture: Callable[[str], bytes] | None = field(default=None, compare=False)
-    """Returns the PNG of the file that a content part `{"type": "image", "media": ...}` names. The call blocks. It
-    raises BadPicture if the picture isn't on the tape."""
+    """Returns the bytes of the PNG file that a content part `{"type": "image", "media": ...}` names. This call blocks,
+    and raises BadPicture if the picture isn't on the tape."""
     listener: Listener | None = field(default=None, compare=False)
-    """Receives tokens while they are sampled. An engine that can't stream never calls it. It must not change what is
+    """Receives tokens while they are sampled, if the engine can stream. The listener must not influence what is
     sampled."""
 
 
 Capability = Literal["pictures", "stats", "weights", "copies", "sleep", "score", "absence", "recorded"]
 """What an engine can do in addition to sampling."""
 TRAINING: tuple[Capability, ...] = ("stats", "weights")
-"""The capabilities that the training loop needs. A `TrainableEngine` has them."""
+"""The capabilities that the training loop needs, which a `TrainableEngine` has."""
 
 
 class Engine(Protocol):
-    """Samples completions. All methods run in one event loop. `complete` is called concurrently, once for each episode
-    that waits for an answer."""
+    """Samples completions. All methods run in one event loop. There may be many calls of `complete` at the same time,
+    one from each episode that waits for an answer."""
 
     @property
     def name(self) -> str:
-        """Name of the engine, which each recorded call carries. It is constant."""
+        """Name of the engine, which is recorded with each call. It is constant."""
         ...
 
     @property
     def can(self) -> frozenset[Capability]:
-        """What the engine can do. The set is constant. An engine has every member that `MEMBERS` lists for its
-        capabilities.
+        """The engine's capabilities. The set is constant. The engine has every member that `MEMBERS` lists for them.
 
         `pictures`: it accepts content parts with pictures in messages. `stats`: it measures its busy time. `weights`:
         its weights can be replaced while it samples. `copies`: it has several copies of the weights, such as one on
@@ -146,12 +145,12 @@ class Engine(Protocol):
         """Sample one completion. May be called any number of times concurrently.
 
         Raises `PromptTooLong` if the prompt leaves no room for a completion, and `EngineError` for every other failure
-        of the model or its server. If the call is cancelled, it calls `request.on_partial` with the tokens sampled so
-        far, then raises CancelledError."""
+        of the model or its server. If the call is cancelled, the engine passes the tokens sampled so far to
+        `request.on_partial` and then raises CancelledError."""
         ...
 
     def forget(self, cache_key: str) -> None:
-        """Drop what is cached under this key, because its conversation has ended. An unknown key is ignored."""
+        """Drop everything cached under this key, because the conversation has ended. An unknown key is ignored."""
         ...
 
     async def close(self) -> None:
@@ -160,11 +159,11 @@ class Engine(Protocol):
 
 
 class EngineStats(Protocol):
-    """The measurements that performance metrics read."""
+    """The engine's measurements from which performance metrics are computed."""
 
     @property
     def busy_seconds(self) -> float:
-        """Wall time in seconds during which the engine has had work since it was created. It never decreases."""
+        """Total wall time, in seconds, during which the engine has had work since it was created."""
         ...
 
 
@@ -173,12 +172,12 @@ class TrainableEngine(Engine, Protocol):
 
     @property
     def stats(self) -> EngineStats:
-        """Sums since the engine was created. They may be read at any time and from any thread."""
+        """Totals since the engine was created. They may be read at any time and from any thread."""
         ...
 
     @property
     def version(self) -> str:
-        """Name of the current weights, which the spans of tokens sampled from now on carry."""
+        """Name of the current weights. The spans of tokens sampled from now on carry this name."""
         ...
 
     @property
@@ -187,22 +186,22 @@ class TrainableEngine(Engine, Protocol):
         ...
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = ...) -> None:
-        """Replace the weights by `state` (a state dict with Hugging Face names). `version` then names them.
+        """Replace the weights with `state` (a state dict with Hugging Face names) and call them `version`.
 
         The loop calls this from the engine's event loop while completions are in flight. It never makes two calls at
-        once, and doesn't change `state` until the call returns. Each version names one set of weights. Raises
-        ValueError, before anything changes, if a version was used before or if `state` isn't the model's. Any other
-        exception means that the weights are unknown, so the engine must refuse every later request."""
+        the same time, and doesn't change `state` until the call returns. Raises ValueError, before anything changes, if
+        `version` was used before, because a version names one set of weights only, or if `state` isn't a state dict of
+        the model. After any other exception, it is unknown which weights the engine has, so it must refuse later
+        requests."""
         ...
 
 
 class EngineAbsence(Protocol):
-    """How long an engine waits for its servers."""
+    """Measures how long an engine waits for servers that don't answer."""
 
     @property
     def seconds(self) -> float:
-        """Seconds since the engine was created during which no request was answered. It grows while the servers are
-        away."""
+        """Total number of seconds, since the engine was created, in which it waited because no server answered."""
         ...
 
     async def over(self) -> None:
@@ -211,7 +210,7 @@ class EngineAbsence(Protocol):
 
 
 class Budget(Protocol):
-    """The part of an episode's token budget that `CapableEngine.granted` reads."""
+    """The members of an episode's token budget that `CapableEngine.granted` reads."""
 
     @property
     def limit(self) -> int | None:
@@ -225,21 +224,21 @@ class Budget(Protocol):
 
 
 Sampler = Callable[[Request], Awaitable[Completion]]
-"""`complete` of one copy of an engine's weights."""
+"""A function like `Engine.complete` that samples from one particular copy of the engine's weights."""
 
 
 class CapableEngine(TrainableEngine, Protocol):
-    """The members of all capabilities, for type checkers. Check `engine.can` first, then call `cast(CapableEngine,
-    engine).sleep()`. No engine needs all of them."""
+    """The members of all capabilities, for type checkers. No engine needs all of them. Check `engine.can` before you
+    call one of them, for example with `cast(CapableEngine, engine).sleep()`."""
 
     @property
     def samplers(self) -> Mapping[str, Sampler]:
-        """`copies`: name of each copy -> its sampler. The delivery of weights is checked on every copy."""
+        """`copies`: copy name -> sampler. The loop uses them to check that new weights have reached every copy."""
         ...
 
     @property
     def absence(self) -> EngineAbsence:
-        """`absence`: the engine's waits for its servers."""
+        """`absence`: how long the engine has waited for its servers."""
         ...
 
     async def sleep(self) -> None:
@@ -255,14 +254,14 @@ class CapableEngine(TrainableEngine, Protocol):
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
         """`score`: return log softmax(logits) at temperature 1 for each of `ids[1:]`, given all ids before it. The
-        result has len(ids) - 1 values (float32, nats). `places` and `picture` are as in `Request`, and are given only
-        if there are pictures and the engine also has `pictures`. May be called concurrently. Raises `PromptTooLong` and
-        `EngineError` as `complete` does."""
+        result has len(ids) - 1 values (float32, nats). `places` and `picture` are the same as in `Request`. They are
+        given only if there are pictures and the engine has the capability `pictures` too. May be called concurrently.
+        Raises `PromptTooLong` and `EngineError` as `complete` does."""
         ...
 
     async def granted(self, request: Request, budget: Budget) -> int | None:
-        """`recorded`: return the `max_tokens` that this request was granted when it was recorded, or None if it wasn't
-        recorded. One recorded call is one request, even if sampling it took two."""
+        """`recorded`: return the `max_tokens` that was granted to this request in the recording, or None if the request
+        wasn't recorded. A recorded call is one request, even if two requests were needed to sample it."""
         ...
 
 
@@ -276,21 +275,21 @@ MEMBERS: Mapping[Capability, tuple[str, ...]] = {
     "absence": ("absence",),
     "recorded": ("granted",),
 }
-"""Capability -> the members of `CapableEngine` that it needs."""
+"""Maps each capability to the members of `CapableEngine` that it needs."""
 _ALWAYS = ("name", "can", "renderer", "context", "complete", "forget", "close")
 _METHODS = ("complete", "forget", "close", "sync_weights", "sleep", "wake", "score", "granted")
 
 
 def incomplete(engine: object) -> list[str]:
-    """Return the faults of an engine that can't even sample, as one sentence each. They name the members of `Engine`
-    that it lacks."""
+    """Return one sentence for each member of `Engine` that the object lacks. Without these members it can't even
+    sample."""
     missing = _missing(engine, _ALWAYS)
     return [f"it lacks {', '.join(missing)} of `Engine`: define them"] if missing else []
 
 
 def undeclared(engine: Engine, needs: Iterable[Capability] = ()) -> list[str]:
-    """Return the faults of `engine.can`, as one sentence each: a capability that doesn't exist, one whose members are
-    missing, or one from `needs` that isn't declared."""
+    """Return one sentence for each fault in `engine.can`. A fault is a capability that doesn't exist, a capability
+    whose members are missing, or a capability in `needs` that isn't declared."""
     can: object = engine.can
     if not isinstance(can, Set) or not can <= MEMBERS.keys():
         return [f"its `can` is {can!r}: give a frozenset of some of {', '.join(map(repr, MEMBERS))}"]
@@ -313,7 +312,7 @@ def _missing(engine: object, names: Iterable[str]) -> list[str]:
 
 
 def require(engine: object, needs: Iterable[Capability], use: str) -> None:
-    """Raise UsageError if `engine` isn't an Engine with the capabilities `needs`. `use` names what needs them."""
+    """Raise UsageError unless `engine` is an Engine with the capabilities in `needs`. `use` names what needs them."""
     faults = incomplete(engine) or undeclared(cast(Engine, engine), needs)
     if faults:
         raise UsageError(
@@ -325,11 +324,11 @@ def require(engine: object, needs: Iterable[Capability], use: str) -> None:
 BLIND = (
     "use a hosted model that takes pictures (engine.kind: litellm), a vision model, or an environment that shows text"
 )
-"""What the user can do if an engine can't see."""
+"""What the user can do if the engine accepts no pictures."""
 
 
 def absence_of(engine: Engine | None) -> EngineAbsence | None:
-    """Return `absence` of an engine that waits for its servers, or None for any other engine."""
+    """Return `engine.absence`, or None if the engine doesn't have the capability `absence`."""
     return cast(CapableEngine, engine).absence if engine is not None and "absence" in engine.can else None
 
 
@@ -339,22 +338,22 @@ class EngineError(TapereelError, RuntimeError):
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
         self.retry = retry
-        """Whether the same request may succeed a moment later."""
+        """Whether the same request may succeed if it is repeated a moment later."""
         self.attempts: tuple[Attempt, ...] = ()
-        """All attempts if the engine retries. Empty after a single attempt."""
+        """All attempts if the engine retried the request. Otherwise empty."""
 
 
 class EngineStopped(EngineError, RunStopped):
-    """No later request can succeed, because no server answers, or because the key, the model or the budget is refused.
-    The episode and the run end with the cause `model`, whatever the agent does."""
+    """No later request can succeed, either because no server answers or because the API key, the model or the budget
+    was refused. The episode and the run end with the cause `model`, whatever the agent does."""
 
     def __init__(self, message: str, reason: StopReason) -> None:
         super().__init__(message)
         self.reason = reason
 
     def at(self, progress: str, engines: Sequence[str] = ()) -> EngineStopped:
-        """Return the same error with the progress of the run and instructions for continuing it. `engines` names the
-        settings whose `model` may differ in a resumed run."""
+        """Return the same error with the run's progress and instructions for resuming the run in its message. `engines`
+        names the engine settings whose `model` may differ in the resumed run."""
         go_on = "repeat it with `resume=True` for the others"
         if self.reason == "model" and engines:
             names = " or ".join(f"{engine}.model" for engine in engines)
@@ -369,8 +368,8 @@ class PromptTooLong(EngineError, ValueError):
 
 
 def one_temperature(request: Request) -> None:
-    """Raise EngineError if a request has `first_temperature`, because sampling it takes two requests. Engines call
-    this."""
+    """Raise EngineError if a request has `first_temperature`. Engines call this function, because sampling such a
+    request takes two requests."""
     if request.sampling.first_temperature is not None:
         raise EngineError(
             f"first_temperature={request.sampling.first_temperature:g} takes two requests: ask with "
@@ -379,5 +378,5 @@ def one_temperature(request: Request) -> None:
 
 
 def error_text(error: Exception) -> str:
-    """Return the type and message of an error without the secrets of a server or library, because tapes are shared."""
+    """Return the error's type and message, but no secrets from a server or library, because tapes are shared."""
     return f"{type(error).__name__}: {without_secrets(error_message(error))}"

@@ -15,7 +15,7 @@ Policy = Callable[[Request], str]
 
 
 class ScriptedEngine:
-    """Returns the answers in order, or the result of a function of the request.
+    """Returns prepared answers in order, or the result of a function that receives the request.
 
     With a renderer, the answers are recorded as tokens, including the token that ends the turn. No model sampled these
     tokens, so they have no log-probs. They are suitable for imitation (SFT) and not for reinforcement learning.
@@ -30,7 +30,7 @@ class ScriptedEngine:
         self._count = 0
         self.renderer = renderer
         self.context: int | None = None
-        # A script reads no prompt. With a renderer, the prompt becomes token ids, so the renderer must know pictures.
+        # The script reads no prompt, but a renderer turns the prompt into token ids, so it must support pictures.
         sees = renderer is None or renderer.pictures is not None
         self.can: frozenset[Capability] = frozenset({"pictures"} if sees else ())
 
@@ -41,7 +41,7 @@ class ScriptedEngine:
             text = self._policy(request)
         else:
             assert self._answers is not None
-            # Answers follow the order of requests. Concurrent episodes need a function, since it sees the conversation.
+            # Requests get the answers in order. Concurrent episodes need a function, which sees the conversation.
             try:
                 text = next(self._answers)
             except StopIteration:

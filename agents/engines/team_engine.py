@@ -1,8 +1,8 @@
 """`TeamEngine` combines an engine for each agent path into one `Engine`, so that a tape can have several models.
 
-The path of the agent that asks selects the engine under its own path, under its nearest ancestor's, or under the empty
-path. A tape has one tokenizer and one chat template, so all engines with a renderer must have the same ones. Answers of
-an engine without a renderer are recorded in the tokens of the others.
+A request goes to the engine for its agent's path or, if there is none, for the nearest ancestor's path, or for the
+empty path. All engines with a renderer must have the same tokenizer and chat template, because a tape has only one of
+each. Answers from an engine without a renderer are recorded in tokens of that tokenizer.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TeamStats:
-    """Sums over the engines of a team."""
+    """Totals over all engines in a team."""
 
     busy_seconds: float
-    """Busy time of all engines that measure it. It can exceed the wall time, since engines work at the same time."""
+    """Sum of the engines' busy times, where measured. Engines work concurrently, so it can exceed the wall time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TeamAbsence:
-    """The waits of a team's engines for their servers."""
+    """Measures how long the engines in a team wait for their servers."""
 
     parts: Sequence[EngineAbsence]
 
     @property
     def seconds(self) -> float:
-        """The sum of all waits, which exceeds the wall time if several engines wait at once."""
+        """The engines' waiting times, added up. The sum exceeds the wall time if several engines wait at once."""
         return sum(part.seconds for part in self.parts)
 
     async def over(self) -> None:
-        """Wait for all engines."""
+        """Wait until this is over for every engine."""
         for part in self.parts:
             await part.over()
 
@@ -66,7 +66,7 @@ def check_sight(engine: Engine, shows: str | None) -> None:
 
 
 def refuse_pictures(name: str, shows: str | None) -> None:
-    """Raise UsageError if a run shows pictures, which the engine or model `name` can't see."""
+    """Raise UsageError if a run shows pictures. `name` is the engine or model that can't read them."""
     if shows is not None:
         raise UsageError(f"the engine {name!r} can't see, and {shows}: {BLIND}")
 
@@ -74,8 +74,8 @@ def refuse_pictures(name: str, shows: str | None) -> None:
 class TeamEngine:
     """An `Engine` for a rollout of several agents: `TeamEngine({"match/white": white, "match/black": black})`.
 
-    The first engine is the lead and takes the weights that the loop syncs. The weights of the other engines change only
-    by their own `sync_weights`. The engines in `lent` stay open when the team is closed.
+    The first engine is the lead, which receives the weights that the loop syncs. The weights of another engine change
+    only if its own `sync_weights` is called. The engines in `lent` stay open when the team is closed.
     """
 
     name = "team"
@@ -87,7 +87,7 @@ class TeamEngine:
             )
         self.engines = dict(engines)
         self.lead = next(iter(self.engines.values()))
-        # One engine may answer for several paths. Engines are compared by id, because they need not be hashable.
+        # The same engine may be given for several paths. Engines are compared by id, because they need not be hashable.
         self._distinct = list({id(engine): engine for engine in self.engines.values()}.values())
         self._lent = {id(engine) for engine in lent}
         check_writing({path: engine.renderer for path, engine in self.engines.items()})
@@ -98,8 +98,8 @@ class TeamEngine:
         if any("absence" in engine.can for engine in self._able):
             can.add("absence")
         self.can = frozenset(can)
-        """`weights` is the lead's capability. `pictures` means that all engines accept them, and `absence` that at
-        least one engine waits for servers."""
+        """The team has `weights` if the lead has it, `pictures` if all engines have it, and `absence` if at least one
+        engine has it."""
 
     @property
     def renderer(self) -> Renderer | None:
@@ -108,12 +108,12 @@ class TeamEngine:
 
     @property
     def context(self) -> int | None:
-        """The smallest context of the engines."""
+        """The smallest `context` of any engine."""
         return min((c for engine in self._distinct if (c := engine.context) is not None), default=None)
 
     @property
     def stats(self) -> TeamStats:
-        """Sums over the engines that measure their busy time."""
+        """Totals over the engines that measure their busy time."""
         return TeamStats(sum(engine.stats.busy_seconds for engine in self._able if "stats" in engine.can))
 
     @property
@@ -123,16 +123,16 @@ class TeamEngine:
 
     @property
     def changing(self) -> bool:
-        """Whether a weight sync of any engine is in progress."""
+        """Whether a weight sync is in progress at any engine."""
         return any(engine.changing for engine in self._able if "weights" in engine.can)
 
     @property
     def absence(self) -> TeamAbsence:
-        """The waits of the engines for their servers."""
+        """How long the engines have waited for their servers."""
         return TeamAbsence([one for engine in self._distinct if (one := absence_of(engine)) is not None])
 
     def of(self, path: str) -> Engine:
-        """Return the engine that answers for the agent at `path`. Raises EngineError if there is no such engine."""
+        """Return the engine that answers requests from the agent at `path`. Raises EngineError if there is none."""
         above = path
         while above not in self.engines:
             if not above:
@@ -143,7 +143,7 @@ class TeamEngine:
         return self.engines[above]
 
     async def complete(self, request: Request) -> Completion:
-        """Return the completion of the engine for `request.path`, with that engine's name in `Completion.engine`."""
+        """Return a completion from the engine for `request.path`. `Completion.engine` is that engine's name."""
         engine = self.of(request.path)
         on_partial = request.on_partial
 
@@ -160,7 +160,7 @@ class TeamEngine:
         await cast(CapableEngine, self.lead).sync_weights(state, version, mode)
 
     def forget(self, cache_key: str) -> None:
-        """Forget the key in every engine, because it doesn't say which engine held the conversation."""
+        """Call `forget` on every engine, because the key doesn't say which engine the conversation was with."""
         for engine in self._distinct:
             engine.forget(cache_key)
 
@@ -177,8 +177,8 @@ def lead_of(engine: Engine) -> Engine:
 
 
 def check_writing(renderers: Mapping[str, Renderer | None]) -> None:
-    """Raise UsageError if the renderers differ in tokenizer or chat template. They are given by the names of their
-    engines. A renderer of None is always accepted."""
+    """Raise UsageError if the renderers differ in tokenizer or chat template. `renderers` maps the name of each engine
+    to its renderer; engines with None are always accepted."""
     hashes = {
         name: (renderer.tokenizer_hash, renderer.template_hash)
         for name, renderer in renderers.items()

@@ -1,9 +1,9 @@
-"""Continuous batching as a synchronous state machine: slots, sampled tokens and the KV cache between turns.
+"""Continuous batching as a synchronous state machine, with slots, sampled tokens, and KV kept between turns.
 
 The running rows always fill the slots [0, b). A new row takes the next free slot, and the last row moves into the slot
-of a row that leaves. A generation that is evicted because its KV is stale joins again with its completion as part of
-its prompt. New weights therefore need no separate code path. The KV of a conversation is parked between two turns. The
-least recently used entry is evicted first.
+of a row that leaves. When new weights make the KV stale, all generations are evicted and join again, with their
+completions as part of the prompts, so new weights need no separate code path. Between two turns of a conversation, its
+KV is parked. The least recently used entry is evicted first.
 
 This module has no event loop, requests or versions. The caller decides when to call each method.
 """
@@ -28,11 +28,11 @@ from .kv_cache import NOTHING, Seen, SlotDecoder
 from .sampler import draw, uniforms
 
 SPARE = 64
-"""Padding tokens that a joint prefill may contain before it is split. For a model of a million parameters on one core,
-one more forward costs about as much as 64 tokens."""
+"""Number of padding tokens that a joint prefill may contain before it is split in two. For a model with a million
+parameters on one core, a second forward costs about as much as 64 tokens."""
 
 Family = list["Generation"]
-"""Generations that one row of a prefill serves. The first one's tokens begin with the tokens of each other one."""
+"""Generations that share one row of a prefill. The tokens of every other one are a prefix of the first one's tokens."""
 
 
 @dataclass(slots=True)
@@ -44,9 +44,9 @@ class Stats:
     prefilled: int = 0
     """Prompt tokens that a forward computed."""
     reused: int = 0
-    """Prompt tokens whose KV came from the parked entries, or from another row of the prefill."""
+    """Prompt tokens whose KV was copied from a parked entry or from another row in the same prefill."""
     recomputed: int = 0
-    """Tokens computed again after new weights made their KV stale."""
+    """Tokens whose KV was computed again because new weights had made it stale."""
     steps: int = 0
     """Decoding forwards."""
     swaps: int = 0
@@ -54,7 +54,7 @@ class Stats:
     max_batch: int = 0
     """Largest number of rows that ran together."""
     busy_seconds: float = 0.0
-    """Wall time of the driver's steps (prefill, decoding and sampling), in seconds."""
+    """Wall time, in seconds, that the driver spent on prefill, decoding and sampling."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,29 +69,29 @@ class Generation:
     top_k: int
     stops: frozenset[int]
     limit: int
-    """Maximum number of tokens to sample."""
+    """The largest number of tokens to sample."""
     barred: tuple[int, ...]
-    """Ids that can't be sampled as one of the first `min_tokens` tokens."""
+    """Ids that must not be sampled as one of the first `min_tokens` tokens."""
     min_tokens: int
     key: str
-    """Key under which the KV is parked. With an empty key, it is not parked."""
+    """Key under which the KV is parked. If the key is empty, the KV isn't parked."""
     places: tuple[Place, ...] = ()
     """The pictures of the prompt, in order."""
     pixels: dict[int, Callable[[], Pixels]] = field(default_factory=dict)
-    """`Place.key` -> a function that returns the pixels and may block."""
+    """Maps `Place.key` to a function that returns the picture's pixels. The function may block."""
     positions: NDArray[np.int64] | None = None
-    """Rotary positions of shape (axes, prompt + limit), or None if positions are indices."""
+    """Rotary positions of shape (axes, prompt + limit), or None if a token's position is its index."""
     ids: array[int] = field(default_factory=ints)
     logprobs: array[float] = field(default_factory=floats)
     finish: Literal["stop", "length", "broken"] | None = None
-    """`broken` means that the model returned no finite probabilities for the next token."""
+    """`broken` means that the model's probabilities for the next token weren't finite."""
     slot: int = -1
     """The slot of the generation, or -1 while it is not running."""
     reused: int | None = None
-    """Number of prompt tokens whose KV came from another forward or row when the generation first joined. None before
-    that."""
+    """Number of prompt tokens whose KV was copied when the generation first joined a batch, or None before it has
+    joined one."""
     clean: bool = True
-    """Whether the KV is finite and exact for one version of the weights. Other KV must not be parked."""
+    """Whether the KV is finite and was computed by one version of the weights. Otherwise it must not be parked."""
 
 
 class Batch:
@@ -104,8 +104,8 @@ class Batch:
         self.stats = stats
         self.rows: list[Generation] = []
         n = decoder.slots
-        # Each array has one value per slot. `_length` counts the tokens with KV. It excludes the last sampled token,
-        # which is in `_last` and which the next step feeds.
+        # Each array has one value per slot. `_length` is the number of tokens with KV. The last sampled token has none
+        # yet. It is in `_last`, and the next step feeds it to the model.
         self._length = np.zeros(n, dtype=np.int64)
         self._last = np.zeros(n, dtype=np.int64)
         self._seed = np.zeros(n, dtype=np.uint64)
@@ -117,7 +117,7 @@ class Batch:
         return self.decoder.slots - len(self.rows)
 
     def missing(self, generation: Generation) -> int:
-        """Number of tokens that a forward must compute if the generation joins now."""
+        """Return the number of tokens that a forward must compute if the generation joins now."""
         return len(generation.prompt) + len(generation.ids) - self.shared(generation)[1]
 
     def shared(self, generation: Generation) -> tuple[Parked | None, int]:
@@ -125,12 +125,12 @@ class Batch:
         return self.parked.find(generation.key, _keys(generation), generation.places)
 
     def groups(self, generations: Iterable[Generation]) -> list[list[Family]]:
-        """Split new rows into prefills of similar lengths, so that padding stays a small part of each prefill."""
+        """Split new rows into prefills with rows of similar length, so that little of each prefill is padding."""
         out: list[list[Family]] = []
         real = 0
         families = [(self.missing(family[0]), family) for family in self._families(generations)]
         for new, family in sorted(families, key=lambda pair: pair[0]):
-            # The lengths ascend, so `new` is the width of the group, and the left side is its size including padding.
+            # Lengths ascend, so with this family the group is `new` wide. The left side is its size including padding.
             if out and (len(out[-1]) + 1) * new <= (real + new) * 1.25 + SPARE:
                 out[-1].append(family)
                 real += new
@@ -140,8 +140,9 @@ class Batch:
         return out
 
     def _families(self, generations: Iterable[Generation]) -> list[Family]:
-        """Group the generations so that a prompt that several requests share is computed once. Rows with parked KV stay
-        alone, because the other rows' last tokens may be among those that the forward leaves out."""
+        """Group generations whose tokens begin alike, so that a shared prompt is computed only once. A generation with
+        parked KV gets its own row, because the forward skips its first tokens, which may include another's last
+        token."""
         out: list[Family] = []
         whole: list[tuple[bytes, Generation]] = []
         for generation in generations:
@@ -149,7 +150,7 @@ class Batch:
                 out.append([generation])
             else:
                 whole.append((_keys(generation).tobytes(), generation))
-        # In descending order, the token sequences that begin with a row's tokens come directly before that row.
+        # In descending order, a token sequence comes directly after the sequences that it is a prefix of.
         longest = b""
         for tokens, generation in sorted(whole, key=lambda pair: pair[0], reverse=True):
             if longest.startswith(tokens):
@@ -177,8 +178,8 @@ class Batch:
         at = np.array([*range(len(computed)), *(row for row, _ in others)])
         columns = ids.shape[1] - 1 - ((have + new)[at] - last)
         logits = self.decoder.extend(first, ids, have, new, self.seen(computed, have, new), (at, columns))
-        # Slots are assigned only after the forward. If the forward raises, the KV that it wrote is in free slots, and
-        # the next row there overwrites or masks it.
+        # Slots are assigned only after the forward. If it raises, the KV that it wrote is in slots that are still free,
+        # and is overwritten or masked when they are used.
         for i, generation in enumerate(computed):
             self._seat(first + i, generation, int(have[i]), int(new[i]))
         for slot, (row, generation), n in zip(
@@ -203,8 +204,8 @@ class Batch:
         """Free the slot of `generation`. With `park`, keep its KV if it is clean, has a key and fits the budget."""
         slot, length = generation.slot, int(self._length[generation.slot])
         if park and generation.key and generation.clean and length <= self.parked.budget:
-            # Park before the last row moves in, since the move overwrites the slot. `_length` excludes the last sampled
-            # token, because it has no KV, and a parked id without KV would break the next turn's prefix.
+            # This must come before the last row moves into the slot. `length` excludes the last sampled token, which
+            # has no KV. If its id were parked too, the next turn would reuse KV that doesn't exist.
             parked = Parked(_keys(generation)[:length], generation.places, self.decoder.park(slot, length))
             self.parked.put(generation.key, parked, length)
         last = self.rows.pop()
@@ -217,14 +218,14 @@ class Batch:
             last.slot = slot
 
     def evict(self) -> list[Generation]:
-        """Remove all rows without parking their KV. Returns the generations in slot order, and they can join again."""
+        """Remove all rows without parking their KV. Returns their generations, which may join again, in slot order."""
         out, self.rows = self.rows, []
         for generation in out:
             generation.slot = -1
         return out
 
     def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
-        """Copy parked KV into the slot. Returns all tokens of the generation and how many of them have KV now.
+        """Copy parked KV into the slot. Returns all of the generation's tokens, and how many of them have KV now.
 
         The parked entry stays valid, since several requests with the same key can use it at the same time."""
         ids = _history(generation)
@@ -234,12 +235,12 @@ class Batch:
         return ids, shared
 
     def seen(self, rows: Sequence[Generation], have: NDArray[np.int64], new: NDArray[np.int64]) -> Seen:
-        """Return the rotary positions and pictures for the `new` tokens of each row, which follow those that `have`
-        KV."""
+        """Return the rotary positions and picture features for the next `new` tokens of each row. The `have` tokens
+        before them have KV already."""
         if self.pictures is None:
             return NOTHING
         rotary = None if rows[0].positions is None else np.zeros((len(rows[0].positions), len(rows), new.max()), int)
-        # Parked KV never ends inside a place, so a place is computed as a whole or not at all.
+        # Parked KV never ends inside a place, so either all tokens in a place are computed or none.
         shown = [(row, place) for row, n in enumerate(have) for place in rows[row].places if place.offset >= n]
         features = self.pictures.of({place.key: rows[row].pixels[place.key] for row, place in shown})
         first = dict(zip(features, np.cumsum([0, *map(len, features.values())]), strict=False))
@@ -250,7 +251,7 @@ class Batch:
                 rotary[:, row, -new[row] :] = generation.positions[:, have[row] : end]
         for row, place in shown:
             at = place.offset + np.flatnonzero(self.pictures.vision.feature_mask(place))
-            # The last column is the row's last token.
+            # Tokens are right-aligned: the last column is the row's last token.
             where[row, at - have[row] - new[row]] = first[place.key] + np.arange(len(features[place.key]))
         return Seen(rotary, where, torch.cat(list(features.values()))) if shown else Seen(rotary)
 
@@ -267,11 +268,11 @@ class Batch:
             self.stats.recomputed += new
 
     def _sample(self, first: int, logits: Tensor) -> list[Generation]:
-        """Sample one token for each row from `first` on. Finished generations have left when this method returns."""
+        """Sample one token for each row from slot `first` on. Returns the finished generations, which have left."""
         rows = self.rows[first:]
         at = slice(first, first + len(rows))
-        # The counter is the position in the completion, not the number of draws. An evicted row that joins again, or a
-        # row in another slot, therefore continues the same random stream.
+        # The random number depends on the position in the completion, not on the number of draws. A generation
+        # therefore continues the same random stream after an eviction or a move to another slot.
         uniform = uniforms(self._seed[at], np.array([len(s.ids) for s in rows], dtype=np.int64))
         top_p = top_k = None
         if any(s.top_k or s.top_p < 1.0 for s in rows):
@@ -299,8 +300,8 @@ class Batch:
                 generation.finish = "length"
             if generation.finish:
                 out.append(generation)
-        # leave() moves the last row into the free slot. Inside the loop above, it would change the slots of rows that
-        # the loop has not read yet. In reverse order, it never moves a row that is about to leave.
+        # leave() moves the last row into the free slot, so it can't be called in the loop above, which still reads rows
+        # by slot. In reverse order, it never moves a row that is about to leave.
         for generation in reversed(out):
             self.leave(generation)
         return out

@@ -1,13 +1,13 @@
 """The embedded engine samples a transformers model inside this process, in the event loop.
 
-Contract. Any number of concurrent requests share one batch. Every token has the version of the weights that produced
-its log-prob. With `reprefill` and `drain`, that log-prob is exact for those weights over the full prefix (float32). A
-request ends as a completion, as an `EngineError`, or as a cancellation that reports its partial completion. It never
-hangs. After each decoding step of all running rows, the engine yields to the event loop. An idle engine has no task.
+Contract. Any number of concurrent requests share one batch. Every token carries the version of the weights that gave
+its log-prob. With `reprefill` and `drain`, that log-prob is exact for those weights and the full prefix (float32). A
+request ends with a completion, with an `EngineError`, or with a cancellation that reports the partial completion, and
+never hangs. After each decoding step, the engine yields to the event loop. An idle engine has no task.
 
-Concurrency. One driver task runs all forwards, on the thread of the event loop. A method changes the state only between
-two awaits, so the state needs no lock. A trainer works on another copy of the model, in a thread if it wants, and calls
-`sync_weights` from the thread of the event loop.
+Concurrency. One driver task runs all forwards in the event loop's thread. Methods change state only between two awaits,
+so the state needs no lock. A trainer uses another copy of the model, possibly in another thread, but must call
+`sync_weights` in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DEFAULT_CAPACITY = 4096
-"""Largest default for the number of tokens per slot. It bounds the KV memory, which is slots x capacity."""
+"""Upper limit of the default `capacity` (tokens per slot). It bounds the KV memory, which is slots x capacity."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +70,7 @@ class _Flight:
     generation: Generation
     landed: asyncio.Future[Finish]
     spans: list[tuple[str, int, int]] = field(default_factory=list)
-    """Closed spans as (version, start, end). The open span starts at their end and has the current version."""
+    """Closed spans as (version, start, end). Tokens after the last one were sampled with the current version."""
     listener: Listener | None = None
     on_start: Callable[[], None] | None = None
     heard: int = 0
@@ -84,7 +84,7 @@ class _Flight:
             self.listener.tokens(ids[start:])
 
     def close_span(self, version: str) -> None:
-        """Attribute all tokens sampled since the last span to `version`."""
+        """Close a span for `version` that has all tokens since the previous span."""
         start = self.spans[-1][2] if self.spans else 0
         if len(self.generation.ids) > start:
             self.spans.append((version, start, len(self.generation.ids)))
@@ -93,13 +93,13 @@ class _Flight:
 class EmbeddedEngine:
     """Samples from a transformers decoder with a slot KV cache.
 
-    The engine copies `model`, or takes ownership of it with `copy=False`. Without a renderer, completions have ids and
-    no text. Only `sync_weights` changes the engine's weights. At most `slots` rows run together, and the other requests
-    wait in order of arrival. The prompt and the completion of a request have at most `capacity` tokens together. KV
-    memory is slots x capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between
-    two turns. `prefill_tokens` bounds the tokens prefilled between two decoding steps. A completion ends with an id of
-    `end_ids` (default: the end ids of the renderer and of the model) or of the request. With `autocast`, the model's
-    body computes in that dtype, so that the engine samples what a trainer with `loop.optimiser.autocast` trains.
+    The engine copies `model`, or takes ownership of it with `copy=False`. Without a renderer, completions have ids but
+    no text. Only `sync_weights` changes the weights. At most `slots` requests run at the same time; the others wait in
+    order of arrival. A request has at most `capacity` tokens in prompt and completion together. KV memory is slots x
+    capacity tokens, plus `park_tokens` tokens (default: slots x capacity) for conversations between two turns. At most
+    `prefill_tokens` tokens are prefilled between two decoding steps. A completion ends at an id in `end_ids` (default:
+    the end ids of renderer and model) or in the request's `stop_ids`. `autocast` is the dtype in which the model's body
+    computes. It should equal the trainer's `loop.optimiser.autocast`, so that the sampled model is the trained one.
     """
 
     name = "embedded"
@@ -141,7 +141,7 @@ class EmbeddedEngine:
         self._waiting: deque[Generation] = deque()
         self._flights: dict[Generation, _Flight] = {}
         self._heard: set[_Flight] = set()
-        """Requests in flight that have a listener."""
+        """Requests in flight whose tokens a listener receives."""
         self._driver: asyncio.Task[None] | None = None
         self._drains: list[asyncio.Future[None]] = []
         self._versions = {version}
@@ -150,7 +150,7 @@ class EmbeddedEngine:
 
     @property
     def renderer(self) -> Renderer | None:
-        """The renderer that the constructor received."""
+        """The renderer given to the constructor."""
         return self._renderer
 
     @property
@@ -160,15 +160,15 @@ class EmbeddedEngine:
 
     @property
     def changing(self) -> bool:
-        """Whether a new request would wait, because a weight sync drains the batch or because sampling is frozen."""
+        """Whether a new request would wait, because a weight sync drains the batch or sampling is frozen."""
         return bool(self._drains) or self._frozen
 
     async def complete(self, request: Request) -> Completion:
         """Sample a completion. Requests start in order of arrival as slots become free.
 
         Raises `PromptTooLong`, or `EngineError` if the request is invalid or the model fails. The engine doesn't retry
-        a failed forward, since a retry is the caller's decision. A cancelled call passes the tokens sampled so far to
-        `request.on_partial`, as a completion with the finish `cancelled`."""
+        a failed forward, because the caller decides whether to retry. If the call is cancelled, `request.on_partial`
+        gets the tokens sampled so far as a completion with finish `cancelled`."""
         self._check_loop()
         generation = self._generation(request)
         flight = _Flight(
@@ -195,7 +195,7 @@ class EmbeddedEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """See `CapableEngine.score`. It takes one plain forward with the weights that sample."""
+        """See `CapableEngine.score`. The log-probs come from one plain forward with the current weights."""
         self._check_loop()
         prompt, shown = array("i", ids), tuple(places)
         request = Request(messages=(), prompt=prompt, places=shown, picture=picture, sampling=Sampling(), seed=0)
@@ -206,7 +206,7 @@ class EmbeddedEngine:
         return array("f", self._decoder.score(ids, seen).tolist())
 
     def forget(self, cache_key: str) -> None:
-        """Drop the KV parked under `cache_key`. A request in flight with that key doesn't park its KV either."""
+        """Drop the KV parked under `cache_key`. A request in flight with this key won't park its KV when it ends."""
         self._batch.parked.forget(cache_key)
         for generation in self._flights:
             if generation.key == cache_key:
@@ -217,18 +217,18 @@ class EmbeddedEngine:
     ) -> None:
         """Replace the weights with `state` between two decoding steps. Later tokens carry `version`.
 
-        Raises ValueError if the version was published before. With `again`, the caller guarantees that the version
-        names the same weights. `state` must not change until this method returns, so publish a copy of weights that are
-        being trained. Raises `UsageError`, before any change, if `state` is not the model's state dict. The engine
-        drops parked KV and recomputes it at the next turn of each conversation."""
+        Raises ValueError if the version was published before, unless `again` is true, by which the caller guarantees
+        that the weights are the same. Raises `UsageError`, before any change, if `state` isn't a state dict for this
+        model. `state` must not change until this method returns, so pass a copy if the weights are being trained.
+        Parked KV is dropped, and each conversation computes it again at its next turn."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")
         if version in self._versions and not again:
             raise ValueError(f"version {version!r} was published before; a version names one set of weights for good")
         self._decoder.check(state)
-        # The version is reserved before the wait, so a second sync under the same version fails while this one drains.
-        # A sync that is cancelled during the drain leaves the version reserved and the weights unchanged.
+        # The version is reserved before the wait, so that a second sync with this version fails even during the drain.
+        # If this sync is cancelled during the drain, the version stays reserved and the weights are unchanged.
         self._versions.add(version)
         if mode == "drain":
             await self._drain()
@@ -240,7 +240,7 @@ class EmbeddedEngine:
         self._decoder.check(state)
 
     def freeze(self) -> None:
-        """Stop sampling until `thaw`. Requests wait, and so does a weight sync in the mode `drain`."""
+        """Stop sampling until `thaw` is called. Until then, requests and `drain` weight syncs wait."""
         self._frozen = True
 
     def thaw(self) -> None:
@@ -256,7 +256,7 @@ class EmbeddedEngine:
         self.version = version
 
     async def close(self) -> None:
-        """End requests in flight as `abort`, with the tokens sampled so far, and free the KV memory."""
+        """Free the KV memory. Requests in flight end with finish `abort` and the tokens sampled so far."""
         if self._closed:
             return
         self._closed = True
@@ -269,8 +269,8 @@ class EmbeddedEngine:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def _generation(self, request: Request) -> Generation:
-        """Return the request as the batch represents it. Raises `EngineError` with the reason if the engine can't serve
-        it."""
+        """Return the `Generation` for a request. Raises `EngineError` with the reason if the engine can't serve the
+        request."""
         one_temperature(request)
         sampling = request.sampling
         prompt = ints(request.prompt or ())
@@ -317,7 +317,7 @@ class EmbeddedEngine:
         )
 
     async def _process(self, generation: Generation, request: Request) -> None:
-        """Process, in threads, the pictures that the prefill will need. Raises EngineError if one can't be
+        """Process the pictures that the prefill will need, in threads. Raises EngineError if a picture can't be
         processed."""
         pictures, reused = self._batch.pictures, self._batch.shared(generation)[1]
         if pictures is None or request.picture is None:
@@ -331,13 +331,13 @@ class EmbeddedEngine:
                     held = [await asyncio.to_thread(again)]
                 except Exception as error:  # the file is bad or missing
                     raise EngineError(f"the picture {place.media[0]} can't be shown: {error}") from error
-                # The pixels are held until the first prefill, even if the cache evicts them, because processing them
-                # there would block the event loop.
+                # The pixels are held until the first prefill, even if the cache evicts them. If the prefill had to
+                # process them again, it would block the event loop.
                 generation.pixels[place.key] = lambda held=held, again=again: held.pop() if held else again()
 
     def _completion(self, flight: _Flight, finish: Finish) -> Completion:
-        # A request that has left the batch has already closed its spans. A weight sync between that moment and this
-        # call therefore can't give its tokens a later version.
+        # If the request has left the batch, its spans were closed then, and this call changes nothing. A weight sync
+        # since then therefore can't give its tokens a later version.
         flight.close_span(self.version)
         generation = flight.generation
         usage = Usage(
@@ -364,20 +364,20 @@ class EmbeddedEngine:
             self._batch.leave(flight.generation)
         else:
             self._waiting.remove(flight.generation)
-        # This request may be the last one that a drain waits for, and the driver may not run again.
+        # A drain may be waiting only for this request, and the driver, which usually ends drains, may not run again.
         self._drained()
 
     def _land(self, generation: Generation, finish: Finish) -> None:
-        """Return the result of a request that has left the batch."""
+        """End a request that has left the batch, so that `complete` returns its result."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
-        # The future is done when its caller was cancelled in the same turn of the event loop.
+        # The future is already done if its caller was cancelled in the same turn of the event loop.
         if not flight.landed.done():
             flight.landed.set_result(finish)
 
     def _fail(self, generation: Generation, reason: str, cause: BaseException | None = None) -> None:
-        """Like `_land`, but with an error as the result. Each request gets a new one, because callers must not share
-        one traceback."""
+        """End a request like `_land`, but with an error. Each request gets a new error object, because callers must not
+        share one traceback."""
         flight = self._flights.pop(generation)
         flight.close_span(self.version)
         if not flight.landed.done():
@@ -405,8 +405,8 @@ class EmbeddedEngine:
         if driver is not None and driver.get_loop() is not asyncio.get_running_loop():
             if not driver.get_loop().is_closed():
                 raise EngineError("the engine runs in another event loop; share it within one loop only")
-            # The closed loop ended the callers and the driver. Their state is dropped, because their slots would
-            # otherwise stay occupied.
+            # The callers and the driver ended with their event loop. Their state is dropped, because their requests
+            # would otherwise occupy slots forever.
             self._driver = None
             self._batch.evict()
             self._waiting.clear()
@@ -423,8 +423,8 @@ class EmbeddedEngine:
         return bool(self._batch.rows) or any(self._may_join(generation) for generation in self._waiting)
 
     def _may_join(self, generation: Generation) -> bool:
-        """Return whether a generation may join. During a drain, only those with sampled tokens may: if evicted ones
-        couldn't join again, the drain would never end."""
+        """Return whether a generation may join. During a drain, only generations with sampled tokens may, because the
+        drain waits for them, and they may have been evicted."""
         return not self._drains or bool(generation.ids)
 
     async def _drive(self) -> None:
@@ -435,13 +435,13 @@ class EmbeddedEngine:
                 if self._batch.rows:
                     self._attempt(self._batch.rows, "decoding", self._batch.step)
                 self._drained()
-                # There is no await between the step and this loop, so complete() returns only after the listener has
-                # all ids.
+                # There is no await between the step and this loop. The listener therefore has all ids when complete()
+                # returns.
                 for flight in self._heard:
                     flight.tell()
                 self.stats.busy_seconds += time.perf_counter() - started
-                # This is the driver's only await. Here callers submit, cancel and sync weights, while the batch is at
-                # rest.
+                # This is the driver's only await. Only here can callers submit, cancel and sync weights, between two
+                # steps.
                 await asyncio.sleep(0)
         except asyncio.CancelledError:
             self._land_all()
@@ -452,10 +452,10 @@ class EmbeddedEngine:
             self._driver = None
 
     def _admit(self) -> None:
-        """Prefill waiting generations that may join, up to the free slots and `prefill_tokens`.
+        """Prefill waiting generations that may join, as many as free slots and `prefill_tokens` allow.
 
         The first one joins even if its prompt exceeds `prefill_tokens`, since it would otherwise wait forever."""
-        # Testing the head of the queue is enough, because _swap puts generations with sampled tokens before all others.
+        # Only the head of the queue is tested, because _swap puts generations with sampled tokens before all others.
         joiners: list[Generation] = []
         tokens = 0
         while self._waiting and len(joiners) < self._batch.room and self._may_join(self._waiting[0]):
@@ -471,14 +471,13 @@ class EmbeddedEngine:
             self._attempt(involved, "prefilling", partial(self._batch.join, group))
 
     def _attempt(self, involved: list[Generation], doing: str, work: Callable[[], list[Generation]]) -> None:
-        """Run one forward. If it raises, the generations in `involved` fail, and the engine continues with the
-        others."""
+        """Run the forward `work`. If it raises, the generations in `involved` fail, and all others continue."""
         try:
             finished = work()
         except Exception as error:
             reason = f"the model failed while {doing} {len(involved)} sequences: {type(error).__name__}: {error}"
-            # The loop runs over a copy, since `involved` may be the batch's own list of rows, which leave() changes.
-            # Nothing is parked, because a failed forward may have written part of its KV.
+            # `involved` is copied, since it may be the batch's own list of rows, which leave() changes. No KV is
+            # parked, because the failed forward may have written only part of it.
             for generation in list(involved):
                 if generation.slot >= 0:
                     self._batch.leave(generation, park=False)
@@ -514,13 +513,13 @@ class EmbeddedEngine:
                     drain.set_result(None)
 
     def _swap(self, state: Mapping[str, Tensor], version: str, mode: PublishMode) -> None:
-        # This method must not await: a decoding step between the end of the spans and the load would give tokens from
-        # the old weights the new version. load() checks names and shapes before its first copy. A device error during
-        # the copies leaves mixed weights under the old version, so the caller must then stop sampling.
+        # This method must not await, because a decoding step between closing the spans and loading would label tokens
+        # from the old weights with the new version. load() checks names and shapes before its first copy. After a
+        # device error during the copies, mixed weights have the old version, so the caller must stop sampling.
         for flight in self._flights.values():
             flight.close_span(self.version)
         self._decoder.load(state)
-        # Parked KV belongs to the old weights. A later turn that reuses it gets log-probs that belong to no version.
+        # Parked KV belongs to the old weights. A turn that reused it would get log-probs that belong to no version.
         self._batch.parked.clear()
         if self._batch.pictures is not None:
             self._batch.pictures.features.clear()
@@ -528,15 +527,15 @@ class EmbeddedEngine:
             for generation in self._batch.rows:
                 generation.clean = False
         else:
-            # The generations go back to the head of the queue, in slot order, and the new weights prefill their prompts
-            # and completions again. Behind new requests, they would break the order that _admit relies on.
+            # The generations go back to the head of the queue in slot order, because _admit relies on their being
+            # before new requests. The new weights then prefill their prompts and completions.
             self._waiting.extendleft(reversed(self._batch.evict()))
         self.version = version
         self.stats.swaps += 1
 
 
 def eos_ids(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return all end-of-sequence ids in the model's configuration and generation configuration."""
+    """Return all end-of-sequence ids in the model's configuration and in its generation configuration."""
     found: list[int] = []
     for config in (model.config.get_text_config(), model.generation_config):
         eos = getattr(config, "eos_token_id", None)
