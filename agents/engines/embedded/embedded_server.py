@@ -1,17 +1,17 @@
-"""The embedded engine over HTTP, with the routes of vLLM's server that `connect` uses for sampling and weight sync.
+"""Serves the embedded engine over HTTP, with those vLLM routes that `connect` uses to sample and to sync weights.
 
     POST /inference/v1/generate, /inference/v1/abort_requests      GET /health, /version, /v1/models, /weight_info,
     POST /pause, /collective_rpc (reload_weights),                     /is_paused
          /reset_prefix_cache, /update_weight_version, /resume
 
-The server is for models that fit into one process, and for tests of vLLM clients without vLLM. It differs from vLLM:
+It is meant for models that fit into one process, and for testing clients of vLLM without vLLM. It differs from vLLM:
 
-1. Every route requires the token.
+1. Every route requires the access token.
 2. The server rejects unsupported sampling parameters (penalties, unknown fields) and never ignores them.
-3. `/collective_rpc` reads and checks new weights. `/update_weight_version` then loads them and sets their version in
-   one step, so no token has the wrong version. The server rejects `/resume` between the two.
-4. No KV outlives a version, so `/reset_prefix_cache` does nothing.
-5. A stream starts with the first token, so an earlier error has its own HTTP status. The last chunk has all log-probs.
+3. `/collective_rpc` only reads and checks new weights. `/update_weight_version` then loads them and sets their version
+   in one step, so no sampled token has the wrong version. In between, the server rejects `/resume`.
+4. `/reset_prefix_cache` does nothing, because the engine drops all KV from old weights itself.
+5. A stream starts with the first token, so earlier errors have their own HTTP status. The last chunk has all log-probs.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OFF: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Sampling parameters that the engine lacks, with the value that disables each of them. Other values are rejected."""
+"""Unsupported sampling parameters, each with the value that turns it off. All other values are rejected."""
 KNOWN = {"temperature", "top_p", "top_k", "seed", "max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"}
 KNOWN |= {"logprobs", *OFF}
 
@@ -66,9 +66,9 @@ class EngineServer(HttpService):
         slots: int = 64,
         capacity: int | None = None,
     ) -> None:
-        """Take ownership of `model`. Clients send `token` as their API key. If it is None, a new token is created, and
-        clients of this user on this machine find it. `version` names the first weights. Raises UsageError if the token
-        is too short."""
+        """Take ownership of `model`. Clients send `token` as their API key. If it is None, a new token is created,
+        which clients run by the same user on this machine find by themselves. `version` names the initial weights.
+        Raises UsageError if the token is too short."""
         super().__init__(host, token)
         self.name = name
         self.engine = EmbeddedEngine(
@@ -78,17 +78,17 @@ class EngineServer(HttpService):
         self._eos = eos_ids(model)
         self._under_way: dict[str, asyncio.Task[Completion]] = {}
         self._paused = ""
-        """The mode of the pause. It is empty while the server samples."""
+        """The mode of the current pause, or "" if the server isn't paused."""
         self._mode: PublishMode = "reprefill"
         self._weights: dict[str, Tensor] | None = None
-        """Weights that were read and checked but have no version yet."""
+        """New weights that were read and checked, but not loaded yet."""
 
     async def stop(self) -> None:
-        """Close the engine first. Its requests end as `abort`, so the handlers return before the server's timeout."""
+        """Close the engine first, so that its requests end as `abort` and their handlers return before the timeout."""
         await self.engine.close()
 
     def routes(self) -> Iterator[web.RouteDef]:
-        """Return the routes of vLLM's server that `connect` uses."""
+        """Return those routes of a vLLM server that `connect` uses."""
         answers: dict[str, Callable[[web.Request], Any]] = {
             "/health": lambda _: {},
             "/version": lambda _: {"version": f"tapereel {installed('tapereel')}"},
@@ -110,7 +110,7 @@ class EngineServer(HttpService):
         yield from (web.post(route, _as_json(work)) for route, work in does.items())
 
     async def answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer with status 400 if the request can't succeed, and with status 503 if a retry may succeed."""
+        """Turn errors into status 400 if the same request can never succeed, and into 503 if a retry may succeed."""
         try:
             return await super().answer(request, handler)
         except PromptTooLong as error:
@@ -132,12 +132,12 @@ class EngineServer(HttpService):
         if name in self._under_way:
             raise UsageError(f"request_id {body.get('request_id')!r} is in flight already")
         stream = _Stream(request, name) if body.get("stream") else None
-        # The completion is a separate task, since /abort_requests and /pause cancel it and not the handler, which then
-        # answers with the partial completion.
+        # The completion is a separate task, so that /abort_requests and /pause can cancel it without cancelling this
+        # handler, which then answers with the partial completion.
         task = self._under_way[name] = asyncio.ensure_future(self.engine.complete(replace(asked, listener=stream)))
         try:
             if stream is not None:
-                # The engine passes all ids to the listener before the task ends, so None is the last item of the queue.
+                # The listener has all ids when the task ends, so None is the last item in the queue.
                 task.add_done_callback(lambda _: stream.heard.put_nowait(None))
                 await stream.pass_on()
             await asyncio.wait([task])
@@ -148,16 +148,15 @@ class EngineServer(HttpService):
                 raise
             return await stream.end({"error": {"message": str(error), "code": 500}})
         except (TimeoutError, ConnectionError):
-            # The client has disconnected or doesn't read. The connection is aborted, as a regular end would look
-            # complete.
+            # The client has disconnected or doesn't read. The connection is aborted, because a stream that ends
+            # normally would look complete.
             if request.transport is not None:
                 request.transport.abort()
             assert stream is not None
             return stream.response
         finally:
             del self._under_way[name]
-            # This has no effect on a task that is done. After a disconnect, the engine must not sample for a lost
-            # client.
+            # If the client has disconnected, the engine must stop sampling for it. A task that is done isn't affected.
             task.cancel()
         top = self._likeliest(asked, found, int(body["sampling_params"].get("logprobs") or 0))
         answer = _answer(name, asked, found, top, aborted=task.cancelled())
@@ -198,7 +197,7 @@ class EngineServer(HttpService):
     def _likeliest(self, asked: Request, found: Completion, n: int) -> Sequence[Sequence[tuple[int, float]]]:
         """Return the `n` most probable (id, log-prob) pairs at the position of each token, or nothing if `n` is 0.
 
-        They come from one plain forward under the current weights, which may be newer than the weights that sampled the
+        They come from one plain forward with the current weights, which may be newer than those that sampled the
         tokens."""
         if not n or not found.ids or asked.prompt is None:
             return [()] * len(found.ids or ())
@@ -234,7 +233,7 @@ class EngineServer(HttpService):
         if mode == "keep":
             self.engine.freeze()
             return {}
-        # An earlier pause may have frozen the engine. Frozen completions never end, but this pause waits for them.
+        # An earlier pause may have frozen the engine. This pause waits for completions, which never end while frozen.
         self.engine.thaw()
         tasks = list(self._under_way.values())
         if mode == "abort":
@@ -251,8 +250,8 @@ class EngineServer(HttpService):
             raise UsageError(f"method {body.get('method')!r}: only reload_weights with kwargs.weights_path is served")
         self._need_pause()
         weights = await asyncio.to_thread(_read_weights, Path(folder))
-        # The weights are checked before they are kept. A wrong state dict fails here, and the engine keeps the old
-        # weights.
+        # The check comes first, so that a wrong state dict fails here and leaves no weights for
+        # `/update_weight_version`.
         self.engine.check(weights)
         self._weights = weights
         return {"results": [None]}
@@ -269,7 +268,7 @@ class EngineServer(HttpService):
         else:
             self._need_pause()
             weights, self._weights = self._weights, None
-            # A trainer that failed during a weight sync publishes the same version again after its restart.
+            # After a failed weight sync, a restarted trainer publishes the same version again.
             await self.engine.sync_weights(weights, version, self._mode, again=True)
         return {}
 
@@ -286,12 +285,12 @@ class EngineServer(HttpService):
 
 
 class _Stream:
-    """One streamed answer, and the listener that receives its ids from the engine."""
+    """One streamed answer. It is also the listener that receives the ids from the engine."""
 
     def __init__(self, request: web.Request, name: str) -> None:
         self.response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.heard: asyncio.Queue[array[int] | None] = asyncio.Queue()
-        """Ids in the order of sampling, with None at the end."""
+        """Ids in the order in which they were sampled, then None at the end."""
         self._request, self._name, self._sent = request, name, 0
 
     def tokens(self, ids: array[int]) -> None:
@@ -301,13 +300,13 @@ class _Stream:
         """Do nothing, because the embedded engine makes only one attempt."""
 
     async def pass_on(self) -> None:
-        """Send ids to the client until the end of the completion."""
+        """Send ids to the client until the completion ends."""
         while (ids := await self.heard.get()) is not None:
             self._sent += len(ids)
             await self._send({"request_id": self._name, "choices": [{"index": 0, "token_ids": ids.tolist()}]})
 
     async def end(self, last: dict[str, Any]) -> web.StreamResponse:
-        """Send the last event: the whole answer without the ids already sent, or an error."""
+        """Send the last event, which is an error or the whole answer, except for ids that were sent already."""
         for choice in last.get("choices", ()):
             choice["token_ids"] = choice["token_ids"][self._sent :]
         await self._send(last)
@@ -359,7 +358,7 @@ def _answer(
 
 
 def _as_json(work: Callable[[web.Request], Any]) -> Handler:
-    """Return a handler that answers with the value of `work` as JSON."""
+    """Return a handler that answers with the result of `work` as JSON."""
 
     async def handler(request: web.Request) -> web.StreamResponse:
         found = work(request)

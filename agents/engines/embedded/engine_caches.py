@@ -1,4 +1,4 @@
-"""What the embedded engine keeps between requests: the KV of conversations, and the pixels and features of pictures."""
+"""The embedded engine's caches between requests: KV of conversations, and pixels and features of pictures."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ...vision.vision import Pixels, Vision
 from .kv_cache import SlotDecoder
 
 CACHE_BYTES = 1 << 29
-"""Maximum size in bytes of the processed pixels that are kept, and of the features that are kept."""
+"""Maximum size in bytes of the pixel cache, and of the feature cache."""
 TOWER_PATCHES = 1 << 14
-"""Number of patches after which a call of the vision tower takes no further picture. It bounds the tower's memory."""
+"""Number of patches after which the next picture goes to another vision tower call. It bounds the tower's memory."""
 
 K = TypeVar("K")
 V = TypeVar("V")
 
 
 class BoundedCache(Generic[K, V]):
-    """Holds values by key whose sizes add up to at most `budget`. The least recently used ones are evicted first."""
+    """Holds values by key. Their sizes add up to at most `budget`. The least recently used value is evicted first."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -35,13 +35,13 @@ class BoundedCache(Generic[K, V]):
         self._entries: OrderedDict[K, tuple[V, int]] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """Return the value under `key`, or None if the cache has no value for it."""
+        """Return the value under `key`, or None if there is no such key."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key, (None, 0))[0]
 
     def put(self, key: K, value: V, size: int) -> None:
-        """Keep `value`, and evict values that exceed the budget."""
+        """Store `value`, and evict values until all sizes fit the budget."""
         self.forget(key)
         self._entries[key] = value, size
         self.used += size
@@ -63,7 +63,7 @@ class Parked:
     """The first tokens of a conversation and their KV."""
 
     keys: NDArray[np.int64]
-    """The result of `tapes.places.keys`. Its elements are equal where the ids and pictures are equal."""
+    """The result of `tapes.places.keys`. Two tokens have equal elements if their ids and pictures are equal."""
     places: tuple[Place, ...]
     kv: Tensor
 
@@ -72,11 +72,11 @@ class ParkingLot(BoundedCache[str, Parked]):
     """Holds the KV of conversations, with at most `budget` tokens in total."""
 
     def find(self, key: str, keys: NDArray[np.int64], places: tuple[Place, ...]) -> tuple[Parked | None, int]:
-        """Return the entry under `key`, and the length of the exact prefix that a prompt shares with it. The prefix
-        never ends inside a picture.
+        """Return the entry under `key`, and the number of leading tokens that the prompt `keys` shares with it exactly.
+        The shared part never ends inside a picture.
 
-        The last token of the prompt is never included: it must go through a forward pass, since its logits predict the
-        next token."""
+        It never includes the prompt's last token, because that token's logits are needed for the next one, so a forward
+        must compute it."""
         entry = self.get(key)
         if entry is None:
             return None, 0
@@ -84,18 +84,18 @@ class ParkingLot(BoundedCache[str, Parked]):
 
 
 class PictureFeatures:
-    """Holds the pixels and features of the pictures that an engine was shown, by `Place.key`."""
+    """Holds pixels and features of the pictures in an engine's requests, by `Place.key`."""
 
     def __init__(self, decoder: SlotDecoder, vision: Vision) -> None:
         self.vision = vision
         self.features = BoundedCache[int, Tensor](CACHE_BYTES)
-        """Features under the current weights. The cache must be cleared for new weights."""
+        """Features computed by the current weights. This cache must be cleared when the weights change."""
         self._decoder = decoder
         self._pixels = BoundedCache[int, Pixels](CACHE_BYTES)
         self._processing = Lock()
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """See `Vision.pixels`. May be called in threads. Several requests that show the same picture process it only
+        """See `Vision.pixels`. May be called in threads. A picture that several requests show is processed only
         once."""
         with self._processing:
             found = self._pixels.get(place.key)
@@ -105,8 +105,8 @@ class PictureFeatures:
             return found
 
     def of(self, shown: Mapping[int, Callable[[], Pixels]]) -> dict[int, Tensor]:
-        """Return features of shape (count, levels, D) by key. `shown` returns the pixels of those that must be
-        computed."""
+        """Return the features of each picture, of shape (count, levels, D), by key. `shown` has a function for each
+        picture that returns its pixels. It is called only if the features must be computed."""
         found = {key: features for key in shown if (features := self.features.get(key)) is not None}
         todo = [(key, pixels()) for key, pixels in shown.items() if key not in found]
         ends = accumulate(pixels.patches for _, pixels in todo)
@@ -114,7 +114,7 @@ class PictureFeatures:
             keys, together = zip(*(one for one, _ in some), strict=True)
             made = self._decoder.features(together).split([pixels.count for pixels in together])
             for key, features in zip(keys, made, strict=True):
-                # This is a copy, since a view would keep the features of all pictures in the same call alive.
+                # Copied, because a view would keep the features of all pictures in this call in memory.
                 found[key] = features.clone()
                 self.features.put(key, found[key], features.nbytes)
         return found

@@ -1,12 +1,12 @@
 """A transformers decoder over a fixed table of KV slots.
 
 One tensor of shape (2 * layers, slots, heads, capacity + 1, head size) holds the keys and values of all slots. A
-forward uses a contiguous range of slots through views, without a gather. The method `extend` serves prefill, reuse of a
-prefix and decoding. New tokens are right-aligned, so the last token of every row is in the last column, whatever its
-length, and the model computes logits for one column only. Padding writes into the extra position of each slot. The mask
-excludes that position from every query.
+forward uses views of a contiguous range of slots, so it needs no gather. The same method, `extend`, serves for prefill,
+for reuse of a prefix, and for decoding. New tokens are right-aligned. The last token of every row is therefore in the
+last column, and the model computes logits for this column only. KV of padding is written to the extra position at the
+end of each slot, which the mask hides from every query.
 
-The cache supports full-attention decoders whose cached forward equals their plain forward. The constructor tests this.
+The cache supports full-attention decoders that compute the same with and without a cache, which the constructor tests.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ def refuse_unfit(model: PreTrainedModel, vision: Vision | None = None) -> None:
 
 
 class _SlotCache(Cache):
-    """The cache that the attention layers use. Writes go to (rows, positions), and reads return the view set by
-    `aim`."""
+    """The cache object that transformers' attention layers use. `aim` sets where they write and what they read."""
 
     def __init__(self, kv: Tensor) -> None:
         super().__init__(layers=[])
@@ -72,8 +71,8 @@ class _SlotCache(Cache):
     def aim(self, first: int, write: Tensor, attended: int) -> None:
         """Select the slots from `first` on.
 
-        `write`, of shape (rows, columns), holds the positions to write. A read returns the first `attended`
-        positions."""
+        `write`, of shape (rows, columns), holds the position that each new token is written to. Reads return the first
+        `attended` positions."""
         self._view = slice(first, first + write.shape[0])
         self._rows = torch.arange(first, first + write.shape[0], device=write.device)[:, None]
         self._write = write
@@ -82,10 +81,10 @@ class _SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store the new keys and values of this layer. Returns the keys and values of all attended positions."""
+        """Store this layer's new keys and values. Returns its keys and values at all attended positions."""
         keys, values = self.kv[2 * layer_idx], self.kv[2 * layer_idx + 1]
-        # Padding columns of a row share one position, so its content is undefined on a GPU. No query reads it.
-        # Under autocast, keys are wider than the cache. Attention would round them to its dtype in any case.
+        # All padding in a row is written to one position. Its content is undefined on a GPU, but no query reads it.
+        # With autocast, keys are wider than the cache's dtype, to which attention would round them in any case.
         keys[self._rows, :, self._write] = key_states.transpose(1, 2).to(keys.dtype)
         values[self._rows, :, self._write] = value_states.transpose(1, 2).to(values.dtype)
         return keys[self._view, :, : self._attended], values[self._view, :, : self._attended]
@@ -95,10 +94,10 @@ class Seen(NamedTuple):
     """The inputs of a vision model in addition to token ids."""
 
     rotary: NDArray[np.int64] | None = None
-    """Rotary positions of shape (axes, rows, columns), or None if positions are indices."""
+    """Rotary positions of shape (axes, rows, columns), or None if a token's position is its index."""
     where: NDArray[np.int64] | None = None
-    """Index into `features` (N, levels, D), of shape (rows, columns), with -1 for a token that has no feature. None if
-    no token has one."""
+    """Index into `features` for each token, of shape (rows, columns), with -1 for a token without a feature. None if no
+    token has a feature. `features` has shape (N, levels, D)."""
     features: Tensor | None = None
 
 
@@ -118,8 +117,8 @@ class SlotDecoder:
     ) -> None:
         """Take ownership of `model`. It is set to evaluation mode, and `load` overwrites its weights.
 
-        `autocast` is the dtype in which the body computes, as it does in a trainer with the same setting. The output
-        layer keeps the dtype of its weights. Raises UnsupportedModel."""
+        `autocast` is the dtype in which the model's body computes, as in a trainer with the same setting. The output
+        layer computes in the dtype of its weights. Raises UnsupportedModel."""
         refuse_unfit(model, vision)
         longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         if slots < 1 or capacity < 2 or (longest is not None and capacity > longest):
@@ -136,15 +135,15 @@ class SlotDecoder:
         self.vision = vision
         self._autocast = autocast
         self._body: Any = None
-        """Computes hidden states, from which `_head` computes the logits. If it is None, the model's own forward
-        computes both."""
+        """Computes the hidden states, from which `_head` computes logits. If it is None, the model's forward does
+        both."""
         if autocast is not None or vision is not None:
             base: Any = getattr(model, "get_base_model", lambda: model)()
             self._body, self._head = base.get_decoder(), base.get_output_embeddings()
         dtype = autocast or model.dtype
         self._lowest = torch.finfo(dtype).min
         if autocast is not None:
-            # Autocast would round these weights in every forward. Rounding them once gives the same numbers.
+            # Autocast would round these weights again in every forward. Rounding them here once gives the same results.
             for module in self._body.modules():
                 if isinstance(module, torch.nn.Linear):
                     module.to(autocast)
@@ -173,15 +172,15 @@ class SlotDecoder:
     ) -> Tensor:
         """Feed tokens to the slots `first, first + 1, ...`.
 
-        Returns float32 logits (n, vocabulary) after the tokens of `ids` at the indices `at` (rows, columns), by default
-        after each row's last token. `ids`, of shape (rows, columns), holds the `new` tokens of each row, right-aligned.
-        `have` is the number of tokens per slot that already have KV. Afterwards the slot of row i has KV for `have[i] +
-        new[i]` tokens. The caller stores this count.
+        `ids` has shape (rows, columns) and holds, right-aligned, `new[i]` tokens for row i. `have[i]` is the number of
+        tokens in the row's slot that already have KV. Afterwards, `have[i] + new[i]` tokens have KV, and the caller
+        must store this number. Returns float32 logits (n, vocabulary) for the token after each one in `at`, which holds
+        (rows, columns) as indices into `ids`. By default, it is the last token in each row.
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)
-        # Padding columns come before the row's new tokens. Their KV goes to the extra position `capacity`, which is
-        # never below `attended`. Position 0 gives their queries a valid key, and their outputs are not used.
+        # Padding comes before the row's new tokens. Its KV goes to the extra position `capacity`, which no query
+        # attends to. Padding itself gets position 0, so that its queries have a valid key. Its outputs are not used.
         padding = position < have[:, None]
         write = np.where(padding, self.capacity, position)
         position[padding] = 0
@@ -204,22 +203,22 @@ class SlotDecoder:
     ) -> dict[str, Any]:
         at = self._there(position)
         mask = torch.zeros(*position.shape, attended, dtype=self._cache.kv.dtype, device=self.device)
-        # The causal mask of each row also hides KV of earlier sequences in the slot, which starts at `have + new`. It
-        # uses the lowest finite value and not -inf, because a row of only -inf would give NaN.
+        # A row's causal mask also hides what earlier sequences left in the slot, from position `have + new` on. Its
+        # value is the lowest finite number, because a row of only -inf would give NaN.
         mask.masked_fill_(torch.arange(attended, device=self.device) > at[..., None], self._lowest)
         self._cache.aim(first, self._there(write), attended)
         return {"position_ids": at, "attention_mask": mask[:, None], "past_key_values": self._cache, "use_cache": True}
 
     @torch.inference_mode()
     def features(self, pixels: Sequence[Pixels]) -> Tensor:
-        """See `Vision.features`. They are computed with the weights and the dtype that are used for sampling."""
+        """See `Vision.features`. Features are computed with the same weights and dtype as sampled tokens."""
         assert self.vision is not None
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
             return self.vision.features(self.model, pixels)
 
     def _logits(self, keep: int | Tensor, **inputs: Any) -> Tensor:
-        """Return float32 logits (rows, columns, vocabulary) for the columns `keep`. If `keep` is an integer, they are
-        the last `keep` columns, or all columns for 0."""
+        """Return float32 logits (rows, columns, vocabulary) for the columns in `keep`. An integer means the last `keep`
+        columns, and 0 means all columns."""
         if self._body is None:
             return self.model(**inputs, logits_to_keep=keep).logits.float()
         with torch.autocast(self.device.type, self._autocast, enabled=self._autocast is not None):
@@ -229,7 +228,7 @@ class SlotDecoder:
 
     @torch.inference_mode()
     def score(self, ids: Sequence[int], seen: Seen = NOTHING) -> Tensor:
-        """Return the float32 log-probs of `ids[1:]`, of shape (n - 1,), from a plain forward without cached KV."""
+        """Return float32 log-probs (n - 1,) for `ids[1:]`. They come from a plain forward without cached KV."""
         at = torch.tensor(list(ids), device=self.device)
         logits = self._logits(0, **self._inputs(np.array([ids], int), seen), use_cache=False)[0, :-1]
         return logits.gather(1, at[1:, None])[:, 0] - logits.logsumexp(-1)
@@ -260,8 +259,8 @@ class SlotDecoder:
         extra = sorted(state.keys() - own.keys())
         if extra:
             raise UsageError(f"published weights have names that the model lacks: {_some(extra)}")
-        # Tied weights share storage. One name of each storage is enough, and all published names must agree. Otherwise
-        # the order of the copies in `load` would decide which value the model gets.
+        # Tied weights share storage, so `state` needs only one of their names. If it has several, their values must be
+        # equal, because otherwise the order of the copies in `load` would decide which value the model gets.
         given: dict[int, str] = {}
         for name, value in state.items():
             if value.shape != own[name].shape:
@@ -279,11 +278,11 @@ class SlotDecoder:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Copy `state` into the model's weights. Raises UsageError before the first copy.
 
-        KV of the old weights stays in the slots, so the caller must drop or recompute it."""
+        The slots still hold KV from the old weights, which the caller must drop or recompute."""
         self.check(state)
         own: dict[str, Tensor] = self.model.state_dict()
-        # The weights are copied in place, because the tensors of a state dict share storage with the parameters. Tied
-        # weights stay tied.
+        # The tensors in `own` share storage with the parameters, so copying in place changes the model and keeps tied
+        # weights tied.
         for name, value in state.items():
             own[name].copy_(value)
 
@@ -303,7 +302,7 @@ class SlotDecoder:
         return len(probe.layers), keys[1], keys[3]
 
     def _prove(self) -> None:
-        """Compare a ragged prefill and a decoding step with the plain forward. Leaves all slots zero."""
+        """Raise UnsupportedModel if prefill or decoding gives other logits than the plain forward. Zeroes all slots."""
         n = min(7, self.capacity)
         rows = min(2, self.slots)
         ids = (np.arange(1, n + 1) * 7919 % self.vocabulary)[None].repeat(rows, 0)
@@ -332,10 +331,10 @@ class SlotDecoder:
         second = self.extend(0, ids[np.arange(rows), have][:, None], have, one, then)
         off = max(float((first - plain[have - 1]).abs().max()), float((second - plain[have]).abs().max()))
         self._cache.kv.zero_()
-        # The tolerance is relative to the range of the logits. An untrained model has logits so small that an absolute
-        # tolerance would not detect a wrong mask.
+        # The tolerance is relative to the range of the logits, because they are so small in an untrained model that an
+        # absolute tolerance would not detect a wrong mask.
         tolerance = (1e-3 if self._cache.kv.dtype == torch.float32 else 0.1) * float(plain.max() - plain.min()) + 1e-6
-        # The condition is `not <=` instead of `>`, because NaN must fail too.
+        # With `>` instead of `not <=`, NaN would pass.
         if not off <= tolerance:
             raise UnsupportedModel(
                 f"{type(self.model).__name__}: logits through the slot cache differ from the plain "

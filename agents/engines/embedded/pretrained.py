@@ -1,6 +1,6 @@
 """Loads a model and its tokenizer from a directory in Hugging Face format, and selects the device.
 
-A name that isn't a directory refers to the hub (`tapes/common/hub.py`). The loader runs no code from a model's files.
+A name that isn't a directory is looked up on the hub (`tapes/common/hub.py`). No code in a model's files is ever run.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ModelT = TypeVar("ModelT", bound="torch.nn.Module")
 
 
 LOADING: dict[str, bool] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of transformers' `from_pretrained`. Without the second one, it asks on the terminal whether to execute the
-code that a model folder names."""
+"""Arguments for transformers' `from_pretrained`. Without `trust_remote_code`, transformers asks on the terminal whether
+it may execute the code that a model folder names."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ def load_pretrained(
 ) -> Pretrained:
     """Load the model and tokenizer in `folder` to `device`, with weights in `dtype`.
 
-    `folder` may also be a name on the hub, and `device` is a name as in `device_of`. Adapters stay in float32. With
-    `attention` None, transformers selects the implementation. Raises UsageError if the folder or device is missing, if
-    the folder has no usable model, or if the model reads more than text and its family is unknown or not proven. Raises
-    Corrupt like `check_folder`, and MissingExtra if native video is used without torchvision."""
+    `folder` may also be a name on the hub. See `device_of` for the names of devices. Adapters stay in float32. If
+    `attention` is None, transformers selects the implementation. Raises UsageError if the folder or device is missing,
+    if the folder has no usable model, or if the model reads more than text and its family is unknown or not proven.
+    Raises Corrupt like `check_folder`, and MissingExtra if native video is used without torchvision."""
     from ...vision.families import family_of, prove_vision
 
     folder = model_folder(folder)
@@ -83,8 +83,8 @@ def load_pretrained(
     if vision is not None:
         import torch
 
-        # By default cuDNN rounds the input of a float32 convolution to 10 bits (TF32). A picture's features then depend
-        # on the other pictures of a batch, and a replay's log-probs are off by up to 5e-4 nats.
+        # By default, cuDNN rounds inputs of float32 convolutions to 10 bits (TF32). A picture's features would then
+        # depend on the other pictures in its batch, and log-probs in a replay would be off by up to 5e-4 nats.
         torch.backends.cudnn.allow_tf32 = False
         prove_vision(model, vision)
     return Pretrained(model, tokenizer, vision)
@@ -99,8 +99,8 @@ def _loaded(folder: Path, dtype: Dtype, attention: Attention | None, video: Vide
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(str(folder), **LOADING)
-            # The family is read first, because AutoModelForCausalLM loads many vision models without their tower, and
-            # raises no error.
+            # The family decides, because AutoModelForCausalLM loads many vision models without their tower, and raises
+            # no error.
             auto = AutoModelForImageTextToText if family_of(config, folder, video) else AutoModelForCausalLM
             loaded: Any = auto.from_pretrained(
                 str(folder),
@@ -158,14 +158,14 @@ def _adapted(model: Any, folder: str | Path) -> Any:
 
 
 def device_of(name: str) -> torch.device:
-    """Return the device with that name, such as `cpu`, `cuda` or `cuda:1`. `auto` selects the GPU if torch finds one,
-    and the CPU otherwise. Raises UsageError if torch can't use the device."""
+    """Return the device with this name, such as `cpu`, `cuda` or `cuda:1`. `auto` means the GPU if torch finds one, and
+    otherwise the CPU. Raises UsageError if torch can't use the device."""
     import torch
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        # An allocation resolves `cuda` to an index, and fails at once for a device that torch can't use.
+        # Allocating a tensor resolves `cuda` to an index, and fails now if torch can't use the device.
         found = torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(
@@ -208,8 +208,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
 def load_pictures(
     folder: str | Path, tokenizer: PreTrainedTokenizerFast, video: VideoTokens = "frames"
 ) -> Vision | None:
-    """Return how the model in `folder` reads pictures, without loading its weights. Return None for a text model, for a
-    family that is not in `FAMILIES`, and for a folder that has only a tokenizer. Raises UnsupportedVision and
+    """Return how the model in `folder` reads pictures, without loading its weights. Returns None for a text model, for
+    a family that isn't in `FAMILIES`, and for a folder that has only a tokenizer. Raises UnsupportedVision and
     MissingExtra like `load_pretrained`."""
     from ...vision.families import FAMILIES
 
@@ -224,8 +224,8 @@ def load_pictures(
 
 
 def weights_digest(state: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 (hex) of the names, dtypes, shapes and bytes of all weights. A tied weight counts under each
-    of its names."""
+    """Return the SHA-256 (hex) over all weights, with their names, dtypes, shapes and bytes. A tied weight is included
+    once for each of its names."""
     import torch
 
     # The weights are sorted by name, because the order of a state dict depends on how the model was built.

@@ -1,10 +1,10 @@
 """Samples one token per row from random numbers that depend only on (seed, position).
 
-The generator is counter-based and has no state. A row therefore gets the same random numbers in any batch, in any slot
-and after any number of evictions. The sampler inverts the CDF of float64 probabilities.
+The random generator is counter-based and has no state, so a row gets the same numbers in any batch, in any slot and
+after any number of evictions. A token is drawn by inverting the CDF of the probabilities in float64.
 
-Limit: the logits of one row differ in their last bits with the shape of the batch. A random number within about 1e-7 of
-a boundary of the CDF may therefore select the neighbouring token. The log-prob stays exact for the sampled token.
+There is one limit. The last bits of a row's logits depend on the shape of the batch, so a random number within about
+1e-7 of a boundary in the CDF may select the neighbouring token. The log-prob is still exact for the sampled token.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _MASK = (1 << 64) - 1
 
 
 def as_seed(seed: int) -> int:
-    """Return `seed` as an unsigned 64-bit value. Wider or negative integers wrap around."""
+    """Return `seed` as an unsigned 64-bit value. Integers outside that range wrap around."""
     return seed & _MASK
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return one float64 in [0, 1) for each (seed, position). It is SplitMix64 over the counter, from a start that is a
-    hash of the seed.
+    """Return a float64 in [0, 1) for each (seed, position). It is the output of SplitMix64 at that position, if the
+    generator starts from a hash of the seed.
 
-    Without the hash, two seeds that differ by a multiple of the golden-ratio constant give streams that are shifts of
-    each other.
+    Without the hash, two seeds whose difference is a multiple of the golden-ratio constant would give the same stream,
+    only shifted.
     """
     counters = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     # uint64 arithmetic wraps modulo 2**64. The upper 53 bits fill the mantissa of a float64, so 1.0 can't occur.
@@ -51,21 +51,21 @@ def draw(
 ) -> tuple[list[int], list[float]]:
     """Return token ids and their log-probs for float32 `logits` (rows, vocabulary).
 
-    A log-prob is log softmax(logits / temperature) of the sampled id over the whole vocabulary. `top_p` and `top_k`
-    restrict the candidates and don't change the log-prob. The values 1.0 and 0 disable them for a row. Temperature 0
-    selects the first of the largest logits, with the log-prob at temperature 1. A row without finite probabilities gets
-    NaN.
+    A log-prob is log softmax(logits / temperature) over the whole vocabulary, at the sampled id. `top_p` and `top_k`
+    restrict which ids can be sampled, but don't change the log-prob. In a row, `top_p` 1.0 and `top_k` 0 mean no
+    restriction. Temperature 0 selects the id with the largest logit (the first one in a tie) and gives its log-prob at
+    temperature 1. If a row has no finite probabilities, its log-prob is NaN.
     """
     greedy = temperature == 0.0
     scale = torch.from_numpy(np.where(greedy, 1.0, temperature)).to(logits.device)
-    # The sum is in float64, as a float32 cumulative sum over a whole vocabulary rounds small probabilities away.
+    # In float32, a cumulative sum over a whole vocabulary would round small probabilities away.
     p = torch.softmax(logits.double() / scale[:, None], dim=-1)
     kept = p if top_p is None or top_k is None else _filtered(p, top_p, top_k)
     cdf = kept.cumsum(-1)
-    # The target is scaled by the last value of the CDF, which is below 1 after filtering and otherwise differs from 1
-    # by rounding.
+    # The target is scaled by the last value in the CDF, because this value is below 1 after filtering, and only
+    # approximately 1 otherwise.
     target = torch.from_numpy(uniform).to(logits.device)[:, None] * cdf[:, -1:]
-    # right=True skips tokens of probability 0, whose CDF equals the previous token's.
+    # right=True skips tokens with probability 0, because their value in the CDF equals the previous token's.
     ids = torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[-1] - 1)
     if greedy.any():
         first = torch.from_numpy(greedy).to(logits.device)[:, None]
@@ -77,15 +77,15 @@ def draw(
 def _filtered(p: Tensor, top_p: NDArray[np.float64], top_k: NDArray[np.int64]) -> Tensor:
     """Return `p` with zeros outside each row's candidates.
 
-    The candidates are the smallest set among the `top_k` most probable tokens whose share reaches `top_p`."""
+    The candidates are the fewest of the `top_k` most probable tokens that together reach the share `top_p`."""
     sorted_p, order = torch.sort(p, dim=-1, descending=True, stable=True)
     rank = torch.arange(p.shape[-1], device=p.device)
     most = torch.from_numpy(np.where(top_k > 0, top_k, p.shape[-1])).to(p.device)[:, None]
     sorted_p = sorted_p * (rank < most)
-    # This is the probability of all tokens ranked above each token, normalised over the `top_k` tokens.
+    # For each token, the probability of all tokens ranked above it, normalised over the `top_k` tokens.
     before = (sorted_p / sorted_p.sum(-1, keepdim=True)).cumsum(-1).roll(1, -1)
     before[:, 0] = 0.0
     limit = torch.from_numpy(top_p).to(p.device)[:, None]
-    # Rank 0 always stays, because a row without a candidate has no CDF.
+    # The most probable token always stays, because without any candidate a row would have no CDF.
     sorted_p = sorted_p * ((before < limit) | (limit >= 1.0) | (rank == 0))
     return torch.zeros_like(p).scatter_(1, order, sorted_p)

@@ -1,7 +1,7 @@
 """A chat model small enough for a test: a character-level tokenizer with a chat template and an untrained transformer.
 
-The functions create both without a download, and `save_pretrained` works as for any other model. A message costs one
-role token, one token per character and one end token, since each token takes noticeable time on a CPU.
+The functions create both without a download. `save_pretrained` works as with any other model. A message takes only one
+role token, one token per character and one end token, because each token takes noticeable time on a CPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 Size = Literal["micro", "tiny", "small", "base"]
 
 SPECIAL = ("<|pad|>", "<|unk|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-"""Ids 0 to 6. `<|end|>` ends every message. A model therefore samples this id to end its turn."""
+"""Special tokens, with the ids 0 to 6. `<|end|>` ends every message, so a model samples it to end its turn."""
 
 ALPHABET = "\n\t" + "".join(sorted(string.printable[:95]))
-"""The characters with an id: newline, tab and printable ASCII. All other characters become `<|unk|>`."""
+"""The characters that have an id, which are newline, tab and printable ASCII. All others become `<|unk|>`."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{% set f = tool['function'] or tool %}{{ f['name'] }}("
@@ -39,7 +39,7 @@ _SHAPES: dict[str, tuple[int, int, int, int]] = {
     "small": (96, 3, 4, 256),
     "base": (128, 4, 4, 320),
 }
-"""Size -> (width, layers, heads, feed-forward width)."""
+"""Maps a size to (width, layers, heads, feed-forward width)."""
 
 
 def char_tokenizer(alphabet: str = ALPHABET) -> PreTrainedTokenizerFast:
@@ -93,7 +93,7 @@ def tiny_model(
         bos_token_id=None,
         eos_token_id=end,
         pad_token_id=pad,
-        # With the usual 0.02, a model of this width spends its first hundred updates on growing its weights.
+        # With the usual 0.02, a model this narrow would spend its first hundred updates on growing its weights.
         initializer_range=0.1,
     )
     # fork_rng restores the global generator, so a new model doesn't change the caller's random numbers.
