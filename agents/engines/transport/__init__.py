@@ -1,5 +1,4 @@
-"""Carries requests to a model server by HTTP and server-sent events, checks each answer, and marks errors worth a
-retry.
+"""Sends requests to a model server over HTTP, checks each answer, and marks the errors after which a retry may help.
 
 The package imports the engine protocol and the packages below `agents`.
 """

@@ -1,8 +1,8 @@
-"""Servers that don't answer: how long requests wait for them, and when a run stops.
+"""Decides how long requests wait for servers that don't answer, and when the run stops.
 
-All requests of an engine share one `Absence`. While no request is answered, all of them wait and try again, for at most
-`patience` seconds. After that, `EngineStopped` ends the run. If only one request fails for that long while others are
-answered, only this request fails.
+All requests to an engine share one `Absence`. While no request is answered, all of them wait and try again, and after
+`patience` seconds `EngineStopped` ends the run. If a single request keeps failing for `patience` seconds while others
+are answered, only that request fails.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ..engine import EngineError, EngineStopped
 log = logger("engine")
 
 NOTICE = 1.0
-"""Seconds without an answer before the first message about it."""
+"""Seconds without an answer after which a first message tells the user."""
 REMINDER = 30.0
-"""Seconds between two messages about one absence."""
+"""Seconds between two messages during one absence."""
 _SPENT = re.compile(r"insufficient[_ ]quota|exceeded your current quota|billing|credit balance", re.IGNORECASE)
-"""Matches errors about a spent budget, to which some providers give the status of a rate limit (429), or 400."""
+"""Matches errors about a spent budget. Some providers send them with status 429, as for a rate limit, or 400."""
 _FLAGGED = re.compile(r"moderation|flagged|content.?(policy|filter)|safety", re.IGNORECASE)
-"""Matches errors about the content of one request, to which some providers give the status of a rejected key (403)."""
+"""Matches errors about one request's content. Some providers send them with status 403, as for a rejected key."""
 
 
 def stop_reason(status: int | None, text: str) -> StopReason | None:
-    """Return why no later request can succeed either, judging by the HTTP status and the text of an error. Return None
-    if one may succeed."""
+    """Return why every later request would fail too, according to an error's HTTP status and text. Returns None if
+    later requests may succeed."""
     if status == 402 or (status in (400, 403, 429) and _SPENT.search(text)):
         return "budget"
     if status == 401 or (status == 403 and not _FLAGGED.search(text)):
@@ -41,10 +41,11 @@ def stop_reason(status: int | None, text: str) -> StopReason | None:
 
 
 class Absence:
-    """Measures how long an engine gets no answer. All its requests share this object, within one event loop."""
+    """Measures how long an engine gets no answer. All requests to the engine share this object, in one event loop."""
 
     def __init__(self, patience: float, *, backoff: float = 0.05, longest: float = 5.0) -> None:
-        """`backoff` is the first wait between two tries in seconds, before jitter. The wait doubles up to `longest`."""
+        """`backoff` is the first wait between two tries in seconds, before jitter. Each wait doubles, up to
+        `longest`."""
         self.patience, self.backoff, self.longest = patience, backoff, longest
         self.since: float | None = None
         """`time.monotonic()` of the first failure after the last answer, or None while requests are answered."""
@@ -52,26 +53,27 @@ class Absence:
         self._next_notice = 0.0
         self._noticed = False
         self._trying = 0
-        """Number of requests that failed and will try again."""
+        """Number of requests that have failed and will be tried again."""
         self._moved = asyncio.Event()
 
     @property
     def seconds(self) -> float:
-        """Seconds up to now during which requests were sent and none was answered. It never decreases."""
+        """Total seconds up to now during which requests were sent but none was answered. It never decreases."""
         return self._total + (0.0 if self.since is None else time.monotonic() - self.since)
 
     async def over(self) -> None:
-        """Wait while failed requests try again. If there are none, return at once, so that the caller's request is the
-        next try."""
+        """Wait until requests are answered again. Returns at once if no failed request is being tried again, because
+        the caller's next request then shows whether the server answers."""
         while self.since is not None:
             self._moved.clear()
             await self._moved.wait()
-            # If the wait ended the run, its error cancels the caller before a new episode begins.
+            # If the absence ended with an error that stops the run, the caller is cancelled here, before it begins an
+            # episode.
             await asyncio.sleep(0.1)
 
     @contextmanager
     def request(self) -> Iterator[Tries]:
-        """Yield the tries of one request. Call `failed` after each failure, and `answered` after an answer."""
+        """Yield the `Tries` for one request. Call `failed` on it after each failure, and `answered` after an answer."""
         tries = Tries(self)
         try:
             yield tries
@@ -79,7 +81,7 @@ class Absence:
             tries.end()
 
     def end(self) -> None:
-        """End the absence, because a request was answered or because no request is trying any more."""
+        """End the absence, because a request was answered or because no failed request is being tried any more."""
         if self.since is None:
             return
         gone = time.monotonic() - self.since
@@ -90,14 +92,14 @@ class Absence:
         self._moved.set()
 
     def begin(self, now: float) -> float:
-        """Begin an absence at `now`, when a request failed, unless one has begun. Returns the seconds without an
-        answer."""
+        """Begin an absence at `now` after a failure, unless one has begun already. Returns its length so far in
+        seconds."""
         if self.since is None:
             self.since, self._noticed, self._next_notice = now, False, now + NOTICE
         return now - self.since
 
     def notice(self, error: EngineError, now: float, gone: float) -> None:
-        """Tell the user, now and then, why the run waits."""
+        """Log why the run waits, unless the last message was less than `REMINDER` seconds ago."""
         if now < self._next_notice:
             return
         self._next_notice, self._noticed = now + REMINDER, True
@@ -110,26 +112,26 @@ class Absence:
 
 
 class Tries:
-    """The tries of one request. Created by `Absence.request`."""
+    """Counts and spaces the tries of one request. Created by `Absence.request`."""
 
     def __init__(self, absence: Absence) -> None:
         self._absence = absence
         self._first: float | None = None
-        """`time.monotonic()` of the first failure."""
+        """`time.monotonic()` of this request's first failure, or None if it hasn't failed."""
         self._pause = absence.backoff
 
     @property
     def alone(self) -> bool:
-        """Whether other requests are being answered, or were answered since this one first failed."""
+        """Whether only this request fails, because others are being answered or were after its first failure."""
         since = self._absence.since
         return since is None or (self._first is not None and since > self._first)
 
     async def failed(self, error: EngineError, *, after: float | None = None) -> None:
-        """Wait before the next try, because the server gave no answer. The wait takes `after` seconds if the server
-        asked for that.
+        """Wait before the next try, because the server gave no answer. `after` is the wait in seconds that the server
+        asked for.
 
-        Raises EngineStopped if no request of the engine was answered for `patience` seconds, and `error` if only this
-        one was not."""
+        Raises EngineStopped if no request to the engine was answered for `patience` seconds, or `error` if others were
+        answered in that time."""
         absence, now = self._absence, time.monotonic()
         if self._first is None:
             self._first, absence._trying = now, absence._trying + 1
@@ -144,22 +146,22 @@ class Tries:
         if left <= 0:
             raise error
         absence.notice(error, now, gone)
-        # Jitter (0.5 to 1.5) spreads out requests that failed together, so that they don't return together.
+        # Jitter (0.5 to 1.5) keeps requests that failed at the same time from being repeated at the same time.
         wait = after if after is not None else self._pause * random.uniform(0.5, 1.5)
         self._pause = min(self._pause * 2, absence.longest)
         await asyncio.sleep(min(wait, left, absence.patience - gone))
 
     def answered(self) -> None:
-        """Note that the server answered this request, or refused it for a reason in the request itself."""
+        """Record that the server answered this request, or refused it because of what it contains."""
         self._absence.end()
         self.end()
 
     def end(self) -> None:
-        """Note that this request won't try again."""
+        """Record that this request won't be tried again."""
         if self._first is None:
             return
         self._first, self._absence._trying = None, self._absence._trying - 1
         if not self._absence._trying:
-            # No request waits any more. Seconds from now on must not count as an absence, or a later failure would stop
-            # the run.
+            # No request waits any more. If the time from now on counted as absence, a later failure could stop the run
+            # at once.
             self._absence.end()

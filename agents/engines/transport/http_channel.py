@@ -1,9 +1,9 @@
-"""Talks to one server over HTTP with JSON, with finite timeouts and answers of bounded size.
+"""Talks to one server in JSON over HTTP, with finite timeouts and a limit on the size of answers.
 
-`Server` sends each request once and never retries. `ServerFailed.retry` tells the caller whether a retry can help.
-`RemoteEngine` repeats requests to a busy server, and the agent's model interface (`LLM`) retries after engine errors.
+`Server` never retries a request. `ServerFailed.retry` tells its caller whether a retry can help. `RemoteEngine` repeats
+requests that a busy server refused, and the agent's model interface (`LLM`) retries after other engine errors.
 
-The API key is read from the environment at each request. No error message contains it.
+The API key is read from the environment for each request. No error message contains the key.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ except ModuleNotFoundError as error:
     raise_missing(error, "engines over HTTP")
 
 AGAIN = (408, 429, 500, 502, 503, 504)
-"""HTTP statuses after which the same request may succeed."""
+"""HTTP statuses for which a retry of the same request may succeed."""
 NO_ROUTE = (403, 404, 405)
-"""HTTP statuses with which a server answers for a route that it lacks or has turned off."""
+"""HTTP statuses with which servers answer requests to a route that is missing or turned off."""
 HINTS = {
     401: f"; is the API key right? {HOW_FOUND}",
     403: "; this route is off (vLLM: --enable-scale-out) or forbidden",
     404: "; the server lacks this route or model",
 }
-"""HTTP status -> its likely cause, for the message of the error."""
+"""Maps an HTTP status to its likely cause, which is added to the error message."""
 CONNECTIONS = 512
 """Maximum number of open connections to a server."""
 LARGEST = 256 << 20
-"""Maximum size of one answer, in bytes. A completion with its log-probs takes about 100 bytes per token."""
+"""Maximum size of an answer, in bytes. A completion with log-probs takes about 100 bytes per token."""
 
 
 class ServerFailed(EngineError):
@@ -48,31 +48,32 @@ class ServerFailed(EngineError):
     def __init__(self, message: str, *, retry: bool, status: int | None = None, after: float | None = None) -> None:
         super().__init__(message, retry=retry)
         self.status = status
-        """The HTTP status, or None if there was no status, for example after a failed connection or a timeout."""
+        """The HTTP status, or None if the server sent none, for example because the connection failed or timed out."""
         self.after = after
-        """Seconds to wait before a retry, from the `Retry-After` header, or None without that header."""
+        """Seconds to wait before a retry, as given by the `Retry-After` header, or None if there was no such header."""
         self.slow = False
-        """Whether the error is a timeout. The server may then be away, or still be computing this answer."""
+        """Whether the request timed out. The server may then be away, or may still be computing the answer."""
 
     @property
     def busy(self) -> bool:
-        """Whether the server is healthy but accepts no request now, because it is paused or full (429, 503)."""
+        """Whether the server is healthy but accepts no requests now, because it is paused or full (429, 503)."""
         return self.status in (429, 503)
 
     @property
     def away(self) -> bool | None:
-        """Whether the server is away, so that it can't be reached or accepts no request now. None if the server may be
-        away or may have failed only for this request (a timeout, 408, 500)."""
+        """Whether the server is away, which means that it is unreachable or accepts no requests at the moment. None if
+        that isn't known, because the cause may also be this request alone (a timeout, 408, 500)."""
         if self.slow or self.status in (408, 500):
             return None
         return self.retry
 
 
 class Server:
-    """One server's base address and its connections. One event loop may run any number of requests concurrently."""
+    """One server's base address and the connections to it. Any number of requests may run concurrently in one event
+    loop."""
 
     def __init__(self, url: str, *, key_variable: str | None = None, seconds: float = 600.0):
-        """`key_variable` names the environment variable with the API key. `seconds` is the default timeout of a
+        """`key_variable` names the environment variable that holds the API key. `seconds` is the default timeout for a
         request. Raises ValueError if `url` has no http scheme or contains a secret."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"server address {url!r}: must begin with http:// or https://")
@@ -82,7 +83,7 @@ class Server:
         self._key_variable = key_variable
         self._seconds = seconds
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
-        """With the key True, each request opens its own connection (`fresh`). With False, connections are pooled."""
+        """The session under True opens a new connection for each request (`fresh`). The one under False pools them."""
 
     def __repr__(self) -> str:
         return self.url
@@ -101,14 +102,14 @@ class Server:
         fresh: bool = False,
         plain: bool = False,
     ) -> object:
-        """Return the JSON answer to a POST, or with `plain` its text. Raises ServerFailed.
+        """Return the JSON answer to a POST, or the answer's text if `plain` is true. Raises ServerFailed.
 
         `fresh` opens a new connection. Control requests need it, because a server closes pooled connections after some
         errors, and completions may occupy the whole pool."""
         return await self._ask("POST", route, body, params, seconds, fresh, plain)
 
     async def stream(self, route: str, body: object) -> AsyncGenerator[bytes]:
-        """Yield the answer to a POST as it arrives, in pieces of any size. The timeout applies to each piece, not to
+        """Yield the answer to a POST in pieces of any size, as they arrive. The timeout applies to each piece, not to
         the whole answer. Raises ServerFailed."""
         async with self._answer("POST", route, body, None, self._seconds, False) as (answer, bound):
             async for part in _parts(answer.content, f"POST {self.url}{route}"):
@@ -117,8 +118,7 @@ class Server:
                 yield part
 
     async def healthy(self, seconds: float) -> bool:
-        """Return whether the server answers on `/health` within `seconds`. An answer with any status below 500
-        counts."""
+        """Return whether the server answers a request to `/health` within `seconds`, with any status below 500."""
         try:
             await self.get("/health", seconds=seconds)
         except ServerFailed as error:
@@ -126,7 +126,7 @@ class Server:
         return True
 
     def ended(self) -> str | None:
-        """Return why the server will never answer again, or None if it may."""
+        """Return why the server will never answer again, or None if it may answer."""
         return None
 
     async def close(self) -> None:
@@ -176,13 +176,13 @@ class Server:
         seconds: float,
         fresh: bool,
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """Yield a successful answer with its body unread, and the timeout that also covers the caller's reading of the
-        body. Raises ServerFailed for a status of 300 or above."""
+        """Yield a successful answer, whose body hasn't been read, and the timeout, which is still running while the
+        caller reads the body. Raises ServerFailed for a status of 300 or above."""
         where = f"{method} {self.url}{route}"
         key = self._key(where)
         headers = {"Authorization": f"Bearer {key}"} if key is not None else {}
         if method == "POST":
-            headers["Content-Type"] = "application/json"  # even without a body: Tapereel's servers require it
+            headers["Content-Type"] = "application/json"  # also without a body, because Tapereel's servers require it
         self.in_flight += 1
         try:
             async with (
@@ -194,7 +194,7 @@ class Server:
                 status = answer.status
                 if status >= 300:
                     content = _short(await _read(answer.content, where), key)
-                    # A server that was restarted after the key was read has another key.
+                    # The server may have been restarted with a new key after this request read the old one.
                     retry = status in AGAIN or (status == 401 and self._key(where) != key)
                     after = retry_after(answer.headers.get("Retry-After"))
                     message = f"{where}: {status}{HINTS.get(status, '')}: {content}"
@@ -216,14 +216,14 @@ class Server:
         except aiohttp.ClientError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
-            # This also runs after a cancellation. Servers are chosen by `in_flight`, so a leaked count would starve
-            # this server.
+            # This must run after a cancellation too. Servers with the lowest `in_flight` are chosen, so if it stayed
+            # too high, this server would get fewer requests.
             self.in_flight -= 1
 
     def _open(self, fresh: bool) -> aiohttp.ClientSession:
         if fresh not in self._sessions:
-            # There is no total timeout here, since `_answer` applies one, and aiohttp's default (300 s) would end long
-            # completions. `trust_env=False` ignores HTTP_PROXY and similar variables.
+            # `_answer` has its own timeout, and aiohttp's default (300 s in total) would end long completions.
+            # `trust_env=False` ignores HTTP_PROXY and similar variables.
             self._sessions[fresh] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=CONNECTIONS, force_close=fresh),
                 trust_env=False,
@@ -233,15 +233,15 @@ class Server:
 
 
 def free_port(address: str) -> int:
-    """Return a port that is free at `address` now. Another process can take it before it is used. Raises OSError if
-    this machine doesn't have the address."""
+    """Return a port that is free at `address` now. Another process may take the port before the caller uses it. Raises
+    OSError if this machine doesn't have the address."""
     with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
         probe.bind((address, 0))
         return probe.getsockname()[1]
 
 
 async def _parts(stream: aiohttp.StreamReader, where: str) -> AsyncGenerator[bytes]:
-    """Yield the body. Raises ServerFailed after `LARGEST` bytes, so that a server can't exhaust this process's
+    """Yield the body in pieces. Raises ServerFailed after `LARGEST` bytes, so that a server can't fill up the
     memory."""
     size = 0
     async for part in stream.iter_chunked(1 << 16):
@@ -256,6 +256,6 @@ async def _read(stream: aiohttp.StreamReader, where: str) -> bytes:
 
 
 def _short(content: bytes, key: str | None) -> str:
-    """Return the beginning of an answer without secrets, because some servers repeat the key that they reject."""
+    """Return the beginning of an answer, without the key, because some servers repeat a key that they reject."""
     text = without_secrets(content[:2000].decode(errors="replace"), [key] if key else ())
     return text if len(text) <= 400 else f"{text[:400]} ..."

@@ -1,7 +1,7 @@
-"""Makes other libraries connect directly to servers on this machine, without the environment's HTTP proxy.
+"""Makes other libraries connect to servers on this machine directly instead of through the environment's HTTP proxy.
 
-Tapereel's own HTTP clients ignore proxies. Other libraries read `HTTP_PROXY` and would send loopback requests to the
-proxy, which can't reach this machine's loopback interface.
+Tapereel's own HTTP clients ignore proxies. Other libraries read `HTTP_PROXY`, and would send requests for this
+machine's loopback interface to a proxy that can't reach it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def past_proxies(url: str) -> dict[str, str]:
     if not named or not is_loopback(host) or host in spared or "*" in spared:
         return {}
     all_spared = ",".join([*spared, host])
-    # Libraries differ in which spelling they read, and in which of the two wins, so both must name the host.
+    # Some libraries read one spelling, some the other, and some prefer either, so both must contain the host.
     return {"NO_PROXY": all_spared, "no_proxy": all_spared}
 
 
 def ask_directly(url: str) -> None:
-    """Make libraries in this process, and processes started by it, connect to `url` directly. Changes `os.environ`."""
+    """Make libraries in this process and its future child processes connect to `url` directly. Changes `os.environ`."""
     os.environ.update(past_proxies(url))

@@ -1,8 +1,8 @@
-"""Parses server-sent events, and completions that arrive as server-sent events.
+"""Parses server-sent events, and completions that are streamed as such events.
 
-`Events` splits bytes into events. The pieces may end anywhere, even inside a UTF-8 character. `ChunkStream` merges the
-chunks of a streamed completion into the form of an unstreamed answer, so that one parser reads both. Neither class
-opens a connection or reads a clock.
+`Events` turns pieces of bytes into events. A piece may end anywhere, even inside a UTF-8 character. `ChunkStream`
+merges the chunks of a streamed completion into an answer like an unstreamed one, so that one parser can read both.
+Neither class opens a connection or reads a clock.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from .wire import BadAnswer, Json, reader
 
 LONGEST = 16 << 20
-"""Maximum number of unparsed bytes in the buffer. It keeps a stream without line ends from exhausting the memory."""
+"""Maximum number of unparsed bytes in the buffer. Without it, a stream without line ends could fill up the memory."""
 DONE = "[DONE]"
 
 
@@ -23,20 +23,20 @@ class StreamFailed(BadAnswer):
     def __init__(self, message: str, status: int | None) -> None:
         super().__init__(message)
         self.status = status
-        """HTTP status that the error would have had before the stream began, or None if the event names no status."""
+        """HTTP status that the error would have had before the stream began, or None if the event doesn't name one."""
 
 
 class Events:
-    """Collects bytes and returns the `data` of each complete event. Lines end in LF, CR LF or CR. Comments and all
-    other fields are ignored."""
+    """Collects bytes and returns the `data` field of each complete event. Comments and all other fields are ignored.
+    Lines may end in LF, CR LF or CR."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[str] = []
 
     def feed(self, piece: bytes) -> list[str]:
-        """Return the data of the events that `piece` completes. Raises BadAnswer if more than `LONGEST` bytes are
-        buffered or if the UTF-8 is invalid."""
+        """Add `piece`, and return the data of the events that are now complete. Raises BadAnswer if the buffer exceeds
+        `LONGEST` bytes or the UTF-8 is invalid."""
         self._rest += piece
         if len(self._rest) > LONGEST:
             raise BadAnswer(f"the stream has an event of more than {LONGEST >> 20} MiB")
@@ -51,8 +51,8 @@ class Events:
         return found
 
     def _line(self) -> str | None:
-        """Remove and return the first complete line, or return None if no line is complete. Only complete lines are
-        decoded, because the buffer may end inside a UTF-8 character."""
+        """Remove the first line from the buffer and return it, or return None if no line is complete. Only complete
+        lines are decoded, because the buffer may end inside a UTF-8 character."""
         ends = [at for at in (self._rest.find(b"\n"), self._rest.find(b"\r")) if at >= 0]
         if not ends:
             return None
@@ -67,23 +67,23 @@ class Events:
 
 
 class ChunkStream:
-    """Merges the chunks of one streamed completion. It can return a partial answer at any time."""
+    """Merges the chunks of one streamed completion. It can return the answer so far at any time."""
 
     def __init__(self) -> None:
         self.done = False
-        """Whether the end of the stream (`DONE`) was read. Every later event is an error."""
+        """Whether the event that ends the stream (`DONE`) was read. Any event after it is an error."""
         self._prompt: Any = None
         self._places: Any = None
         self._lists: dict[str, list[Any]] = {}
-        """`ids` has the token ids so far, and `content` has the log-prob entries. A key is missing until its first
-        value."""
+        """`ids` holds the token ids so far, and `content` holds the log-prob entries. Each key is missing until a chunk
+        has a value for it."""
         self._choice: dict[str, Any] = {}
         self._usage: Any = None
 
     @reader
     def feed(self, data: str) -> list[object]:
-        """Add one event and return the token ids in it. Raises StreamFailed for an error event, and BadAnswer for any
-        other event that isn't a chunk."""
+        """Add one event and return the token ids in it. Raises StreamFailed if the event is an error, and BadAnswer if
+        it is neither an error nor a chunk."""
         if self.done:
             raise BadAnswer(f"the stream continues after its end: {data[:200]!r}")
         if data == DONE:
@@ -122,9 +122,9 @@ class ChunkStream:
     def answer(self, *, cut: bool = False) -> Json:
         """Return the answer in the form of an unstreamed request. Raises BadAnswer if the stream is incomplete.
 
-        `cut` means that the caller ended the stream. The partial answer is then returned with finish reason `abort`."""
-        # A connection that closes early looks like the end of the stream. Without this check, a truncated completion
-        # would be recorded as a finished one.
+        If the caller `cut` the stream, the answer so far is returned with finish reason `abort`."""
+        # A connection that was lost also ends the stream. Without this check, a truncated completion would be recorded
+        # as a finished one.
         if not cut and not (self.done and "finish_reason" in self._choice):
             raise BadAnswer("the stream broke off before its end")
         ended = {"finish_reason": "abort"} if cut else {}

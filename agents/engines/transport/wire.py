@@ -1,8 +1,8 @@
-"""Requests and answers that all token servers have in common, and the checks that make an answer training data.
+"""What requests and answers of all token servers have in common, and the checks before an answer becomes training data.
 
-A `Dialect` builds the JSON body of a request and reads the answer of one kind of server. Every answer passes `sampled`,
-which rejects everything that would train the model on wrong tokens, such as unequal numbers of log-probs and ids,
-unknown log-probs, and version spans with gaps. This module has pure functions over JSON values and opens no connection.
+A `Dialect` builds JSON requests for one kind of server and reads its answers. Every answer goes through `sampled`,
+which rejects anything that would train the model on wrong values, such as different numbers of log-probs and ids,
+unknown log-probs, and version spans with gaps. The functions are pure. They work on JSON values and open no connection.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from ....tapes.records import Message, Usage
 from ..engine import EngineError, Finish, Request
 
 FLOOR = -9000.0
-"""Log-probs at or below this value (nats) are rejected. Servers send -9999 for an unknown log-prob, which no token
-sampled by a real model has."""
+"""Log-probs at or below this value (nats) are rejected. Servers send -9999 if they don't know a log-prob. No token that
+a model really sampled has such a low value."""
 ABOVE_ZERO = 1e-3
-"""Rounding can put the log-prob of a near-certain token this far above zero (nats). Such a value is read as 0."""
+"""How far above zero (nats) rounding can lift the log-prob of a near-certain token. Such a value is read as 0."""
 
 
 LATEST = 3600.0
-"""Maximum wait in seconds that the header can ask for. The engine's `patience` limits how long it really waits."""
+"""Maximum wait in seconds that a `Retry-After` header can ask for. The engine's `patience` is a further limit."""
 
 
 Json = dict[str, object]
-"""A JSON object, which is the body of a request or an answer."""
+"""A JSON object, such as the body of a request or of an answer."""
 P = ParamSpec("P")
 ReadT = TypeVar("ReadT")
 
 
 class BadAnswer(EngineError, ValueError):
-    """The answer isn't a valid completion. The message names the field, its value and the expected value."""
+    """The answer isn't a valid completion. The message names the wrong field, its value and what was expected."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry=True)
 
 
 def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
-    """Decorate a parser of answers so that a value of an unexpected type, at any depth, raises BadAnswer."""
+    """Decorate a function that parses answers: it then raises BadAnswer if any value in the answer has a wrong type."""
 
     @functools.wraps(read)
     def checked(*args: P.args, **kwargs: P.kwargs) -> ReadT:
@@ -61,38 +61,38 @@ def reader(read: Callable[P, ReadT]) -> Callable[P, ReadT]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """One answer that passed all checks."""
+    """The completion from an answer that passed all checks."""
 
     ids: array[int]
     """Sampled ids (int32), including the turn-ending id."""
     logprobs: array[float]
-    """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs`, which the probe
-    measures, tells whether it was computed before or after temperature was applied."""
+    """Log-prob of each id in nats (float32), as the server returned it. `Capabilities.logprobs` says whether the server
+    computes log-probs before or after it applies temperature."""
     spans: tuple[tuple[str, int, int], ...] | None
-    """(version, start, end) over `ids`. The spans are half-open and contiguous, and cover all ids. None if the answer
-    names no versions."""
+    """(version, start, end) of each run of `ids`. The spans are half-open and contiguous, and cover all ids. None if
+    the answer names no versions."""
     finish: Finish
     usage: Usage
     prompt: array[int] | None = None
-    """Prompt ids (int32) that the server read, or None if the answer doesn't contain them."""
+    """The prompt ids (int32) that the server read, or None if they aren't in the answer."""
     places: tuple[tuple[int, int], ...] = ()
-    """(offset, length) in `prompt` of each picture that the server read, in order."""
+    """Where the server read each picture in `prompt`, as (offset, length), in order."""
 
 
 class Dialect(Protocol):
-    """The format of requests and answers for one kind of server that continues prompt ids with sampled ids."""
+    """The format of requests and answers for one kind of server that samples ids after the ids of a prompt."""
 
     name: str
-    """Kind of server. The engine's name on each recorded call starts with it."""
+    """Kind of server. The engine's name, which is recorded with each call, starts with it."""
     route: str
     """Route to which requests are posted."""
     streams: bool
     """Whether answers always arrive as chunks of a chat completion. If False, an answer is one JSON value."""
     tells: bool
-    """Whether a request can ask for a stream whose chunks name weight versions as an unstreamed answer does."""
+    """Whether a request can ask for a stream, and its chunks then name weight versions like an unstreamed answer."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
-        """Return the JSON body of `request`, with the ids in `stops` ending the completion."""
+        """Return `request` as a JSON body. The ids in `stops` end the completion."""
         ...
 
     def parse(self, answer: object) -> Sampled:
@@ -100,12 +100,12 @@ class Dialect(Protocol):
         ...
 
     def abort(self, request_id: str) -> tuple[str, Json]:
-        """Return the route and body that end a request early. The answer to that request then has the tokens sampled so
-        far."""
+        """Return the route and body of a call that ends the request early. The request's own answer then has the tokens
+        sampled so far."""
         ...
 
     def listing(self, body: Json, count: int) -> Json:
-        """Return `body`, extended to ask for the log-probs of the `count` likeliest tokens too."""
+        """Return `body` with an added field that asks for the log-probs of the `count` likeliest tokens."""
         ...
 
     def listed(self, answer: object) -> list[float]:
@@ -128,9 +128,9 @@ def sampled(
 ) -> Sampled:
     """Check the fields of an answer and return the completion. Raises BadAnswer.
 
-    `versions` is a list of {"version", "start", "end"}, or None if the answer names no versions. `named` has the ids to
-    which the log-probs belong, `prompt` has the ids that the server read, and `places` has the {"offset", "length"} of
-    each picture. Each of these is None if the answer doesn't contain it. `prompt_needed` rejects a `prompt` of None."""
+    `versions` is a list of {"version", "start", "end"}, `named` holds the ids that the log-probs belong to, `prompt`
+    holds the ids that the server read, and `places` holds the {"offset", "length"} of each picture. Each is None if the
+    answer doesn't contain it. If `prompt_needed` is true, an answer without `prompt` is rejected."""
     if not isinstance(ids, list) or not isinstance(logprobs, list):
         raise BadAnswer(
             f"the answer has token ids {_kind(ids)} and log-probs {_kind(logprobs)}: this server doesn't "
@@ -138,7 +138,7 @@ def sampled(
             "the flags that it needs"
         )
     if named is not None and named != ids:
-        # A shift by one position would train each token with its neighbour's log-prob.
+        # If the log-probs were shifted by one position, each token would be trained with its neighbour's log-prob.
         raise BadAnswer(f"the log-probs of the answer belong to the ids {named!r}, but {ids!r} were sampled")
     if len(ids) != len(logprobs):
         raise BadAnswer(f"the answer has {len(ids)} token ids and {len(logprobs)} log-probs; nothing can be matched")
@@ -161,11 +161,11 @@ def sampled(
 
 
 def same_prompt(request: Request, found: Sampled) -> None:
-    """Raise EngineError, without retry, if the server didn't read the prompt in `request`, but other ids, or pictures
-    at other places. An answer to a request without pictures may lack its prompt ids.
+    """Raise EngineError, without retry, if the ids that the server read, or the places of pictures, differ from those
+    in `request`. The answer may lack the prompt ids only if the request has no pictures.
 
-    Log-probs are valid only after exactly the recorded prompt. Training after another prompt would be silently
-    wrong."""
+    Log-probs are valid only after exactly the recorded prompt. With any other prompt, training would be wrong without
+    any error."""
     asked, read = request.prompt, found.prompt
     assert asked is not None
     for k, place in enumerate(request.places):
@@ -191,15 +191,14 @@ def same_prompt(request: Request, found: Sampled) -> None:
 def checked_ids(values: Sequence[object], where: str) -> array[int]:
     """Return the token ids in a JSON answer as int32. Raises BadAnswer if a value isn't a token id."""
     for k, token in enumerate(values):
-        # `bool` is a subclass of `int`, so without this check, JSON `true` would become token id 1.
+        # `bool` is a subclass of `int`, so JSON `true` would otherwise become token id 1.
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 2**31:
             raise BadAnswer(f"token id {k} of the {where} is {token!r}, not an id")
     return array("i", cast("Sequence[int]", values))
 
 
 def checked_logprob(value: object, k: int) -> float:
-    """Return the log-prob at position `k` in nats, which is at most 0. Raises BadAnswer for NaN and values out of
-    range."""
+    """Return the log-prob at position `k`, in nats and at most 0. Raises BadAnswer if it is NaN or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
         raise BadAnswer(f"log-prob {k} of the answer is {value!r}; a token without one can't be trained on")
     if not FLOOR < value <= ABOVE_ZERO:
@@ -240,8 +239,8 @@ def _kind(value: Any) -> str:
 
 
 def field(value: object, *path: str | int) -> object:
-    """Return `value[path[0]][path[1]]...` of a JSON answer. Raises BadAnswer, which names the place, if it is
-    missing."""
+    """Return `value[path[0]][path[1]]...` from a JSON answer. Raises BadAnswer if it is missing, and names the
+    place."""
     found: Any = value
     for k, step in enumerate(path):
         try:
@@ -273,8 +272,8 @@ def _call_as_text(call: Json) -> Json:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Return the seconds that a `Retry-After` header asks for, at most `LATEST`. Return None if the header has neither
-    seconds nor a date (RFC 9110)."""
+    """Return the number of seconds that a `Retry-After` header asks for, but at most `LATEST`. Returns None if the
+    header is neither a number of seconds nor a date (RFC 9110)."""
     if not value:
         return None
     if value.isascii() and value.replace(".", "", 1).isdecimal():
