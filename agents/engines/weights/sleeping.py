@@ -1,16 +1,16 @@
-"""Puts servers to sleep, so that another process can use their GPU memory, such as a trainer on the same GPU.
+"""Puts servers to sleep, so that another process, such as a trainer on the same GPU, can use their GPU memory.
 
-The state machine has three known states. Each call is idempotent and leads to one state:
+The state machine has three known states. Each method is idempotent and leads to one of them:
 
     awake --sleep--> asleep --weights--> weights --wake--> awake      (wake also accepts asleep)
 
-In `asleep`, a server has neither weights nor KV on the GPU. In `weights`, it has weights and no KV, so a weight sync
-can write new weights. A failed call leaves the state `unknown`, and the next call repeats all of its steps. Before each
-step towards `awake`, `Sleeper` clears two caches: the unused GPU memory of this process, and the server's prefix cache,
-whose keys and values no longer exist.
+A server that is `asleep` has neither weights nor KV on the GPU. In `weights`, it has only weights, so that a weight
+sync can write new ones. After a failed call the state is `unknown`, and the next call goes through all of its steps
+again. Before each step towards `awake`, `Sleeper` releases unused GPU memory that this process caches, and clears the
+server's prefix cache, whose keys and values no longer exist.
 
-vLLM has `/sleep` and `/wake_up`, with `--enable-sleep-mode` on CUDA. Its CPU build accepts both calls, pauses, and
-keeps its memory. SGLang has `/release_memory_occupation` and `/resume_memory_occupation`.
+vLLM's routes are `/sleep` and `/wake_up`. On CUDA they need `--enable-sleep-mode`. The CPU build accepts both calls,
+but only pauses and frees no memory. SGLang's routes are `/release_memory_occupation` and `/resume_memory_occupation`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rests(Protocol):
         ...
 
     async def clear(self) -> None:
-        """Clear the prefix cache."""
+        """Clear the server's prefix cache."""
         ...
 
     async def restore(self, part: Part) -> None:
@@ -41,22 +41,21 @@ class Rests(Protocol):
 
 
 class Sleeper:
-    """Puts all servers of one engine to sleep and wakes them. They share one state, or the state is `unknown`.
+    """Puts all of an engine's servers to sleep and wakes them. All servers have the same state, or it is `unknown`.
 
-    Each method sets `unknown` before its first request. An error or a cancellation therefore never leaves a state that
-    only some servers have reached. The lock serialises the methods, because concurrent calls would interleave their
-    steps. A failed step is not retried here, since that is the caller's decision."""
+    Each method sets the state to `unknown` before its first request, so after an error or a cancellation, the recorded
+    state is never one that only some servers have reached. A lock keeps the steps of concurrent calls apart. A failed
+    step is not retried, because the caller decides whether to retry."""
 
     def __init__(self, servers: Sequence[Rests], clear_own: Callable[[], None] | None = None) -> None:
-        """`clear_own` frees the GPU memory that this process caches. By default it frees torch's cache, if torch is
-        loaded."""
+        """`clear_own` releases GPU memory that this process caches. By default, it is `empty_cache`."""
         self.state: State = "awake"
         self._servers = tuple(servers)
         self._clear_own = clear_own or empty_cache
         self._lock = asyncio.Lock()
 
     async def sleep(self) -> None:
-        """Go to `asleep`. Completions in flight end as `abort`."""
+        """Go to the state `asleep`. Completions in flight end as `abort`."""
         async with self._lock:
             if self.state != "asleep":
                 self.state = "unknown"
@@ -64,13 +63,13 @@ class Sleeper:
                 self.state = "asleep"
 
     async def weights(self) -> None:
-        """Go from `asleep` or `unknown` to `weights`. Does nothing in `awake` and `weights`, which have weights."""
+        """Go from `asleep` or `unknown` to `weights`. The other states already have weights."""
         async with self._lock:
             if self.state not in ("awake", "weights"):
                 await self._restore("weights", then="weights")
 
     async def wake(self) -> None:
-        """Go to `awake`."""
+        """Go to the state `awake`."""
         async with self._lock:
             if self.state in ("asleep", "unknown"):
                 await self._restore("weights", then="weights")
@@ -79,8 +78,8 @@ class Sleeper:
 
     async def _restore(self, part: Part, *, then: State) -> None:
         self.state = "unknown"
-        # Both sides free memory before any server allocates, since the allocation could otherwise run out of GPU
-        # memory.
+        # This process and all servers release memory before any server allocates, since allocations could otherwise
+        # fail.
         self._clear_own()
         await asyncio.gather(*(server.clear() for server in self._servers))
         await asyncio.gather(*(server.restore(part) for server in self._servers))
@@ -88,8 +87,8 @@ class Sleeper:
 
 
 def empty_cache() -> None:
-    """Return torch's unused cached memory to the GPU. Does nothing if torch isn't loaded or has no GPU."""
-    # torch isn't imported, since loading it takes seconds and a process without torch has nothing to free.
+    """Release the unused GPU memory that torch caches. Does nothing if torch isn't loaded or has no GPU."""
+    # torch isn't imported here, because that takes seconds, and a process that hasn't loaded it has nothing to free.
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

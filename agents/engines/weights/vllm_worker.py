@@ -1,9 +1,9 @@
-"""A weight-transfer backend for vLLM's worker processes, which reads new weights from files.
+"""A weight-transfer backend with which vLLM's worker processes read new weights from files.
 
 The server needs the flags `--worker-extension-cls tapereel.agents.engines.weights.vllm_worker.Extension
 --weight-transfer-config '{"backend": "tapereel"}'`. `LocalServer(transfer=True)` and `tapereel serve model --transfer`
-add them. Files in /dev/shm are shared memory, which the trainer writes once and every worker on that machine maps. The
-server's environment needs this package without extras. The rest of the package does not import this module.
+add them. Files in /dev/shm are shared memory. The trainer writes them once, and every worker on the same machine maps
+them. The server's environment needs this package, but no extras. No other module in the package imports this one.
 """
 
 # pyright: reportMissingImports=false
@@ -25,33 +25,33 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 BACKEND = "tapereel"
-"""The name of the backend. The client is in `agents/engines/weights/weight_transfer.py`."""
+"""The backend's name. Its client is in `agents/engines/weights/weight_transfer.py`."""
 
 
 @dataclass
 class FilesInit(WeightTransferInitInfo):
-    """Has no fields, because the file backend needs no connection parameters."""
+    """Has no fields, because this backend needs no parameters to connect."""
 
 
 @dataclass
 class FilesUpdate(WeightTransferUpdateInfo):
-    """The location of one part of the weights."""
+    """Says where one part of the weights is."""
 
     folder: str
-    """A folder that the worker can read. The worker loads all `*.safetensors` files in it, by Hugging Face names."""
+    """A folder that the worker can read. It loads all `*.safetensors` files in the folder, with Hugging Face names."""
 
 
 class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
     """Loads weights in checkpoint format into the running model, layer by layer.
 
-    The order of calls is start, any number of receive calls, and finish. Between start and finish the model must not
-    run, because its layers are open for new weights."""
+    vLLM calls start, then receive any number of times, then finish. In between, the model must not run, because its
+    layers are open for new weights."""
 
     init_info_cls = FilesInit
     update_info_cls = FilesUpdate
 
     def init_transfer_engine(self, init_info: FilesInit) -> None:
-        """Do nothing, because files need no connection."""
+        """Do nothing, because reading files needs no connection."""
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -70,7 +70,7 @@ class Files(WeightTransferEngine[FilesInit, FilesUpdate]):
 
 
 def weights_in(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) from all files. Only one tensor is loaded at a time, which bounds the worker's memory."""
+    """Yield (name, tensor) from all files. To save memory, only one tensor is loaded at a time."""
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118  # the file isn't a mapping
@@ -78,9 +78,9 @@ def weights_in(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Extension:
-    """An empty extension of vLLM's worker. vLLM imports this module before the model, which registers the backend."""
+    """An empty worker extension. It makes vLLM import this module before the model, which registers the backend."""
 
 
-# A second import, such as under another module name, must not register the backend again.
+# If this module is imported again, such as under another name, it must not register the backend twice.
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, Files)

@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 
 class AdapterConfig(Config):
-    """The LoRA adapters that the trainer updates in place of the model's weights."""
+    """Settings of the LoRA adapters that are trained instead of the model's own weights."""
 
     rank: int = Field(default=16, ge=1)
     alpha: int = Field(default=32, ge=1)
-    """The output of an adapter is multiplied by alpha / rank."""
+    """An adapter's output is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ()
-    """Names of the layers with an adapter, such as `q_proj`. If empty, all linear layers except the head have one."""
+    """Names of layers that get an adapter, such as `q_proj`. If empty, all linear layers except the head get one."""
 
 
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0) -> PeftModel | PeftMixedModel:
-    """Return the model with new adapters, which are its only trainable weights. Equal seeds give equal adapters.
+    """Return the model with new adapters as its only trainable weights. Equal seeds give equal adapters.
 
-    New adapters don't change the model's output. They have no dropout, because the trainer must compute the log-probs
-    of the model that sampled. Raises MissingExtra without torch or peft."""
+    New adapters don't change the model's output. They have no dropout, because with it, the trainer would compute other
+    log-probs than the model that sampled. Raises MissingExtra without torch or peft."""
     try:
         import torch
         from peft import LoraConfig, get_peft_model
@@ -37,7 +37,7 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
         raise MissingExtra(error.name or "peft", "lora", "training LoRA adapters") from error
     targets = list(config.targets) or "all-linear"
     body = next(name for name, part in model.named_modules() if part is model.get_decoder())
-    # A vision tower has layers with the same names as the language model's (q_proj). It gets no adapters.
+    # Only the language model gets adapters, but a vision tower has layers with the same names, such as q_proj.
     outside = rf"(?!{re.escape(body)}\.).*" if model.config.get_text_config() is not model.config else None
     wanted = LoraConfig(
         r=config.rank,
@@ -48,7 +48,7 @@ def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0
         exclude_modules=outside,
         task_type="CAUSAL_LM",
     )
-    # fork_rng restores the global generators, so the adapters don't change the caller's random numbers.
+    # fork_rng restores the global generators afterwards, so the caller's random numbers don't change.
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return get_peft_model(model, wanted)

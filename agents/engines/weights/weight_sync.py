@@ -1,10 +1,10 @@
-"""Weight sync to servers in a fixed order of steps, each of which raises an error after a timeout.
+"""Sends new weights to servers in a fixed order of steps, each with a timeout.
 
-`sync_servers` runs the steps pause, start, update, finish and resume on all servers. A step ends on every server before
-the next one begins, because one server could otherwise sample with new weights while another still has the old ones.
-After a failed step, the weights of the server are unknown. `sync_servers` then raises, and the engine must stop
-sampling. No step is retried here, since a step that timed out may still be running on the server. The servers read the
-weights from a folder.
+`sync_servers` runs the steps pause, start, update, finish and resume on all servers. Every server must finish a step
+before the next step begins, because one server could otherwise sample with new weights while another still has the old
+ones. If a step fails, the server's weights are unknown, so `sync_servers` raises an error, and the engine must stop
+sampling. No step is retried, because after a timeout it may still be running on the server. Servers read the weights
+from a folder.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 UNKNOWN = "unknown: "
-"""Prefix of the version name for weights whose true version is unknown."""
+"""Prefix of the version name if it isn't known which weights a server has."""
 
 
 class PublishFailed(TapereelError, RuntimeError):
-    """A step of a weight sync failed on a server. Later samples from that server have unknown weights."""
+    """A step of a weight sync failed on a server. What this server samples from now on comes from unknown weights."""
 
 
 class WeightSync(Rests, Protocol):
     """The control routes of one server. Each method returns after the server has finished, or raises an error."""
 
     async def free(self) -> None:
-        """End a pause or a sleep that no process will end, for example because a trainer died during a weight sync."""
+        """End a pause or sleep that was left behind, for example by a trainer that died during a weight sync."""
         ...
 
     async def init(self) -> None:
-        """Check that the server accepts weights. The caller runs it once, before all other methods."""
+        """Check that the server accepts new weights. Called once, before all other methods."""
         ...
 
     async def pause(self, mode: PublishMode) -> None:
-        """Stop sampling. `mode` determines what happens to completions in flight."""
+        """Make the server stop sampling. `mode` determines what happens to completions in flight."""
         ...
 
     async def start(self) -> None:
-        """Announce new weights. This is a separate step, so that a server that hangs here is found before weights are
-        sent to any server."""
+        """Announce new weights. This is a separate step, so that if a server hangs here, no server has received weights
+        yet."""
         ...
 
     async def update(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def finish(self, version: str, mode: PublishMode) -> None:
-        """Set the version of later tokens, and drop all KV of older weights except in the mode `stale_kv`."""
+        """Set the version of later tokens. Except in the mode `stale_kv`, drop all KV from older weights too."""
         ...
 
     async def resume(self) -> None:
@@ -65,17 +65,17 @@ class WeightSync(Rests, Protocol):
         ...
 
     async def abandon(self, version: str) -> None:
-        """Clean up after a failed sync: end completions in flight, name the weights `version`, and resume sampling.
+        """Clean up after a failed sync. Ends completions in flight, names the weights `version`, and resumes sampling.
 
-        A server that stays paused would block its other clients."""
+        If the server stayed paused, its other clients would be blocked."""
         ...
 
 
 class VLLMReload:
-    """Uses the routes of vLLM's development mode (VLLM_SERVER_DEV_MODE=1) to make the server reload a folder."""
+    """Makes a vLLM server reload a folder, with routes that exist in development mode (VLLM_SERVER_DEV_MODE=1)."""
 
     def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
-        """`seconds` is the time limit of each step."""
+        """`seconds` is the time limit for each step."""
         self.server = server
         self._seconds = seconds
 
@@ -87,7 +87,7 @@ class VLLMReload:
         await self._post("/pause", params={"mode": way, "clear_cache": "false" if mode == "stale_kv" else "true"})
 
     async def start(self) -> None:
-        """Do nothing, because a reload from a folder has no separate start."""
+        """Do nothing, because reloading a folder has no start step."""
 
     async def update(self, folder: Path) -> None:
         await self._post(
@@ -97,7 +97,7 @@ class VLLMReload:
 
     async def finish(self, version: str, mode: PublishMode) -> None:
         if mode != "stale_kv":
-            # A reload keeps the prefix cache. Without the reset, later prompts would use KV of the old weights.
+            # Reloading keeps the prefix cache. Without the reset, later prompts would use KV from the old weights.
             await self._post("/reset_prefix_cache")
         await self._post("/update_weight_version", {"new_version": version})
 
@@ -110,12 +110,12 @@ class VLLMReload:
         await self._post("/resume")
 
     async def _call_weights(self, version: str) -> None:
-        """Set the version of the current weights."""
+        """Name the weights that the server has now."""
         await self._post("/update_weight_version", {"new_version": version})
 
     async def free(self) -> None:
-        """End a pause or a sleep that no process will end. Does nothing if the server isn't paused or has no such
-        route. The weights may mix two versions, so their version becomes unknown."""
+        """See `WeightSync.free`. Does nothing if the server isn't paused or lacks the routes. Otherwise its weights may
+        be from two versions, so their version becomes unknown."""
         try:
             found = await self.server.get("/is_paused", seconds=self._seconds)
         except ServerFailed as error:
@@ -124,8 +124,8 @@ class VLLMReload:
             return
         if isinstance(found, dict) and found.get("is_paused"):
             await self._drop()
-            # A sleeping server is paused as well, and has no GPU memory to sample with. This call resumes a server that
-            # doesn't sleep, so all completions must have ended before.
+            # A sleeping server is paused too, and needs its GPU memory back. If the server isn't asleep, this call
+            # resumes it, so all completions must have been ended before.
             try:
                 await self._post("/wake_up")
             except ServerFailed as error:
@@ -133,7 +133,7 @@ class VLLMReload:
                     raise
             await self.abandon(f"{UNKNOWN}the server was found paused")
 
-    # Sleep uses vLLM's `/sleep` and `/wake_up`. Level 1 keeps the weights in host memory.
+    # The sleep routes are vLLM's `/sleep` and `/wake_up`. Sleep level 1 keeps the weights in host memory.
 
     async def release(self) -> None:
         await self._post("/sleep", params={"level": "1"})
@@ -145,7 +145,7 @@ class VLLMReload:
         await self._post("/wake_up", params={"tags": part})
 
     async def _drop(self) -> None:
-        """Pause the server and end the completions in flight."""
+        """Pause the server and end its completions in flight."""
         await self._post("/pause", params={"mode": "abort", "clear_cache": "true"})
 
     async def _post(self, route: str, body: object = None, params: dict[str, str] | None = None) -> None:
@@ -157,9 +157,9 @@ async def sync_servers(
 ) -> None:
     """Send the weights in `folder` to every server as `version`.
 
-    Raises PublishFailed with the failed step and its server. Completions in flight then end on all servers. Adds the
-    seconds of each step to `timers`. A cancellation skips the cleanup and can leave servers paused (see
-    `VLLMReload.free`)."""
+    If a step fails, ends the completions in flight on all servers and raises PublishFailed, which names the step and
+    the server. Adds the seconds of each step to `timers`. If the call is cancelled, there is no such cleanup, so
+    servers may stay paused (see `VLLMReload.free`)."""
     steps: list[tuple[str, Callable[[WeightSync], Awaitable[None]]]] = [
         ("pause", lambda sync: sync.pause(mode)),
         ("start", lambda sync: sync.start()),
@@ -174,8 +174,7 @@ async def sync_servers(
             timers[name] = timers.get(name, 0.0) + time.perf_counter() - began
         if failed is not None:
             sync, error = failed
-            # The cleanup includes all servers, because those that didn't fail may be paused or already have the new
-            # weights.
+            # All servers are cleaned up, because those that didn't fail may be paused or have the new weights already.
             left = await _on_all(syncs, lambda sync: sync.abandon(f"{UNKNOWN}publishing {version} failed"))
             cleanup = f"; so did bringing {_where(left[0])} back: {left[1]}" if left is not None else ""
             raise PublishFailed(
@@ -189,8 +188,8 @@ async def sync_servers(
 async def _on_all(
     syncs: Sequence[WeightSync], step: Callable[[WeightSync], Awaitable[None]]
 ) -> tuple[WeightSync, Exception] | None:
-    """Run a step on all servers concurrently. Returns the first failed server and its error."""
-    # `return_exceptions` waits for every server, so that no step is still running when the cleanup begins.
+    """Run a step on all servers concurrently. Returns the first server that failed and its error, or None."""
+    # `return_exceptions` makes gather wait for every server, so that the step runs nowhere when the cleanup begins.
     results = await asyncio.gather(*(step(sync) for sync in syncs), return_exceptions=True)
     for sync, result in zip(syncs, results, strict=True):
         if isinstance(result, Exception):
@@ -205,9 +204,9 @@ def _where(sync: WeightSync) -> str:
 
 
 def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
-    """Check the names and shapes in `state` against the safetensors in `model`, if it has such files.
+    """Compare the names and shapes in `state` with the safetensors files in `model`, if there are any.
 
-    A server can't recover from weights that don't fit. Raises ValueError with the first difference."""
+    Raises ValueError with the first difference. Once a server has received weights that don't fit, it can't recover."""
     from safetensors import safe_open
 
     expected: dict[str, tuple[int, ...]] = {}
@@ -226,31 +225,31 @@ def check_weights(state: Mapping[str, Tensor], model: Path) -> None:
 
 
 def _own(name: str) -> str:
-    """Return the name without its parts `model` and `language_model`, because vision models have them at different
-    places in files and in state dicts."""
+    """Return the weight's name without the parts `model` and `language_model`. In vision models, these parts are at
+    different places in a file's names than in a state dict's."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model"))
 
 
 def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> None:
     """Write `state` to `folder` as safetensors, with the configuration files from `model`.
 
-    The function writes to a hidden folder and renames it at the end, so `folder` is never incomplete. After a crash
-    between the removal of the old folder and the rename, `folder` doesn't exist."""
+    The files are written to a hidden folder, which is renamed at the end, so `folder` is never incomplete. It may be
+    missing after a crash, because an existing `folder` is removed just before the rename."""
     from safetensors.torch import save_file
 
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     for path in model.glob("*.json"):
-        # An index is skipped, since it names the weight files of `model`, which this folder doesn't have.
+        # The index isn't copied, because it lists weight files that exist in `model` but not in this folder.
         if not path.name.endswith(".safetensors.index.json"):
             shutil.copy2(path, partial / path.name)
     seen: set[int] = set()
     tensors = {}
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
-        # A tied weight is stored once, under its first name in sorted order, which is the head's name. vLLM's CPU build
-        # keeps a packed copy of the head, and packs it again only when the file names the head.
+        # A tied weight is stored once, under its first name in sorted order, which is the head's name. This matters for
+        # vLLM's CPU build, which updates its packed copy of the head only if the file contains the head's name.
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor
@@ -260,7 +259,7 @@ def write_weights(state: Mapping[str, Tensor], folder: Path, model: Path) -> Non
 
 
 async def weight_version(server: Server) -> str | None:
-    """Return the server's name for its weights, or None if no route returns one."""
+    """Return the version that the server reports for its weights, or None if it has no route that reports one."""
     for route in ("/weight_info", "/model_info"):
         try:
             found = await server.get(route, seconds=30.0)

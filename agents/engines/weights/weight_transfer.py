@@ -1,9 +1,9 @@
-"""Weight sync through vLLM's weight-transfer routes: start, update and finish. The finish call sets the version.
+"""Weight sync through vLLM's weight-transfer routes for start, update and finish. The last one also sets the version.
 
-With `VLLMTransfer`, the workers read files through the backend of `vllm_worker`, which every server of `tapereel serve
-model --transfer` has. Files in /dev/shm are shared memory. With `NCCLTransfer`, vLLM's trainer code broadcasts the
-weights over NCCL. That class was tested with vLLM's workers and with gloo in place of NCCL's library, which needs GPUs.
-Pauses, resumes and caches work as in `VLLMReload`.
+With `VLLMTransfer`, the workers read files through the backend in `vllm_worker`, which `tapereel serve model
+--transfer` adds to its servers. Files in /dev/shm are shared memory. With `NCCLTransfer`, vLLM's trainer code
+broadcasts the weights over NCCL. NCCL needs GPUs, so this class was tested with vLLM's workers but with gloo in place
+of NCCL. Pausing, resuming and resetting caches work as in `VLLMReload`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHARED_MEMORY = Path("/dev/shm")
-"""The folder whose files are shared memory, on Linux."""
+"""The folder in which files are shared memory on Linux."""
 
 
 class VLLMTransfer(VLLMReload):
-    """Makes the workers load the files in a folder into the running model, layer by layer."""
+    """Makes the workers load a folder's files into the running model, layer by layer."""
 
-    # The steps of a sync are: pause, start, update, reset the prefix cache, finish, resume. The server is paused
-    # throughout, so no request computes new prefix KV between the reset and the new version.
+    # A sync consists of pause, start, update, prefix cache reset, finish and resume. Because the server stays paused,
+    # no request can fill the prefix cache between the reset and the new version.
 
     async def init(self) -> None:
         await super().init()
@@ -50,15 +50,15 @@ class VLLMTransfer(VLLMReload):
         await self._post("/finish_weight_update", {"weight_version": version})
 
     async def _call_weights(self, version: str) -> None:
-        # An open update blocks all later updates and the layers that it opened. The finish call ends it with the
-        # weights received so far. Layers without new weights get back their old ones.
+        # An update that stays open blocks later updates and the layers that it opened. The finish call ends it with the
+        # weights received so far, and layers that received none get their old weights back.
         try:
             await self._post("/finish_weight_update", {"weight_version": version})
         except ServerFailed as error:
             if error.status != 500:
                 raise
-            # Status 500 means that no update is open. Either there was none, or the failed load ended it and left
-            # layers open. An empty update closes them.
+            # Status 500 means that no update is open: there was none, or a failed load ended it but left layers open.
+            # An update without any weights closes these layers.
             await self._post("/start_weight_update")
             await self._post("/finish_weight_update", {"weight_version": version})
 
@@ -67,7 +67,7 @@ class VLLMTransfer(VLLMReload):
 
 
 def worker_info(*, address: str, port: int, workers: int) -> dict[str, object]:
-    """Return the parameters with which one server's workers join the trainer's group (`NCCLWeightTransferInitInfo`).
+    """Return what one server's workers need to join the trainer's group (`NCCLWeightTransferInitInfo`).
 
     The trainer is rank 0 and the only sender. The workers have ranks 1 to `workers`."""
     if workers < 1:
@@ -82,9 +82,9 @@ def worker_info(*, address: str, port: int, workers: int) -> dict[str, object]:
 
 
 def update_info(state: Sequence[tuple[str, Tensor]]) -> dict[str, object]:
-    """Return the names, dtypes and shapes for a broadcast (`NCCLWeightTransferUpdateInfo`).
+    """Return the names, dtypes and shapes of the tensors in a broadcast (`NCCLWeightTransferUpdateInfo`).
 
-    The order must equal the order of the broadcast, because the workers read the tensors by position."""
+    They must be in the order in which the tensors are sent, because the workers match them by position."""
     return {
         "names": [name for name, _ in state],
         "dtype_names": [str(tensor.dtype).removeprefix("torch.") for _, tensor in state],
@@ -95,15 +95,15 @@ def update_info(state: Sequence[tuple[str, Tensor]]) -> dict[str, object]:
 class NCCLTransfer(VLLMTransfer):
     """Sends weights by NCCL from the trainer's GPU to one server. Each server has its own NCCL group.
 
-    It needs two GPUs, and vLLM in both processes."""
+    This needs two GPUs, and vLLM in both processes."""
 
     def __init__(self, server: Server, *, address: str, port: int, seconds: float = 120.0) -> None:
         """This process waits for the workers at `address` and `port`."""
         super().__init__(server, seconds=seconds)
         self._address, self._port = address, port
         self._group: Any = None
-        # Python can't stop a thread that waits in NCCL for a dead worker. A daemon thread doesn't block the exit of
-        # this process.
+        # If a worker dies, a thread that waits for it in NCCL can't be stopped from Python. As a daemon thread, it at
+        # least doesn't keep this process from exiting.
         self._thread = EnvironmentThread("nccl")
 
     async def init(self) -> None:
@@ -131,7 +131,7 @@ class NCCLTransfer(VLLMTransfer):
         )
 
     async def _together(self, ours: Awaitable[Any], theirs: Awaitable[Any]) -> tuple[Any, Any]:
-        """Run both sides of a collective call concurrently. Each waits for the other, so running one first would
+        """Run both sides of a collective call concurrently. Each side waits for the other, so running one first would
         hang."""
         try:
             async with asyncio.timeout(self._seconds):
@@ -146,7 +146,7 @@ class NCCLTransfer(VLLMTransfer):
 
 
 def sending_device() -> int:
-    """Return the index of the GPU that sends. Raises MissingExtra without vLLM, and EngineError without CUDA."""
+    """Return the index of the GPU to send from. Raises MissingExtra without vLLM, and EngineError without CUDA."""
     import torch
 
     try:
@@ -163,7 +163,7 @@ def sending_device() -> int:
 
 
 async def _join(info: dict[str, Any], device: int) -> Any:
-    """Join the group as rank 0 and wait for the workers. The CUDA device is a setting of the current thread."""
+    """Join the group as rank 0 and wait for the workers. Sets the CUDA device of this thread only."""
     import torch
     from vllm.distributed.weight_transfer.nccl_common import trainer_init  # pyright: ignore[reportMissingImports]
 
@@ -172,7 +172,7 @@ async def _join(info: dict[str, Any], device: int) -> Any:
 
 
 async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
-    """Broadcast `pairs` in order. The GPU holds each tensor only from packing to sending."""
+    """Broadcast `pairs` in order. Each tensor is on the GPU only while it is packed and sent."""
     from vllm.distributed.weight_transfer.packed_tensor import (  # pyright: ignore[reportMissingImports]
         packed_nccl_broadcast_producer,
     )
@@ -186,8 +186,8 @@ async def _broadcast(pairs: Sequence[tuple[str, Any]], group: Any) -> None:
 
 
 def ports(address: str, first: int | None, count: int) -> list[int]:
-    """Return the ports at which this process waits for the workers of `count` servers. They start at `first`, or are
-    free ports if it is None. Raises EngineError if this machine doesn't have the address."""
+    """Return `count` ports, on each of which this process waits for one server's workers. The ports begin with `first`,
+    or are any free ones if it is None. Raises EngineError if this machine doesn't have the address."""
     try:
         return [free_port(address) if first is None else first + k for k in range(count)]
     except OSError as error:
