@@ -1,7 +1,7 @@
 """Connects to vLLM or SGLang servers and returns one `RemoteEngine` for all of them.
 
-`probe` measures what the servers can do. This module chooses how they receive new weights, and raises an error with the
-remedy if they can't receive them in the configured way.
+`probe` measures what the servers can do. This module sets up the configured way to send them new weights. If they don't
+support it, an error says what to change.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 DIFFERENT = f"{UNKNOWN}the servers' weights differ"
-"""Version of an engine whose servers have different weights, for example after one server was restarted. The first
-weight sync replaces it."""
+"""Version name that an engine has until its first weight sync if its servers have different weights, for example
+because one of them was restarted."""
 
 __all__ = ["connect", "probe"]
 
@@ -40,14 +40,14 @@ async def connect(
     adapters: AdapterConfig | None = None,
     servers: Sequence[Server] = (),
 ) -> RemoteEngine:
-    """Return an engine that samples from the servers of `config`, or from `servers`, which it then owns.
+    """Return an engine that samples from the servers in `config`, or from `servers`, which the engine then owns.
 
-    `weights` allows weight syncs. A server that was left paused is then resumed, and servers with different weights
-    are accepted: the first weight sync makes their weights equal. `adapters` has the settings for `publish: lora`. The
-    call waits, for at most `config.patience` seconds, until all servers answer.
+    If `weights` is true, weight syncs are possible. In this case, servers that were left paused are resumed, and
+    servers may have different weights, because the first weight sync makes them equal. `adapters` has the settings for
+    `publish: lora`. The call waits until all servers answer, but at most `config.patience` seconds.
 
-    Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. The
-    servers are then closed."""
+    Raises EngineError if a server is unreachable or unsuitable, or if this process can't send weights to it. All
+    servers are closed in this case."""
     servers = servers or [Server(url, key_variable=config.key_variable, seconds=config.seconds) for url in config.urls]
     if not servers:
         raise ValueError(f"engine.urls is {config.urls!r} and no servers are passed: name at least one address")
@@ -76,16 +76,16 @@ async def _connected(
     adapters: AdapterConfig | None,
     servers: Sequence[Server],
 ) -> RemoteEngine:
-    """Like `connect`, without waiting for servers that don't answer."""
+    """Do the same as `connect`, but don't wait for servers that don't answer."""
     adapted = weights and config.publish == "lora"
     syncs = await _syncs(config, servers, weights)
     if weights:
-        # Paused servers are resumed before the probe. A trainer that died during a weight sync leaves its servers
-        # paused, and a paused server can't answer the probe.
+        # A trainer that died during a weight sync leaves its servers paused. They must be resumed before the probe,
+        # because a paused server can't answer it.
         for sync in syncs:
             await sync.free()
     found = [await probe(server, renderer) for server in servers]
-    # Servers of one engine must agree in everything that a tape records or a check reads, such as the log-prob mode.
+    # All servers must agree in everything that is recorded on a tape or used by a check, such as the log-prob mode.
     kinds = {replace(capabilities, takes_weights=False) for _, capabilities in found}
     if len(kinds) > 1:
         raise EngineError(f"the servers differ: {sorted(map(str, kinds))}; one engine needs equal ones")
@@ -106,7 +106,7 @@ async def _connected(
             raise EngineError(
                 f"the servers have different weights, {sorted(map(str, labels))}: restart them with the same ones"
             )
-        # The next weight sync writes the same weights to all servers, so a difference now isn't an error.
+        # The servers may differ now, because the next weight sync gives all of them the same weights.
         labels = {DIFFERENT}
     version = labels.pop() or "default"
     if not adapted:
@@ -116,7 +116,7 @@ async def _connected(
         return RemoteEngine(
             servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=weights
         )
-    # `lora` never replaces the base weights, so no later weight sync can make unknown base weights known.
+    # With `lora`, the base weights are never replaced, so if they are unknown now, they stay unknown.
     if version.startswith(UNKNOWN):
         raise EngineError(f"the weights under the adapters would be {version!r}: restart {list(servers)}")
     return AdapterEngine(
@@ -125,8 +125,8 @@ async def _connected(
 
 
 async def _syncs(config: ServerSettings, servers: Sequence[Server], weights: bool) -> list[WeightSync]:
-    """Return the control routes of each server. Raises EngineError if this kind of server doesn't support the
-    configured way to receive weights."""
+    """Return a `WeightSync` for each server. Raises EngineError if the configured way to receive weights doesn't exist
+    for this kind of server."""
     kinds = [await kind_of(server) for server in servers]
     seconds = config.control_seconds
     if weights and config.publish != "reload" and any(kind.startswith("SGLang") for kind in kinds):

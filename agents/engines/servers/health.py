@@ -1,6 +1,6 @@
-"""Statistics of a `RemoteEngine`: sums, timers, the health of each server, and the choice of a server.
+"""Keeps a `RemoteEngine`'s totals and timers, tracks each server's health, and chooses servers for new conversations.
 
-Sums and timers never decrease, so the difference of two readings measures the time between them.
+Totals and timers never decrease, so the difference between two readings is what happened between them.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from dataclasses import dataclass, field
 from ..transport.http_channel import Server
 
 AVOIDED = 10.0
-"""Seconds for which new conversations avoid a server after a request to it failed."""
+"""After a request to a server fails, new conversations avoid that server for this many seconds."""
 
 
 @dataclass(slots=True)
 class RemoteStats:
-    """Sums since the engine was created."""
+    """Totals since the engine was created."""
 
     requests: int = 0
     tokens: int = 0
     """Tokens sampled and returned, including tokens of cancelled requests."""
     refused: int = 0
-    """Answers with status 429 or 503 whose request was repeated."""
+    """Answers with status 429 or 503 after which the request was repeated."""
     failed: int = 0
-    """Requests that finally raised an error, after all repeats."""
+    """Requests that still failed after all repeats."""
     cancelled: int = 0
-    """Requests that their caller cancelled."""
+    """Requests cancelled by their caller."""
     publishes: int = 0
     """Completed weight syncs."""
     busy_seconds: float = 0.0
     """Wall time in seconds during which at least one request was in flight."""
     timers: dict[str, float] = field(default_factory=dict)
-    """Seconds by activity: `request` (summed over concurrent requests), `publish`, its steps `publish/pause`,
-    `publish/update`, ..., and `sleep`, `wake`."""
+    """Seconds spent on each activity: `request` (added up over concurrent requests), `publish`, its steps
+    (`publish/pause`, `publish/update` ...), `sleep` and `wake`."""
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -64,17 +64,17 @@ class Wellness:
         self._until[id(server)] = time.monotonic() + AVOIDED
 
     def reached(self, server: Server) -> None:
-        """Use the server again at once, because it answered."""
+        """Stop avoiding the server, because it answered."""
         self._until.pop(id(server), None)
 
     def best(self, servers: Sequence[Server]) -> Server:
-        """Return the server for a new conversation. It is the healthy server with the fewest requests in flight or, if
-        no server is healthy, the one with the fewest of all."""
+        """Return the server for a new conversation. It is the one with the fewest requests in flight among the healthy
+        servers, or among all servers if none of them is healthy."""
         now = time.monotonic()
         well = [server for server in servers if self._until.get(id(server), now) <= now]
         best = min(well or servers, key=lambda server: server.in_flight + self._coming[id(server)])
-        # `in_flight` grows only when the request's task runs, in the event loop's next turn. `_coming` counts the
-        # choice until then. Otherwise all conversations that start in this turn would choose the same server.
+        # `in_flight` increases only in the event loop's next turn, when the request's task runs. `_coming` counts the
+        # request until then, because all conversations that start in this turn would otherwise choose this server.
         self._coming[id(best)] += 1
         asyncio.get_running_loop().call_soon(self._coming.subtract, (id(best),))
         return best

@@ -1,9 +1,9 @@
-"""Starts a local vLLM server with the flags that make its answers training data, and stops all of its processes.
+"""Starts a local vLLM server with the flags that training data requires, and stops all of its processes.
 
-The server listens on loopback by default. Any other address requires an API key from the caller. On loopback a new key
-is created, because every user of a machine can connect to its loopback addresses. vLLM's own check of the key leaves
-some routes open, including those that receive weights. Therefore vLLM loads our middleware (`request_checks.Guard`),
-which requires the key on every route and refuses web pages. The weight routes are enabled (`control`) on loopback only.
+By default, the server listens on loopback. For other addresses, the caller must set an API key. On loopback, a new key
+is created, because every user of a machine can connect to its loopback addresses. vLLM's own key check leaves some
+routes open, even those that receive weights. vLLM therefore loads our middleware (`request_checks.Guard`), which
+requires the key on every route and refuses web pages. Weight routes can be enabled (`control`) on loopback only.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from .shared_memory import remember, sweep
 log = logger("launch")
 
 OURS = ("--host", "--port", "--uds", "--model", "--api-key")
-"""vLLM flags that `options` must not contain, because they determine the model, and who can reach the server with which
-key."""
+"""vLLM flags that `options` must not contain, because `LocalServer` itself decides which model is served, at which
+address, and with which key."""
 GUARD = "tapereel_request_checks"
-"""The module name under which vLLM imports our checks of requests, since its interpreter may lack this package."""
+"""Name under which vLLM imports `request_checks`. It is a copy, since vLLM's interpreter may lack this package."""
 TRANSFER = [
     "--worker-extension-cls",
     "tapereel.agents.engines.weights.vllm_worker.Extension",
     "--weight-transfer-config",
     '{"backend": "tapereel"}',
 ]
-"""Flags that load the weight-transfer backend of `vllm_worker`."""
+"""Flags that load the weight-transfer backend in `vllm_worker`."""
 SIGHT = ["--allowed-media-domains", "none.invalid", "--limit-mm-per-prompt", '{"image": 256}']
-"""These flags keep the server from fetching the URL of a picture, since no host has a name in `.invalid`. They also
-limit the number of pictures in a prompt."""
+"""These flags keep the server from fetching pictures from URLs, because no host has a name that ends in `.invalid`.
+They also limit the number of pictures in a prompt."""
 PIL = ["--mm-processor-kwargs", '{"use_fast": false}']
-"""These flags make the server resize with Pillow, as the local processor does. They are for families whose pictures are
-not sent in their final size (`PictureTokens.fitted`). SmolVLM's video processor refuses the newer name, `backend`."""
+"""These flags make the server resize pictures with Pillow, as the local processor does. They are for families whose
+pictures aren't sent in their final size (`PictureTokens.fitted`). SmolVLM's video processor refuses the option's newer
+name, `backend`."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM accepts for `--max-lora-rank`."""
 LORA_SLOTS = 4
-"""Maximum number of adapters in one batch. With fewer slots, completions of older versions wait for a free slot."""
+"""Maximum number of adapters in one batch. If it is too low, completions with older versions wait for a free slot."""
 _NO_VLLM = "ModuleNotFoundError: No module named 'vllm'"
 _CHILD = """
 import ctypes, os, signal, sys
@@ -68,7 +69,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that starts this server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""This program becomes the server, which then ends when the process that started it ends, even by SIGKILL."""
+"""A program that becomes the server. The server ends when the process that started it ends, even by SIGKILL."""
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))
@@ -76,7 +77,7 @@ print(*(f"{found.name}-{found.version}" for found in distributions() if (found.n
 
 
 def lora_flags(rank: int) -> list[str]:
-    """Return the flags for adapters of that rank. Raises ValueError if the rank is above vLLM's maximum."""
+    """Return vLLM's flags for adapters of this rank. Raises ValueError if the rank is above vLLM's maximum."""
     room = next((room for room in LORA_RANKS if room >= rank), None)
     if room is None:
         raise ValueError(f"LoRA rank {rank}: vLLM serves ranks up to {LORA_RANKS[-1]}")
@@ -84,7 +85,7 @@ def lora_flags(rank: int) -> list[str]:
 
 
 def flags_of(options: Mapping[str, JsonValue]) -> list[str]:
-    """Return options such as `{"max_model_len": 8192}` in the form of vLLM's command line: `--max-model-len 8192`."""
+    """Return options as vLLM's command line arguments, such as `--max-model-len 8192` for `{"max_model_len": 8192}`."""
     flags = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -96,7 +97,7 @@ def flags_of(options: Mapping[str, JsonValue]) -> list[str]:
 
 
 class LocalServer:
-    """A vLLM server process, started and stopped by `async with LocalServer(folder) as url:`."""
+    """A vLLM server process. `async with LocalServer(folder) as url:` starts and stops it."""
 
     def __init__(
         self,
@@ -114,11 +115,11 @@ class LocalServer:
         log: Path | None = None,
         patience: float = 600.0,
     ) -> None:
-        """`python` is the interpreter that has vLLM. `options` are additional flags of the vLLM server. `control`
-        enables the routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend,
-        for which the interpreter needs this package too. `lora_rank` reserves memory for adapters of that rank. `port`
-        0 means a free port. The server's output goes to `log`, by default a temporary file. `start` fails if the server
-        isn't up within `patience` seconds. Raises ValueError if the combination is unsafe or contradictory."""
+        """`python` is an interpreter that has vLLM. `options` are additional flags for vLLM. `control` enables the
+        routes that receive weights. `transfer` adds vLLM's weight-transfer routes with Tapereel's backend, for which
+        the interpreter needs this package too. `lora_rank` reserves memory for adapters of this rank. `port` 0 selects
+        a free port. The server's output goes to `log`, by default a temporary file. `start` fails if the server doesn't
+        answer within `patience` seconds. Raises ValueError if the arguments are unsafe or contradict each other."""
         if not is_loopback(host) and key_variable is None:
             raise ValueError(
                 f"a server at {host} can be reached by others: name the environment variable with its API "
@@ -147,11 +148,12 @@ class LocalServer:
         self._python, self._control, self._options = python, control, tuple(options)
         self._environment, self._patience, self._key_variable = environment or {}, patience, key_variable
         self._ways = [*(TRANSFER if transfer else ()), *(lora_flags(lora_rank) if lora_rank is not None else ())]
-        """Flags for receiving weights by `transfer` or `lora`. Receiving them by `reload` needs no flags."""
+        """Flags that let the server receive weights by `transfer` or `lora`. For `reload`, no flags are needed."""
         self._lora = lora_rank is not None
         self._key = new_token() if key_variable is None else check_token(os.environ[key_variable])
         self.token_file: str | None = None
-        """The file in which clients of this user find the key while the server runs. None if the caller gave a key."""
+        """The file in which clients of the same user find the key of the running server. None if the caller set a
+        key."""
         self._guard: tempfile.TemporaryDirectory[str] | None = None
         self._log_path = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -159,12 +161,12 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Base address of the server."""
+        """The server's base address."""
         return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def command(self) -> list[str]:
-        """The command line that starts the server. It contains no API key, because `ps` shows command lines to all
+        """The command line that starts the server. The API key isn't in it, because `ps` shows command lines to all
         users."""
         words = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         words += ["--host", self.host, "--port", str(self.port), "--enable-scale-out", "--generation-config", "vllm"]
@@ -175,8 +177,8 @@ class LocalServer:
 
     @cached_property
     def _whole_prompts(self) -> list[str]:
-        """Flags that disable chunked prefill on vLLM's CPU build. The list is empty for other builds. The CPU build
-        crashes on a chunked prompt of a seeded request, because it can't rewind the random generator."""
+        """Return flags that disable chunked prefill on vLLM's CPU build, or no flags for other builds. The CPU build
+        crashes if a request with a seed has its prompt chunked, because it can't rewind the random generator."""
         device = {**os.environ, **self._environment}.get("VLLM_TARGET_DEVICE")
         if device is None:
             asked = subprocess.run([self._python, "-c", _VERSION], capture_output=True, text=True, timeout=60.0)
@@ -199,8 +201,8 @@ class LocalServer:
         return self.url
 
     def _check_port(self) -> None:
-        """Raise EngineError if the address is in use. Without this check, `_up` would accept the health answer of
-        another server at the same address."""
+        """Raise EngineError if the address is in use. Otherwise `_up` would take another server's answer at this
+        address for that of the new server."""
         with socket.socket(socket.AF_INET6 if ":" in self.host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -212,7 +214,7 @@ class LocalServer:
                 ) from error
 
     def _spawn(self) -> None:
-        """Start the process in a new session. It then leads a process group, so `stop` can signal it and its
+        """Start the process in a new session, so that it leads a process group, which `stop` can signal with all
         children."""
         environment = {
             **os.environ,
@@ -225,7 +227,7 @@ class LocalServer:
             "VLLM_API_KEY": self._key,
             "TAPEREEL_GUARDED": self.host,
         }
-        # The module gets its own folder, since vLLM must not import any other module of this package by its bare name.
+        # The copy is alone in its folder, because vLLM could otherwise import modules of this package by bare names.
         self._guard = tempfile.TemporaryDirectory(prefix="tapereel-vllm-")
         shutil.copy(request_checks.__file__, Path(self._guard.name) / f"{GUARD}.py")
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (self._guard.name, environment.get("PYTHONPATH"))))
@@ -240,12 +242,11 @@ class LocalServer:
             env=environment,
             start_new_session=True,
         )
-        # The new session doesn't end with this process, so an exit that skips `stop` would otherwise leave vLLM
-        # running.
+        # The new session doesn't end with this process, so vLLM would keep running after an exit that skips `stop`.
         atexit.register(self.stop)
 
     async def _up(self) -> None:
-        """Wait until `/health` answers. Raises EngineError if the process ends or `patience` is over."""
+        """Wait until `/health` answers. Raises EngineError if the process ends first, or after `patience` seconds."""
         assert self._process is not None
         server = Server(self.url, key_variable=self._key_variable)
         deadline = time.monotonic() + self._patience
@@ -272,7 +273,7 @@ class LocalServer:
             await server.close()
 
     def printed(self, end: int = 4000) -> str:
-        """Return the last `end` bytes of the server's output."""
+        """Return the last `end` bytes that the server printed."""
         if self._log is None:
             return ""
         with open(self._log_path, "rb") if self._log_path else contextlib.nullcontext(self._log) as log:
@@ -282,7 +283,7 @@ class LocalServer:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code of a server that ended by itself, or None if it is running or was not started."""
+        """The exit code if the server has ended by itself, or None if it is running or wasn't started."""
         return self._process.poll() if self._process is not None else None
 
     def wait(self) -> int:
@@ -292,7 +293,7 @@ class LocalServer:
         return self._process.wait()
 
     def stop(self, grace: float = 20.0) -> None:
-        """Stop the server and its child processes with SIGTERM, and with SIGKILL after `grace` seconds."""
+        """Stop the server and its child processes with SIGTERM, and after `grace` seconds with SIGKILL."""
         if self._process is None:
             return
         for signal, wait in ((15, grace), (9, 10.0)):
@@ -324,14 +325,14 @@ class LocalServer:
 
 
 class OwnServer(Server):
-    """A running `LocalServer` that ends when its connections are closed."""
+    """A connection to a running `LocalServer`, which is stopped when the connection is closed."""
 
     def __init__(self, local: LocalServer, *, seconds: float) -> None:
         super().__init__(local.url, seconds=seconds)
         self._local = local
 
     def ended(self) -> str | None:
-        """Return the exit code and last output of a server that has exited. Nothing else restarts the server."""
+        """Return the exit code and last output if the server has ended, since nothing will start it again."""
         code = self._local.exit_code
         return None if code is None else f"vLLM ended with exit code {code}; it printed:\n{self._local.printed(2000)}"
 
@@ -342,6 +343,6 @@ class OwnServer(Server):
 
 
 def _is_ours(word: str) -> bool:
-    """Return whether `word` is a flag in `OURS` in any spelling that vLLM accepts, such as `--api_key=` or `--hos`."""
+    """Return whether `word` is a flag in `OURS`, in any spelling that vLLM accepts, such as `--api_key=` or `--hos`."""
     name = word.partition("=")[0].replace("_", "-")
     return len(name) > len("--h") and any(flag.startswith(name) for flag in OURS)

@@ -1,14 +1,14 @@
-"""Hosted models from any provider that litellm supports: messages go in, text and function calls come out.
+"""Samples from hosted models at any provider that litellm supports. Messages go in, text and function calls come out.
 
-Contract. `complete` returns the provider's answer, with its token counts and its cost in US dollars if they are known,
-or raises `EngineError`. No request outlives its timeout. While the provider answers no request, all requests wait
+Contract. `complete` returns the provider's answer, with token counts and cost (US dollars) if they are known, or raises
+`EngineError`. No request outlives its timeout. While the provider answers no requests, all requests wait
 (`transport/absence.py`). Every attempt is recorded with its error, such as a rate limit, a timeout or an invalid
-answer. A `Retry-After` from the provider delays all requests of the engine. No error message contains the API key.
+answer. A `Retry-After` from the provider delays all of the engine's requests. No error message contains the API key.
 
 The answers can't be used for RL training, because providers don't return the sampled ids and their log-probs. They can
-be replayed, audited, scored and used for imitation learning. This engine owns all retries. litellm's own retries are
-off, because a recorded attempt could otherwise stand for several requests. Reasoning text before the answer is not
-kept.
+be replayed, audited, scored and used for imitation learning. Only this engine retries requests. litellm's own retries
+are off, because a single recorded attempt could otherwise be several requests. Reasoning text that precedes an answer
+is discarded.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from ..transport.proxies import ask_directly
 from ..transport.wire import Json, openai_messages, retry_after
 
 TRIED_AGAIN = (409, 425, 500)
-"""HTTP statuses after which the same request may succeed. A fault in the request itself can cause them too."""
+"""HTTP statuses for which a retry may succeed. A faulty request can cause them too, and then a retry won't help."""
 AWAY = (429, 502, 503, 504, 529)
-"""HTTP statuses from a provider that answers no request at the moment."""
+"""HTTP statuses that a provider sends while it can't answer any request."""
 SLOWEST = 30.0
-"""Limit of the exponential backoff in seconds, before jitter. A provider's `Retry-After` may be longer."""
+"""Longest wait, in seconds, that exponential backoff reaches, before jitter. A `Retry-After` may be longer."""
 SETTLING = 5.0
-"""Timeout in seconds for litellm's background tasks when the engine closes."""
+"""Seconds to wait for litellm's background tasks when the engine closes."""
 OURS = frozenset(
     {
         "model",
@@ -74,12 +74,12 @@ OURS = frozenset(
         "headers",
     }
 )
-"""Arguments of litellm that callers must not set, because the engine sets them or because they would change what is
-recorded."""
+"""litellm's arguments that callers must not set, either because the engine sets them or because they would change what
+is recorded."""
 _NO_KEY = re.compile(r"missing \w*credentials|missing (\w+ )?api key", re.IGNORECASE)
-"""Matches messages about a missing API key, to which litellm gives the status 500."""
+"""Matches messages about a missing API key. litellm raises them with status 500."""
 _NO_PROVIDER = "LLM Provider NOT provided"
-"""litellm's message for a model name that it can't read, with the status 400."""
+"""litellm's message, with status 400, if it can't tell the provider from the model's name."""
 
 
 NEVER_RAN = r"coroutine '.*completion' was never awaited"
@@ -88,26 +88,26 @@ NEVER_RAN = r"coroutine '.*completion' was never awaited"
 
 class HostedFailed(EngineError):
     """The provider is unreachable, closed the connection, exceeded the timeout or returned an error. `complete` raises
-    it after the last attempt."""
+    this error after the last attempt."""
 
     def __init__(
         self, message: str, *, retry: bool = False, after: float | None = None, away: bool | None = False
     ) -> None:
         super().__init__(message, retry=retry)
         self.after = after
-        """Seconds to wait before a retry, from the `Retry-After` header, or None without that header."""
+        """Seconds to wait before a retry, as given by the `Retry-After` header, or None if there was no such header."""
         self.away = away
-        """Whether the provider answers no request at the moment. None if this request may only be slow."""
+        """Whether the provider answers no requests at the moment, or None if it may only be slow to answer this one."""
 
 
 @dataclass(slots=True)
 class HostedStats:
-    """Sums since the engine was created."""
+    """Totals since the engine was created."""
 
     requests: int = 0
     """Requests sent, including failed ones."""
     spent: float = 0.0
-    """Cost in US dollars of the answers whose cost is known."""
+    """Total cost in US dollars of all answers whose cost is known."""
     limited: int = 0
     """Requests refused by a rate limit (status 429)."""
     busy_seconds: float = 0.0
@@ -115,7 +115,7 @@ class HostedStats:
 
 
 class LiteLLMEngine:
-    """Samples from a hosted model, named as litellm names it: `LiteLLMEngine("openai/gpt-4o-mini")`."""
+    """Samples from a hosted model with the name that litellm has for it: `LiteLLMEngine("openai/gpt-4o-mini")`."""
 
     def __init__(
         self,
@@ -131,15 +131,15 @@ class LiteLLMEngine:
         prices: tuple[float, float] | None = None,
         options: Mapping[str, object] | None = None,
     ) -> None:
-        """`key_variable` names the environment variable with the API key. By default, litellm reads the provider's own
-        variable. `seconds` is the timeout of one request. One completion has at most `retries` retries. While the
-        provider answers no request at all, requests are instead repeated for `patience` seconds. `backoff` is the first
-        wait between two attempts in seconds, and the wait doubles each time.
+        """`key_variable` names the environment variable that holds the API key. By default, litellm reads the
+        provider's usual variable. `seconds` is the timeout for one request. A failed request is retried at most
+        `retries` times, but while the provider answers no requests at all, it is repeated for up to `patience` seconds
+        instead. `backoff` is the first wait between two attempts, in seconds. It doubles each time.
 
-        `budget` is in US dollars. `prices` are the US dollars per million prompt tokens and per million completion
-        tokens, for a model whose prices litellm doesn't know. `options` are passed to litellm with each request. Raises
-        ValueError if an option is one that the engine sets itself, if `base_url` contains a secret, or if there is a
-        budget without known prices."""
+        `budget` is in US dollars. `prices` are US dollars per million prompt tokens and per million completion tokens,
+        for models whose prices litellm doesn't know. `options` are passed to litellm with each request. Raises
+        ValueError if `options` has an argument that only the engine may set, if `base_url` contains a secret, or if
+        there is a budget but the prices aren't known."""
         refuse_secret(base_url or "", "base_url")
         refused = sorted(name for name in options or () if name in OURS or names_secret(name))
         if refused:
@@ -162,19 +162,19 @@ class LiteLLMEngine:
                 "them, in dollars for a million prompt and completion tokens: prices=(0.5, 1.5)"
             )
         self._held = 0.0
-        """`time.monotonic()` before which no request is sent. All requests of the engine share it, because a rate limit
-        that refused one request would refuse the others too."""
+        """No request is sent before `time.monotonic()` reaches this value. It applies to all of the engine's requests,
+        because a rate limit that refused one of them would refuse the others too."""
         self._under_way = 0
         """Number of requests in flight."""
         self._since = 0.0
-        """`time.perf_counter()` at which the current busy period began."""
+        """`time.perf_counter()` when the current busy period began."""
         self._closed = False
         _Clients.opened += 1
 
     @property
     def can(self) -> frozenset[Capability]:
-        """The engine's capabilities. Pictures are sent as data URLs, and the provider rejects them if the model can't
-        see."""
+        """The engine's capabilities. It sends pictures as data URLs. If the model can't read them, the provider rejects
+        them."""
         return frozenset({"pictures", "stats", "absence"})
 
     @property
@@ -184,12 +184,12 @@ class LiteLLMEngine:
 
     @property
     def context(self) -> None:
-        """Always None, because the limit is unknown. The provider rejects a prompt that is too long."""
+        """Always None, because the limit isn't known. The provider rejects prompts that are too long."""
         return None
 
     async def complete(self, request: Request) -> Completion:
-        """Request one completion, with retries after errors that a retry may cure. Raises `PromptTooLong`,
-        `EngineStopped` or `HostedFailed`, whose `attempts` has every attempt."""
+        """Request one completion, and retry after errors for which a retry may help. Raises `PromptTooLong`,
+        `EngineStopped` or `HostedFailed`. The error's `attempts` lists all attempts."""
         body = self._body(await _with_pictures(request))
         attempts: list[Attempt] = []
         retries = 0
@@ -205,8 +205,8 @@ class LiteLLMEngine:
                 try:
                     retries = await self._wait(found, tries, retries)
                 except EngineError as error:
-                    # `retry` becomes False because the engine's retries are used up. The agent's model interface must
-                    # not multiply them by its own.
+                    # `retry` becomes False, because this engine has already retried, and the agent's model interface
+                    # must not start that again.
                     error.attempts, error.retry = tuple(attempts), False
                     raise
 
@@ -214,7 +214,7 @@ class LiteLLMEngine:
         """Do nothing, because the engine keeps no cache."""
 
     async def close(self) -> None:
-        """Close litellm's connections when this is the last open engine of the process. A second call does nothing."""
+        """Close litellm's connections if no other engine in this process is open. A second call does nothing."""
         if not self._closed:
             self._closed = True
             await _settled()
@@ -223,8 +223,8 @@ class LiteLLMEngine:
     # Inside
 
     def _body(self, request: Request) -> dict[str, Any]:
-        """Return litellm's arguments for the request. Later entries win, so `options` can't override the engine's own.
-        Raises HostedFailed if the variable with the API key is not set."""
+        """Return litellm's arguments for the request. The engine's own arguments come last, so `options` can't override
+        them. Raises EngineStopped if the environment variable for the API key isn't set."""
         supported = self._litellm.get_supported_openai_params(self._model) or ()
         body = parameters(request, seed="seed" in supported)
         key = os.environ.get(self._key_variable) if self._key_variable is not None else token_for(self._base_url or "")
@@ -247,14 +247,14 @@ class LiteLLMEngine:
         }
 
     async def _try(self, body: dict[str, Any]) -> Completion | EngineError:
-        """Send one request. Errors are returned and not raised, because a traceback through this frame would hold
-        `body`, which has the API key."""
+        """Send one request. Errors are returned instead of raised, because a traceback would keep this frame's `body`,
+        which contains the API key."""
         if self._budget is not None and self.stats.spent >= self._budget:
             return EngineStopped(
                 f"{self.name}: {self.stats.spent:.4f} dollars are spent, the budget is {self._budget} (engine.budget)",
                 "budget",
             )
-        # This is a loop because another request may have moved `_held` further while this one slept.
+        # While this request sleeps, another one may move `_held` further, so this is a loop.
         while (left := self._held - time.monotonic()) > 0:
             if left > self.absence.patience:
                 return EngineStopped(
@@ -273,13 +273,13 @@ class LiteLLMEngine:
             return HostedFailed(message, retry=True, away=None)
         except EngineError as error:
             return error
-        except Exception as error:  # litellm passes on any exception of the provider's library
+        except Exception as error:  # the provider's library may raise anything
             return self._typed(error, body.get("api_key"))
         finally:
             self._end()
 
     def _typed(self, error: Exception, key: str | None) -> EngineError:
-        """Return the `EngineError` for an exception from litellm, with the secrets removed from its message."""
+        """Return the `EngineError` for an exception from litellm, without the secrets in its message."""
         status = getattr(error, "status_code", None)
         text = without_secrets(str(error), [key] if key else ())
         message = f"{self.name}: {text if len(text) <= 600 else f'{text[:600]} ...'}"
@@ -297,10 +297,10 @@ class LiteLLMEngine:
         return HostedFailed(message, retry=retry, after=retry_after(headers.get("retry-after")), away=away)
 
     async def _wait(self, error: EngineError, tries: Tries, retries: int) -> int:
-        """Wait before the next attempt, and return the number of retries. Raises the error if no retry is left.
+        """Wait before the next attempt, and return the new number of retries. Raises `error` if no retry is left.
 
-        A `Retry-After` also moves `_held`, for all requests. While the provider answers no request, no retry is used
-        up."""
+        A `Retry-After` also moves `_held`, which delays all requests. While the provider answers no requests, waiting
+        for it doesn't use up a retry."""
         away = error.away if isinstance(error, HostedFailed) else False
         after = error.after if isinstance(error, HostedFailed) else None
         if not error.retry:
@@ -317,7 +317,7 @@ class LiteLLMEngine:
 
     def _read(self, answer: Any) -> Completion:
         """Return the completion in an answer and add its cost to the statistics. Raises HostedFailed if the provider's
-        content filter left nothing."""
+        content filter removed the whole answer."""
         choice = answer.choices[0]
         text, calls = choice.message.content, _tool_calls(choice.message)
         if choice.finish_reason == "content_filter" and not text and not calls:
@@ -329,7 +329,7 @@ class LiteLLMEngine:
         )
 
     def _priced(self) -> bool:
-        """Return whether litellm knows the model's prices."""
+        """Return whether litellm knows what the model's tokens cost."""
         try:
             info = self._litellm.get_model_info(self._model)
         except Exception:  # litellm raises a plain Exception for an unknown model
@@ -349,12 +349,12 @@ class LiteLLMEngine:
 
 
 async def _settled() -> None:
-    """Wait for litellm's background logging. Otherwise the event loop would end with coroutines that were never
+    """Wait for litellm's background logging, because the event loop could otherwise end with coroutines that were never
     awaited."""
     with contextlib.suppress(ImportError):
         from litellm.litellm_core_utils import logging_worker
 
-        await asyncio.sleep(0)  # tasks that are ready queue their logging in this turn
+        await asyncio.sleep(0)  # in this turn, tasks that are done queue their logging
         logging_worker.GLOBAL_LOGGING_WORKER.start()  # the worker must run in this event loop
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SETTLING):
@@ -362,7 +362,7 @@ async def _settled() -> None:
 
 
 class _Clients:
-    """Counts open engines. litellm has one set of connections per process, which the last engine closes."""
+    """Counts open engines. All engines in a process share litellm's connections, so the last one closes them."""
 
     opened = 0
 
@@ -371,13 +371,13 @@ class _Clients:
         cls.opened -= 1
         if cls.opened <= 0:
             await litellm.close_litellm_async_clients()
-            # litellm caches its clients: without the flush, the next engine would get a closed client.
+            # litellm caches its clients, so without this flush, the next engine would get a closed client.
             litellm.in_memory_llm_clients_cache.flush_cache()
 
 
 async def _with_pictures(request: Request) -> Request:
-    """Return the request with its pictures as data URLs, made from the stored bytes. Raises EngineError if a picture
-    has any other URL, because the provider would fetch it and the tape would not hold what the model saw."""
+    """Return the request with its pictures as data URLs made from the stored bytes. Raises EngineError if a message has
+    a picture by URL: the provider would fetch it, and the tape wouldn't contain what the model saw."""
     parts = [part for message in request.messages for part in content_parts(message)]
     if any(part.get("type") == "image_url" for part in parts):
         raise EngineError("a message holds an `image_url`: pictures go to a model as `Picture` in a step, never by URL")
@@ -395,8 +395,8 @@ async def _with_pictures(request: Request) -> Request:
 
 
 def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
-    """Return the messages with pictures as `image_url` parts. Pictures in tool results follow the results in a user
-    message, because OpenAI's format has no other place for them."""
+    """Return the messages with pictures as `image_url` parts. Pictures in tool results are moved to a user message
+    after the results, because OpenAI's format has no other place for them."""
     sent: list[Message] = []
     shown: list[Message] = []
     for message in messages:
@@ -415,7 +415,7 @@ def _as_urls(messages: Sequence[Message], urls: Mapping[str, str]) -> list[Messa
 
 
 def _with_urls(parts: Sequence[Message], urls: Mapping[str, str]) -> list[Message]:
-    """Return the parts with `image_url` for pictures and for video frames, each of which follows its time."""
+    """Return the parts with pictures as `image_url`. A video becomes its frames, each after a text with its time."""
     sent: list[Message] = []
     (shown,) = frames_of([{"content": parts}])
     for part in content_parts(shown):
@@ -427,10 +427,10 @@ def _with_urls(parts: Sequence[Message], urls: Mapping[str, str]) -> list[Messag
 
 
 def parameters(request: Request, *, seed: bool = True) -> Json:
-    """Return the request as arguments of litellm, in the format of OpenAI's chat completions.
+    """Return the request as litellm's arguments, which have the format of OpenAI's chat completions.
 
-    `top_p` and `top_k` are left out when they are off, because many models reject these arguments. `seed` is False for
-    a provider without seeds. Raises EngineError if a sampling option is one that the engine sets itself."""
+    `top_p` and `top_k` are left out if they are off, because many models reject these arguments. `seed` is False for
+    providers that accept no seed. Raises EngineError for sampling options that only the engine may set."""
     one_temperature(request)
     sampling = request.sampling
     refused = sorted(name for name in sampling.extra if name in OURS or names_secret(name))
@@ -467,8 +467,8 @@ def _tool_calls(message: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _usage(answer: Any, prices: tuple[float, float] | None) -> Usage:
-    """Return the token counts and the cost in US dollars. Unknown values are None. litellm writes 0 for an unknown
-    count. Since a prompt always has tokens, 0 prompt tokens means that the count is unknown."""
+    """Return the token counts and the cost in US dollars. Unknown values are None. litellm reports unknown counts as 0.
+    A prompt always has tokens, so if it has 0, the counts are unknown."""
     usage = getattr(answer, "usage", None)
     if usage is None or not usage.prompt_tokens:
         return Usage()
@@ -494,9 +494,9 @@ _FINISH: dict[Any, Finish] = {
 
 
 def _connection_lost(error: BaseException | None) -> bool:
-    """Return whether a failed connection caused an exception from litellm, which gives it the status 500."""
+    """Return whether an exception from litellm was caused by a failed connection, for which litellm uses status 500."""
     while error is not None:
-        # The classes are compared by name, because litellm's providers use httpx or aiohttp.
+        # Classes are compared by name, because it depends on the provider whether litellm uses httpx or aiohttp.
         if any(kind.__name__ in ("TransportError", "ClientError", "OSError") for kind in type(error).__mro__):
             return True
         error = error.__cause__ or error.__context__
@@ -504,9 +504,9 @@ def _connection_lost(error: BaseException | None) -> bool:
 
 
 def is_hosted(model: str) -> bool:
-    """Return whether litellm serves a model of this name: `provider/name`, or a name without a provider. A folder's
-    name doesn't count. Neither does `org/name` if litellm is missing or doesn't know the provider, since it is then a
-    model on the Hugging Face hub."""
+    """Return whether `model` is a hosted model's name for litellm, either `provider/name` or a name without a provider.
+    It isn't if a folder has this name, or if it is `org/name` and litellm is missing or knows no such provider, because
+    it is then a model on the Hugging Face hub."""
     provider, slash, _ = model.partition("/")
     if Path(model).is_dir():
         return False
@@ -520,16 +520,16 @@ def is_hosted(model: str) -> bool:
 
 
 def _import() -> Any:
-    # This must be set before the import, which otherwise fetches a price list from the network.
+    # If this isn't set before the import, litellm fetches a price list from the network.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     try:
         import litellm
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "litellm", "litellm", "a hosted model") from error
-    litellm.suppress_debug_info = True  # otherwise litellm prints where to report its bugs
+    litellm.suppress_debug_info = True  # otherwise litellm prints where to report bugs
     litellm.telemetry = False
     for name in ("LiteLLM", "openai._base_client"):
-        guard_log(name)  # at debug level, these loggers write everything, including secrets
-    # A request that is cancelled while litellm prepares it in a thread leaves a coroutine behind that never ran.
+        guard_log(name)  # at debug level, they log everything, including secrets
+    # If a request is cancelled while litellm prepares it in a thread, a coroutine is left behind that never ran.
     warnings.filterwarnings("ignore", NEVER_RAN, RuntimeWarning)
     return litellm
