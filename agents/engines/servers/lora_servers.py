@@ -1,8 +1,8 @@
-"""LoRA adapters on vLLM servers: each version is an adapter under its own name, and the base weights never change.
+"""Uses LoRA adapters on vLLM servers. Each version is an adapter with its own name, and the base weights never change.
 
-Contract. The adapter that is current when a request is sent samples the whole completion. Therefore a weight sync
-pauses no server and leaves no stale KV cache, and a completion has one span. An old adapter is unloaded when no request
-uses it. A failed publish raises an error and leaves the current version in use.
+Contract. The whole completion is sampled with the adapter that is current when its request is sent. A weight sync
+therefore pauses no server and makes no KV cache stale, and a completion has one span. An old adapter is unloaded when
+no request uses it any more. If a publish fails, it raises an error, and the current version stays in use.
 
 The servers must run with `--enable-lora` (`tapereel serve model --lora RANK`). This module doesn't import peft, because
 an adapter is just a folder in peft's format.
@@ -37,8 +37,8 @@ _OWN = ("lora_A", "lora_B")
 
 
 def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapter weights in a peft model's state dict, under the names of a peft adapter file. Raises
-    ValueError if the state has no adapters."""
+    """Return the adapter weights in a peft model's state dict, with the names that they have in a peft adapter file.
+    Raises ValueError if `state` has no adapters."""
     found = {
         name.replace(".default.", "."): tensor
         for name, tensor in state.items()
@@ -53,10 +53,10 @@ def adapters_in(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_adapter(state: Mapping[str, Tensor], folder: Path, config: AdapterConfig, base: Path) -> None:
-    """Write the adapters of `state` to `folder` in peft's format.
+    """Write the adapters in `state` to `folder` in peft's format.
 
-    The files are written to a partial folder that is renamed at the end, so a crash never leaves half an adapter at
-    `folder`."""
+    The files are written to a temporary folder that is renamed at the end, so `folder` is complete even after a
+    crash."""
     from safetensors.torch import save_file
 
     found = adapters_in(state)
@@ -100,24 +100,24 @@ class AdapterEngine(RemoteEngine):
         syncs: Sequence[WeightSync],
         adapters: AdapterConfig | None = None,
     ) -> None:
-        """See `RemoteEngine`. `version` is the servers' name for the base weights."""
+        """See `RemoteEngine`. `version` is the version that the servers report for the base weights."""
         super().__init__(
             servers, dialect, renderer, capabilities, config, version=version, syncs=syncs, takes_weights=True
         )
         self._adapters = adapters or AdapterConfig()
         self._base_label = version
         self._current: str | None = None
-        """Name of the adapter for new requests. None before the first publish, when the base weights are used."""
+        """Name of the adapter for new requests, or None before the first publish, while the base weights sample."""
         self._uses: Counter[str] = Counter()
-        """Number of requests in flight for each adapter. An adapter with a count above 0 must not be unloaded."""
+        """Number of requests in flight by adapter. An adapter with requests in flight must not be unloaded."""
         self._loaded: dict[str, Path] = {}
-        """Folder of each adapter that the servers have loaded, by version."""
+        """Folders of the adapters that the servers have loaded, by version."""
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "drain") -> None:
-        """Sample new requests with the adapters in `state`. Requests in flight keep the adapter that they began with.
+        """Use the adapters in `state` for new requests. Requests in flight keep the adapter that they began with.
 
-        Raises ValueError before anything changes. Raises PublishFailed if a server can't load the adapter. The previous
-        version then stays current, and the engine continues to sample."""
+        Raises ValueError, before anything changes, if an argument can't be used. Raises PublishFailed if a server can't
+        load the adapter. The previous version then stays current, and the engine continues to sample."""
         self._check_version(version)
         if mode not in ("drain", "abort"):
             raise ValueError(
@@ -130,8 +130,8 @@ class AdapterEngine(RemoteEngine):
             await asyncio.to_thread(write_adapter, state, folder, self._adapters, Path(self._config.model))
             with self.stats.timed("publish"):
                 await self._load(version, folder)
-            # All servers must have the adapter before it becomes current. Otherwise a request could reach a server that
-            # doesn't know the adapter yet.
+            # The adapter becomes current only when all servers have it, because a request could otherwise reach a
+            # server that doesn't have it yet.
             self._versions[version] = len(self._versions)
             self._loaded[version] = folder
             self.version = self._current = version
@@ -147,14 +147,14 @@ class AdapterEngine(RemoteEngine):
                 for server in self._servers:
                     await self._unload(server, version)
         except ServerFailed as error:
-            if error.status is not None:  # None: the server is unreachable, and its adapters with it
+            if error.status is not None:  # None: the server is unreachable, so nothing is left to unload
                 raise
         finally:
             await super().close()
 
     async def _load(self, version: str, folder: Path) -> None:
-        """Load the adapter on all servers, or on none. On failure, the adapter is unloaded from the servers that had
-        loaded it, because a retry of the same version would otherwise fail there. Then raises PublishFailed."""
+        """Load the adapter on all servers. If a server fails, unloads it from the others, because a later attempt with
+        the same version would otherwise fail there, and raises PublishFailed."""
         body = {"lora_name": version, "lora_path": str(folder)}
         results = await asyncio.gather(
             *(self._control(server, "/v1/load_lora_adapter", body) for server in self._servers), return_exceptions=True
@@ -175,12 +175,12 @@ class AdapterEngine(RemoteEngine):
         ) from failed
 
     async def _end_older(self) -> None:
-        """Abort the requests of older adapters. Their answers have the tokens sampled so far, with finish `abort`."""
+        """Abort requests that use older adapters. Their answers have finish `abort` and the tokens sampled so far."""
         for flight in [flight for flight in self._flights.values() if flight.version != self.version]:
             await flight.server.post(*self._dialect.abort(flight.id), seconds=self._config.control_seconds)
 
     async def _unload_idle(self) -> None:
-        """Unload the old adapters that no request uses. An adapter still in use is unloaded by a later publish."""
+        """Unload old adapters that no request uses. A later publish unloads those that are still in use now."""
         for version in [v for v in self._loaded if v != self._current and not self._uses[v]]:
             for server in self._servers:
                 await self._unload(server, version)
@@ -194,14 +194,14 @@ class AdapterEngine(RemoteEngine):
                 raise
 
     async def _control(self, server: Server, route: str, body: dict[str, str]) -> None:
-        # A new connection is used, as completions may occupy the whole pool. These routes answer with plain text, not
-        # JSON.
+        # `fresh`, because completions may occupy the whole connection pool. `plain`, because these routes answer with
+        # text.
         await server.post(route, body, seconds=self._config.control_seconds, fresh=True, plain=True)
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        # `_current` is read once, since a publish may change it while the request is in flight. When the request ends,
-        # the count of the adapter that it used must decrease, or that adapter would never be unloaded.
+        # A publish may change `_current` while the request is in flight. It is read only once, so that the count that
+        # decreases at the end is that of the adapter that was used. Otherwise this adapter would never be unloaded.
         name = self._current
         if name is None:
             yield self.capabilities.model, self.version
@@ -213,7 +213,7 @@ class AdapterEngine(RemoteEngine):
             self._uses[name] -= 1
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
-        # Servers name the version of the base weights, not the adapter. Another label means that the base changed.
+        # Servers report the base weights' version, not the adapter's. If it differs, the base weights have changed.
         labels = {version for version, _, _ in found.spans or ()}
         if labels - {self._base_label}:
             raise EngineError(

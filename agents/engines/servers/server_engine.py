@@ -1,12 +1,12 @@
-"""Samples from servers: token ids go in, token ids and log-probs come out, and weights may change during a completion.
+"""Samples from servers. Token ids go in, ids and log-probs come out, and weights may change during a completion.
 
-Contract. `complete` returns what a server sampled after exactly the request's prompt ids, with the log-prob and the
-weight version of each token, or raises `EngineError`. No request outlives its timeout. While no server answers, all
-requests wait and are repeated (`transport/absence.py`). The agent's model interface (`LLM`) owns all other retries.
+Contract. `complete` returns what a server sampled after exactly the request's prompt ids, with each token's log-prob
+and weight version, or raises `EngineError`. No request outlives its timeout. While no server answers, all requests wait
+and are repeated (`transport/absence.py`). All other retries are up to the agent's model interface (`LLM`).
 
-A conversation stays with one server, whose prefix cache holds its prefix, until a request there fails. A new
-conversation goes to the server with the fewest requests in flight. The engine aborts a cancelled request at the server
-and passes the tokens sampled so far to `request.on_partial`. After a failed weight sync the engine samples no more.
+A conversation stays with one server, whose prefix cache holds it, until a request there fails. A new conversation goes
+to the server with the fewest requests in flight. If a request is cancelled, the engine aborts it at the server and
+passes the tokens sampled so far to `request.on_partial`. After a failed weight sync, the engine refuses all requests.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
     from ...rendering.renderer import Renderer
 
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
-"""Fields of a request body that ask for a streamed answer."""
+"""Fields in a request's body that ask for a streamed answer."""
 HEALTH_SECONDS = 5.0
-"""Time limit in seconds for a health check, which asks whether a server answers at all."""
+"""Time limit, in seconds, for finding out whether a server answers at all."""
 KEPT = 2
-"""Number of published versions whose folders are kept."""
+"""For how many of the newest published versions the weights folder is kept."""
 REMEMBERED = 100_000
-"""Maximum number of conversations whose server is remembered. The oldest entry is dropped first."""
+"""Maximum number of conversations whose server is remembered. The oldest one is forgotten first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,30 +71,30 @@ class Capabilities:
     """What a server can do, as measured by `server_probe.probe`."""
 
     server: str
-    """Kind and version of the server software."""
+    """Name and version of the server software."""
     model: str
     """Name under which the server serves the model."""
     context: int | None
     """Maximum number of tokens in prompt and completion together, or None if it is unknown."""
     logprobs: Literal["processed", "raw"]
-    """`processed`: log-probs are computed after temperature is applied. `raw`: they are computed before it, so they are
-    the log-probs of the sampled distribution at temperature 1 only."""
+    """`processed`: log-probs are computed after temperature is applied. `raw`: they are computed before, so they belong
+    to the sampled distribution only if temperature is 1."""
     versions: bool
     """Whether answers name the weight version of each token."""
     takes_weights: bool
     """Whether the server has routes that receive new weights."""
     route: str
-    """Route for completions: a route that takes token ids, or a chat route that takes messages and returns ids."""
+    """Route for completions, which takes token ids, or is a chat route that takes messages and returns ids."""
     sees: bool = False
-    """Whether the server reads pictures, at the places that the local renderer gives them."""
+    """Whether the server reads pictures, and as the same tokens as the local renderer."""
 
 
 log = logger("engine")
 
 
 class ForeignWeights(EngineError):
-    """A server sampled with weights older than those that were current when the request was sent, or with weights that
-    this engine never published. A restarted server has such weights until the next weight sync."""
+    """A server sampled with the wrong weights. They are older than those that were current when the request was sent,
+    or were never published by this engine. After a restart, a server has such weights until the next weight sync."""
 
 
 @dataclass(slots=True)
@@ -104,13 +104,13 @@ class Flight:
     server: Server
     id: str
     version: str
-    """Weight version that was current when the request was sent."""
+    """The weight version that was current when the request was sent."""
     pinned: bool = False
-    """Whether no other server may answer."""
+    """Whether the request must be answered by this server."""
     moment: int = 0
-    """Value of `RemoteEngine._moment` when the request was sent."""
+    """The value that `RemoteEngine._moment` had when the request was sent."""
     stream: ChunkStream | None = None
-    """The part of the answer received so far, or None for an answer that isn't streamed."""
+    """The answer received so far, or None if it isn't streamed."""
 
 
 class RemoteEngine:
@@ -128,9 +128,9 @@ class RemoteEngine:
         syncs: Sequence[WeightSync] = (),
         takes_weights: bool = False,
     ) -> None:
-        """`version` names the weights that the servers have now. `syncs` holds the control routes of each server. With
-        `takes_weights`, weights can be replaced. New weights are written to `config.weights_folder`, which the servers
-        must be able to read. By default, it is a temporary folder. The folders of the `KEPT` newest versions are
+        """`version` names the weights that the servers have now. `syncs` holds one `WeightSync` for each server. If
+        `takes_weights` is true, weights can be replaced. New weights are written to `config.weights_folder`, by default
+        a temporary folder, which the servers must be able to read. The folders of the `KEPT` newest versions are
         kept."""
         self.name = f"{dialect.name}:{capabilities.model}"
         self.version = version
@@ -153,31 +153,31 @@ class RemoteEngine:
             within = SHARED_MEMORY if config.publish in ("transfer", "nccl") and SHARED_MEMORY.is_dir() else None
             self._temporary = Path(tempfile.mkdtemp(prefix="tapereel-weights-", dir=within))
         self._homes: OrderedDict[str, Server] = OrderedDict()
-        """Cache key of each conversation -> its server, whose prefix cache has the conversation's KV."""
+        """Maps each conversation's cache key to the server whose prefix cache has the conversation's KV."""
         self._wellness = Wellness()
         self._flights: dict[str, Flight] = {}
         """Requests in flight, by request id."""
         self._versions = {version: 0}
-        """Version -> its place in the order of publishing. The version at connection has 0."""
+        """Numbers the versions in the order in which they were published. The first version, at connection, has 0."""
         self._written: list[Path] = []
-        """Folders of published weights, the oldest first."""
+        """Folders with published weights, the oldest first."""
         self._publishing = asyncio.Lock()
         self._moment = 0
-        """Counts the beginnings and ends of weight syncs, so it is odd while one is in progress."""
+        """Increases when a weight sync begins and when it ends, so it is odd while a sync is in progress."""
         self._mixed = 0
-        """`_moment` at the start of the last sync in a mode other than `drain`. Completions that were in flight at that
-        moment may have tokens from two versions."""
+        """`_moment` when the last sync in a mode other than `drain` began. Completions that were in flight at that time
+        may have tokens from two versions."""
         self._restored: dict[str, int] = {}
-        """Address of a restarted server -> `_moment` at the start of the last sync to it. That sync ended all requests
-        in flight there. The answers to requests that had no token yet name no weight version."""
+        """Maps the address of a restarted server to `_moment` when its weights were restored. All requests in flight
+        there ended then. If a request had no token by then, its answer names no weight version."""
         self._broken: Exception | None = None
-        """Error of a failed weight sync. It is never cleared, because the servers' weights stay unknown to this
-        engine."""
+        """The error if a weight sync has failed. It is never cleared, because this engine can't know the weights any
+        more."""
         self._since = 0.0
 
     @property
     def renderer(self) -> Renderer:
-        """Renderer of the engine's model."""
+        """The renderer for the servers' model."""
         return self._renderer
 
     @property
@@ -192,19 +192,19 @@ class RemoteEngine:
 
     @property
     def samplers(self) -> dict[str, Sampler]:
-        """Server address -> a sampler that uses this server only."""
+        """For each server's address, a sampler that uses only that server."""
         return {server.url: partial(self.complete, server=server) for server in self._servers}
 
     async def complete(self, request: Request, *, server: Server | None = None) -> Completion:
-        """Sample one completion on `server`, by default on the server of the request's conversation.
+        """Sample one completion on `server`, by default on the conversation's server.
 
-        Raises `PromptTooLong` or `EngineError`. A cancelled call passes the tokens sampled so far to
-        `request.on_partial`, if the server returns them within 10 seconds, and then raises CancelledError."""
+        Raises `PromptTooLong` or `EngineError`. If the call is cancelled, `request.on_partial` gets the tokens sampled
+        so far, provided that the server returns them within 10 seconds. Then CancelledError is raised."""
         self._check(request)
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
-            # The request runs in its own task behind a shield. Cancelling the caller must not close the connection,
-            # because after an abort the server sends the sampled tokens on that connection.
+            # The request runs in its own task behind a shield. If the caller is cancelled, the connection must stay
+            # open, because the server sends the tokens sampled before the abort on it.
             asking = asyncio.ensure_future(self._ask(flight, request))
             try:
                 found = await asyncio.shield(asking)
@@ -224,12 +224,12 @@ class RemoteEngine:
     async def score(
         self, ids: Sequence[int], places: Sequence[Place] = (), picture: Callable[[str], bytes] | None = None
     ) -> array[float]:
-        """See `CapableEngine.score`. The values are vLLM's log-probs for a prompt."""
+        """See `CapableEngine.score`. The values are the log-probs that vLLM returns for a prompt."""
         tokens, sampling = array("i", map(int, ids)), Sampling(max_tokens=1)
         request = Request(messages=(), prompt=tokens, places=tuple(places), picture=picture, sampling=sampling, seed=0)
         self._check(request)
         server, model = self._wellness.best(self._servers), self.capabilities.model
-        if not places:  # that route takes no pictures
+        if not places:  # this route takes no pictures
             return scored(await server.post(SCORING_ROUTE, scoring(model, tokens)), tokens)
         body = await asyncio.to_thread(self._dialect.body, request, model=model, request_id=uuid.uuid4().hex, stops=())
         answer = await server.post(self._dialect.route, scoring_shown(body))
@@ -238,27 +238,27 @@ class RemoteEngine:
 
     def _note(self, error: EngineError, server: Server, request: Request) -> None:
         """Record a failed request. Raises PromptTooLong if the error says that the prompt is too long for the model.
-        `status` is None when the server sent no status, and 0 for an error that isn't `ServerFailed`."""
+        `status` is None if the server sent no status, and 0 if the error isn't a `ServerFailed`."""
         status = error.status if isinstance(error, ServerFailed) else 0
         if status == 400 and _too_long(str(error)):
             raise PromptTooLong(str(error)) from error
         if status is None or status >= 429 or isinstance(error, ForeignWeights | BadAnswer):
-            # Move this conversation and new conversations to other servers. A server that fails at once has the fewest
-            # requests in flight, so the balance would otherwise send every new conversation to it.
+            # Move this conversation to another server, and let new ones avoid this server. A server that fails at once
+            # has the fewest requests in flight, so every new conversation would otherwise go there.
             self._homes.pop(request.cache_key, None)
             self._wellness.lost(server)
 
     def forget(self, cache_key: str) -> None:
-        """Forget the server of a conversation that has ended."""
+        """Forget which server a conversation used, because it has ended."""
         self._homes.pop(cache_key, None)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
         """Replace the weights of all servers by `state`. Tokens sampled afterwards carry `version`.
 
-        Raises ValueError, before anything changes, if `state` isn't the model's or `version` was used before. Raises
-        PublishFailed if a step failed. The servers may then have different weights, so the engine samples no more.
-        Raises EngineStopped if a server goes away during the sync, or doesn't answer within `patience` before it.
-        Sleeping servers restore their weights for the sync, and sample after `wake`."""
+        Raises ValueError, before anything changes, if `state` doesn't fit the model or `version` was used before.
+        Raises PublishFailed if a step fails. The servers may then have different weights, so later requests are
+        refused. Raises EngineStopped if a server goes away during the sync, or doesn't answer within `patience` seconds
+        before it. Sleeping servers take their weights memory back for the sync, but sample only after `wake`."""
         self._check_version(version)
         if not self._takes_weights:
             raise ValueError(f"{self.name} takes no weights: it was connected for sampling only")
@@ -267,8 +267,8 @@ class RemoteEngine:
         async with self._publishing, self._stopping():
             folder = self._folder_of(version)
             await asyncio.to_thread(write_weights, state, folder, Path(self._config.model))
-            # The version must be known and `_moment` must be odd before the first server changes. A completion may
-            # return with the new version while the sync is in progress, and without this entry it would count as
+            # Before the first server changes, `_moment` must be odd and the version must be known. Completions may
+            # return with the new version while the sync is still in progress, and would otherwise be rejected as
             # foreign.
             self._versions[version] = len(self._versions)
             steps: dict[str, float] = {}
@@ -280,14 +280,14 @@ class RemoteEngine:
                     await self.sleeper.weights()
                     await sync_servers(self._syncs, folder, version, mode, steps)
             except BaseException as error:
-                # A cancelled sync counts as failed too, because some servers may have the new weights. `_moment` stays
+                # A cancelled sync has failed too, because only some servers may have the new weights. `_moment` stays
                 # odd.
                 self._broken = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 raise
             finally:
                 for name, seconds in steps.items():
                     self.stats.add(f"publish/{name}", seconds)
-            # All servers have resumed. Requests sent from now on expect at least this version.
+            # All servers have resumed. Answers to requests sent from now on must have this version or a later one.
             self.version = version
             self._moment += 1
             self.stats.publishes += 1
@@ -304,14 +304,14 @@ class RemoteEngine:
         return folder / version.replace("/", "_").replace(":", "_")
 
     async def sleep(self) -> None:
-        """Free the servers' GPU memory. Requests in flight end as `abort`, and later requests raise EngineError until
-        `wake`. Does nothing if the servers are already asleep."""
+        """Free the servers' GPU memory. Requests in flight end as `abort`, and later ones raise EngineError until
+        `wake` is called. Does nothing if the servers are asleep already."""
         async with self._stopping():
             with self.stats.timed("sleep"):
                 await self.sleeper.sleep()
 
     async def wake(self) -> None:
-        """Restore the servers' memory and sample again. Does nothing if the servers are awake."""
+        """Let the servers take their GPU memory back and sample again. Does nothing if the servers are awake."""
         async with self._stopping():
             with self.stats.timed("wake"):
                 await self.sleeper.wake()
@@ -326,7 +326,7 @@ class RemoteEngine:
     # -- one request ----------------------------------------------------------------------------------------------
 
     def _check(self, request: Request) -> None:
-        """Raise EngineError or PromptTooLong for a request that the servers can't answer with valid training data."""
+        """Raise EngineError or PromptTooLong if the servers can't answer the request with valid training data."""
         if self._broken is not None:
             raise EngineError(f"the servers' weights are unknown since a publish failed: {self._broken}")
         if self.sleeper.state != "awake":
@@ -355,18 +355,18 @@ class RemoteEngine:
             )
 
     async def _ask(self, flight: Flight, request: Request) -> Sampled:
-        """Send the request, and repeat it while no server answers, until `patience` is over. All other errors are
-        raised at once, because their retries belong to the agent's model interface, which records each attempt."""
+        """Send the request. While no server answers, it is repeated for up to `patience` seconds. Other errors are
+        raised at once, because the agent's model interface retries them and records each attempt."""
         restored = False
         with self.absence.request() as tries:
             while True:
                 try:
-                    # Both are read again for each attempt, before sending, since `_versioned` compares the answer with
-                    # them.
+                    # Moment and version are read right before each attempt, since `_versioned` compares them with the
+                    # answer.
                     flight.moment = self._moment
                     with self._sampling_with() as (model, flight.version):
                         found = self._dialect.parse(await self._answer(flight, request, model))
-                    # An answer that arrives after a failed sync is rejected, although it looks complete.
+                    # If a sync has failed by now, the answer is rejected although it looks complete.
                     self._stop_if_broken(None)
                     tries.answered()
                     same_prompt(request, found)
@@ -378,16 +378,16 @@ class RemoteEngine:
                     await self._restore(flight.server, error)
                 except ServerFailed as error:
                     self._stop_if_broken(error)
-                    if error.status != 429 and not flight.pinned:  # a full server still has the conversation's prefix
+                    if error.status != 429 and not flight.pinned:  # stay at a full server, which has the prefix
                         self._homes.pop(request.cache_key, None)
                     await self._wait(flight.server, error, tries)
                     flight.server = flight.server if flight.pinned else self._home(request.cache_key)
                 if request.listener is not None:
-                    # The stream may have broken off after some tokens, and the next attempt samples from the beginning.
+                    # The stream may have ended after some tokens, and the next attempt samples from the beginning.
                     request.listener.again()
 
     async def _there(self) -> None:
-        """Wait until every server answers on `/health`, because a step of a weight sync is never repeated."""
+        """Wait until every server answers on `/health`. A weight sync needs this, since its steps aren't repeated."""
         for server in self._servers:
             async with self._stopping():
                 with self.absence.request() as tries:
@@ -398,7 +398,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _stopping(self) -> AsyncIterator[None]:
-        """Raise EngineStopped instead of the error of a control step if a server is away."""
+        """Raise EngineStopped if a control step fails because a server is away. Other errors aren't changed."""
         try:
             yield
         except (PublishFailed, ServerFailed) as error:
@@ -408,14 +408,14 @@ class RemoteEngine:
             raise
 
     async def _wait(self, server: Server, error: ServerFailed, tries: Tries) -> None:
-        """Wait before the next attempt at a request that failed because `server` is away. Raises `error` if the server
-        is not away, and EngineStopped like `Tries.failed`."""
+        """Wait before the next attempt if a request failed because `server` is away. Raises `error` if the server isn't
+        away, and EngineStopped like `Tries.failed`."""
         if not await is_away(server, error, min(HEALTH_SECONDS, self._config.seconds)):
             tries.answered()
             raise error
         self.stats.refused += error.busy
         if error.busy and self._moment % 2:
-            tries.answered()  # paused by this engine's weight sync, which has its own time limits
+            tries.answered()  # this engine's weight sync paused it, and has its own time limits
         elif error.status != 429:
             self._wellness.lost(server)
         await tries.failed(error, after=None if error.after is None else min(error.after, 30.0))
@@ -428,7 +428,7 @@ class RemoteEngine:
             raise EngineStopped(str(error), "model") from error
         async with self._publishing, self._stopping():
             if await weight_version(server) == self.version:
-                return  # another request has restored it, or a weight sync has reached it
+                return  # restored by another request or a weight sync
             log.warning("%s has other weights than the run, and gets the weights of %s again", server, self.version)
             syncs = [self._syncs[self._servers.index(server)]]
             self._moment += 1
@@ -443,32 +443,32 @@ class RemoteEngine:
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        """Yield (model name at the servers, weight version) for the duration of one request."""
+        """Yield the model's name at the servers and the weight version, for use in one request."""
         yield self.capabilities.model, self.version
 
     async def _answer(self, flight: Flight, request: Request, model: str) -> object:
         ends = () if request.sampling.ignore_eos else (*self._renderer.end_ids, *request.stop_ids)
         stops = dict.fromkeys(ends)
         body_of = partial(self._dialect.body, request, model=model, request_id=flight.id, stops=tuple(stops))
-        body = await asyncio.to_thread(body_of) if request.places else body_of()  # with places, it reads files
-        # Without a version for each token, an answer that overlaps a weight sync is rejected and requested again. In
-        # that case listeners get no tokens at all, because received tokens must be a prefix of the completion.
+        body = await asyncio.to_thread(body_of) if request.places else body_of()  # pictures are read from files
+        # If tokens have no versions, an answer that overlaps a weight sync is rejected and requested again. Listeners
+        # then get no tokens at all, because whatever they get must be a prefix of the completion.
         heard = request.listener if self._dialect.tells and self.capabilities.versions else None
         flight.stream = ChunkStream() if self._dialect.streams or heard is not None else None
         return await answered(flight.server, self._dialect, body, flight.stream, heard, request.on_start)
 
     def _stop_if_broken(self, cause: Exception | None) -> None:
-        """Reject a completion that was in flight during a failed weight sync, since its weights are unknown."""
+        """Raise EngineError if a weight sync has failed, because completions from that time have unknown weights."""
         if self._broken is not None:
             raise EngineError(f"a publish failed while this was sampled: {self._broken}") from cause
 
     def _versioned(self, found: Sampled, flight: Flight) -> Sampled:
-        """Return the answer with version spans. Raises ForeignWeights if a version is unknown or older than the version
-        at sending. Raises EngineError if the answer names no versions and may mix two of them.
+        """Return the answer with version spans. Raises ForeignWeights if a version is unknown, or older than the one
+        that was current when the request was sent. Raises EngineError if the answer names no versions but may mix two.
 
-        Without spans in the answer, `flight.version` is valid for all tokens only if no sync overlapped the request. An
-        odd `flight.moment` means that the request was sent during a sync. `_mixed > flight.moment` means that a sync
-        without `drain` began later. A `drain` sync waits until the request has ended."""
+        If the answer has no spans, all tokens have `flight.version`, provided that no sync overlapped the request. If
+        `flight.moment` is odd, it was sent during a sync. If `_mixed > flight.moment`, a sync in a mode other than
+        `drain` began later. A `drain` sync can't overlap it, because it waits until the request has ended."""
         if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, 0) > flight.moment:
             problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
             raise ForeignWeights(problem, retry=True)
@@ -493,14 +493,14 @@ class RemoteEngine:
         return replace(found, spans=((flight.version, 0, len(found.ids)),))
 
     async def _abort(self, flight: Flight, asking: asyncio.Future[Sampled]) -> Sampled | None:
-        """End a cancelled request at the server and return the tokens sampled so far. Return None if the server doesn't
-        send them within 10 seconds, or if the partial answer fails a check."""
+        """Abort a cancelled request at the server and return the tokens sampled so far. Returns None if the server
+        doesn't send them within 10 seconds, or if the partial answer fails a check."""
         try:
             if flight.stream is not None and self._dialect.streams:
-                # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection, and
-                # the server then ends the request.
+                # The chunks received so far are the partial answer. `asking.cancel()` below closes the connection,
+                # which makes the server end the request.
                 return self._versioned(self._dialect.parse(flight.stream.answer(cut=True)), flight)
-            # The server answers the original request, still shielded, with what it sampled before the abort.
+            # The original request is still shielded. The server answers it with the tokens sampled before the abort.
             route, body = self._dialect.abort(flight.id)
             async with asyncio.timeout(10.0):
                 await flight.server.post(route, body)
@@ -522,7 +522,7 @@ class RemoteEngine:
         )
 
     def _home(self, key: str) -> Server:
-        """Return the conversation's server, or choose one. An empty key means no conversation and isn't remembered."""
+        """Return the conversation's server, or choose one. Without a conversation, the key is empty."""
         home = self._homes.get(key)
         if home is None:
             home = self._wellness.best(self._servers)
@@ -534,7 +534,7 @@ class RemoteEngine:
 
     @contextmanager
     def _flying(self, flight: Flight) -> Iterator[None]:
-        """Register one request in `_flights`, and count and time it. Busy time counts overlapping requests once."""
+        """Register one request in `_flights`, count it and time it. Overlapping requests add to busy time only once."""
         stats, began = self.stats, time.perf_counter()
         stats.requests += 1
         if not self._flights:
@@ -551,8 +551,8 @@ class RemoteEngine:
 
 
 async def is_away(server: Server, error: ServerFailed, seconds: float) -> bool:
-    """Return whether the server that failed with `error` is away. `seconds` is the time limit of the health check.
-    Raises EngineStopped if no later request can succeed either, for example after a wrong API key."""
+    """Return whether the server that failed with `error` is away. `seconds` is the time limit for the health check.
+    Raises EngineStopped if all later requests would fail too, for example because the API key is wrong."""
     reason = stop_reason(error.status, str(error))
     if reason is not None:
         raise EngineStopped(str(error), reason) from error
@@ -571,8 +571,8 @@ async def answered(
     on_start: Callable[[], None] | None = None,
 ) -> object:
     """Send `body` and return the whole answer. With a `listener`, the answer is streamed. `stream` collects a streamed
-    answer, so that the caller can read the partial answer after a cancellation. `on_start` is called at the first token
-    of a streamed answer, because no server reports when it begins to work at a request."""
+    answer, so that the caller has the partial answer after a cancellation. `on_start` is called at the first token in a
+    streamed answer, because no server reports when it begins to work on a request."""
     if listener is not None:
         body = {**body, **STREAM}
     elif not dialect.streams:
@@ -589,7 +589,7 @@ async def answered(
     except StreamFailed as error:
         if error.status is None:
             raise
-        # The HTTP status was already 200 when the stream began. The event's status makes 503 count as busy here too.
+        # The HTTP status was 200 when the stream began. The event's own status shows whether the server is busy (503).
         raise ServerFailed(
             f"{server}{dialect.route}: {error.status}: {error}", retry=error.status in AGAIN, status=error.status
         ) from error
@@ -597,5 +597,5 @@ async def answered(
 
 
 def _too_long(message: str) -> bool:
-    """Return whether a server's message (status 400) says, in vLLM's wording, that the prompt is too long."""
+    """Return whether a server's message (status 400) is how vLLM says that the prompt is too long."""
     return any(sign in message for sign in ("max_model_len", "maximum context length", "maximum model length"))

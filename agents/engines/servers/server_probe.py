@@ -1,9 +1,9 @@
 """Measures what a server can do before the first token is recorded, and raises an error with the remedy.
 
-The probe finds the kind of server, the route that returns token ids, whether answers name weight versions, and whether
-the server receives weights. No route reports the log-prob mode, so the probe measures it. If log-probs are computed
-after temperature is applied, the gap between the two likeliest tokens is ten times larger at temperature 0.1. If they
-are computed before it, the gap is the same at both temperatures.
+The probe finds out what kind of server it is, which route returns token ids, whether answers name weight versions, and
+whether the server can receive weights. No route reports the log-prob mode, so the probe measures it at temperature 1
+and at 0.1. If log-probs are computed after temperature is applied, the gap between the two likeliest tokens is ten
+times larger at 0.1. If they are computed before, the gap is the same.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 SHARP = 0.1
 """Temperature of the second measurement. The first one uses temperature 1."""
 LISTED = 5
-"""Number of log-probs requested. The measurement needs two, and the sampled token may replace the last listed one."""
+"""Number of log-probs to request. Two are needed, but the sampled token may replace the last one in the list."""
 REFUSED = (401, 403, 404, 405, 501)
-"""HTTP statuses with which servers answer for a disabled or missing route."""
+"""HTTP statuses with which servers answer if a route is disabled or missing."""
 
 
 async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabilities]:
-    """Return the dialect for `server`, which is the first one that it doesn't refuse, and the server's capabilities.
-    Raises EngineError."""
+    """Return the first dialect whose route `server` doesn't refuse, and the server's capabilities. Raises
+    EngineError."""
     kind = await kind_of(server)
     dialects: list[Dialect] = [Generate(renderer), Completions(), Chat(renderer.template_kwargs)]
     if kind.startswith("SGLang"):
@@ -51,8 +51,8 @@ async def probe(server: Server, renderer: Renderer) -> tuple[Dialect, Capabiliti
         try:
             answer = await answered(server, dialect, body)
         except ServerFailed as error:
-            # Only a disabled route leads to the next dialect. Falling back after a transient error, such as a timeout,
-            # would choose a worse dialect for the whole run.
+            # The next dialect is tried only if the route is disabled. If a transient error, such as a timeout, were
+            # enough, the whole run would use a worse dialect.
             if error.status not in REFUSED:
                 raise
             refused.append(str(error))
@@ -93,7 +93,7 @@ async def kind_of(server: Server) -> str:
 
 
 def _question(renderer: Renderer, temperature: float, content: object = "1") -> Request:
-    """Return the probe's request, with a short prompt, one token and a fixed seed."""
+    """Return the probe's request, which has a short prompt and a fixed seed and asks for one token."""
     messages: list[Any] = [{"role": "user", "content": content}]
     found = renderer.prompt(messages)
     return Request(
@@ -106,7 +106,7 @@ def _question(renderer: Renderer, temperature: float, content: object = "1") -> 
 
 
 async def _sees(server: Server, dialect: Dialect, renderer: Renderer, model: str) -> bool:
-    """Return whether the server reads a picture. Raises EngineError if it reads one as other tokens than ours."""
+    """Return whether the server reads pictures. Raises EngineError if its tokens for one differ from ours."""
     picture = await Picture.read(np.arange(48 * 80 * 3).astype(np.uint8).reshape(48, 80, 3))
     request = replace(_question(renderer, 1.0, [image_of(picture)]), picture=lambda _: picture.data or b"")
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
@@ -138,7 +138,7 @@ async def _logprobs_mode(
 
 
 async def _gap(server: Server, dialect: Dialect, request: Request, model: str) -> float:
-    """Return the gap in nats between the listed log-probs of the two likeliest first tokens."""
+    """Return the gap, in nats, between the log-probs listed for the two likeliest first tokens."""
     body = dialect.body(request, model=model, request_id="tapereel-probe", stops=())
     answer = await answered(server, dialect, dialect.listing(body, LISTED))
     values = dialect.listed(answer)
@@ -149,7 +149,7 @@ async def _gap(server: Server, dialect: Dialect, request: Request, model: str) -
 
 
 async def _takes_weights(server: Server) -> bool:
-    """Return whether the server names its weight version, which shows that its weight routes are enabled."""
+    """Return whether the server reports its weight version, which shows that its weight routes are enabled."""
     try:
         return await weight_version(server) is not None
     except EngineError:

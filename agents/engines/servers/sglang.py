@@ -1,8 +1,8 @@
-"""SGLang's dialect, `/generate` with token ids in and token ids out, and SGLang's routes for new weights.
+"""SGLang's dialect, which is `/generate` with token ids in and out, and SGLang's routes for new weights.
 
-The module was written from the published wheel of SGLang 0.5.23 and tested against the shapes in that wheel. It was not
-run against a server, which needs a GPU. SGLang computes log-probs after temperature is applied, as a tape requires.
-vLLM does so only with `--logprobs-mode processed_logprobs`.
+The module was written for SGLang 0.5.23 and tested against the shapes in its published wheel. It was not run with a
+server, because that needs a GPU. SGLang computes log-probs after temperature is applied, as a tape requires. vLLM does
+so only with `--logprobs-mode processed_logprobs`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ..transport.wire import BadAnswer, Json, Sampled, field, reader, sampled
 from ..weights.sleeping import Part
 
 ALL = 1 << 30
-"""SGLang's `top_k` for the whole vocabulary."""
+"""The `top_k` that means the whole vocabulary in SGLang."""
 
 
 SLEEPS = ["kv_cache", "cuda_graph"]
-"""What a sleeping server frees."""
+"""What a server frees when it goes to sleep."""
 
 
 class SGLangGenerate:
-    """Dialect of `/generate` with token ids."""
+    """The dialect for `/generate` with token ids."""
 
     name = "sglang"
     route = "/generate"
@@ -48,7 +48,7 @@ class SGLangGenerate:
             "min_new_tokens": min(sampling.barring, sampling.max_tokens),
             "stop_token_ids": list(stops),
             **({"ignore_eos": True} if sampling.ignore_eos else {}),
-            # SGLang gets the low 31 bits, so requests whose seeds differ only above bit 30 sample with the same seed.
+            # SGLang accepts only 31 bits, so requests whose seeds have the same low 31 bits sample with the same seed.
             "sampling_seed": request.seed & (2**31 - 1),
             **sampling.extra,
         }
@@ -88,10 +88,10 @@ class SGLangGenerate:
 
 
 class SGLangWeights:
-    """Reloads weights from a folder. One request, in `finish`, loads the weights and sets their version."""
+    """Reloads weights from a folder. A single request, in `finish`, loads the weights and sets their version."""
 
     def __init__(self, server: Server, *, seconds: float = 120.0) -> None:
-        """`seconds` is the timeout of each step."""
+        """`seconds` is the time limit for each step."""
         self.server = server
         self._seconds = seconds
         self._folder: Path | None = None
@@ -102,8 +102,8 @@ class SGLangWeights:
     async def free(self) -> None:
         """Resume a server that a dead trainer left paused. Does nothing if the server isn't SGLang.
 
-        SGLang has no route that says whether it is paused, but resuming a server that isn't paused changes nothing. The
-        version is trustworthy after an interrupted sync, because one request sets weights and version together."""
+        SGLang has no route that says whether it is paused, but resuming it has no effect if it isn't. The version is
+        right even after an interrupted sync, because one request sets weights and version together."""
         try:
             await self._post("/continue_generation", {})
         except ServerFailed as error:
@@ -117,10 +117,10 @@ class SGLangWeights:
         await self._post("/pause_generation", {"mode": way})
 
     async def start(self) -> None:
-        """Do nothing, because reloading from a folder has no start step."""
+        """Do nothing, because reloading a folder has no start step."""
 
     async def update(self, folder: Path) -> None:
-        # The folder is only remembered. `finish` loads it, since SGLang takes weights and version in one request.
+        # The folder is only stored. `finish` loads it, because SGLang takes weights and version in the same request.
         self._folder = folder
 
     async def finish(self, version: str, mode: PublishMode) -> None:
@@ -131,7 +131,7 @@ class SGLangWeights:
                 "weight_version": version,
                 "flush_cache": mode != "stale_kv",
                 "abort_all_requests": False,
-                # `resume` ends the pause, after every server has the weights.
+                # `resume` ends the pause when all servers have the weights.
                 "keep_pause": True,
             },
         )
@@ -140,11 +140,11 @@ class SGLangWeights:
         await self._post("/continue_generation", {})
 
     async def abandon(self, version: str) -> None:
-        # The server aborts and renames before it resumes, as no completion may continue on weights of unknown version.
+        # Abort and rename come before resume, because no completion may continue with weights of unknown version.
         await self._post("/update_weight_version", {"new_version": version, "abort_all_requests": True})
         await self._post("/continue_generation", {})
 
-    # Sleep frees the KV cache and the CUDA graphs, but not the weights. These routes answer with text.
+    # A sleeping server frees its KV cache and CUDA graphs, but keeps its weights. The sleep routes answer with text.
 
     async def release(self) -> None:
         await self._post("/release_memory_occupation", {"tags": SLEEPS}, plain=True)
@@ -157,7 +157,7 @@ class SGLangWeights:
             await self._post("/resume_memory_occupation", {"tags": SLEEPS}, plain=True)
 
     async def _post(self, route: str, body: Json, *, plain: bool = False) -> None:
-        """Post on a new connection. Raises BadAnswer for failures that SGLang reports with status 200 and `success:
+        """Post on a new connection. Raises BadAnswer if SGLang reports a failure with status 200 and `success:
         false`."""
         answer = await self.server.post(route, body, seconds=self._seconds, fresh=True, plain=plain)
         if isinstance(answer, dict) and answer.get("success") is False:

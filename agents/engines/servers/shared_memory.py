@@ -1,10 +1,10 @@
-"""Deletes the shared memory that a killed vLLM leaves in /dev/shm, which takes hundreds of MiB each time.
+"""Deletes the shared memory that a killed vLLM leaves in /dev/shm. It is hundreds of MiB each time.
 
-`remember` notes the segments and semaphores of a running server in a file that belongs to this user. `sweep` deletes
-the noted ones that no process maps any more. It never deletes those of other programs, since they are in no note. Both
-work on Linux only and do nothing elsewhere.
+`remember` writes the names of a running server's segments and semaphores to a file that belongs to this user (a note).
+`sweep` deletes those in notes that no process maps any more. Segments that belong to other programs are in no note, so
+they are never deleted. Both functions do nothing on systems other than Linux.
 
-A process that created a semaphore maps it by a name that no longer exists, so inodes are compared and not names.
+Inodes are compared, not names, because a process maps a semaphore that it created by a name that no longer exists.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _notes() -> Path:
 
 
 def remember(session: int) -> None:
-    """Note the segments that the processes of that session map now. Raises OSError if the note can't be written."""
+    """Write a note of the segments that processes in this session map now. Raises OSError if that isn't possible."""
     noted, used = {}, _mapped(session)
     for path in SHARED_MEMORY.iterdir() if used else ():
-        with contextlib.suppress(FileNotFoundError):  # it was deleted at this moment
+        with contextlib.suppress(FileNotFoundError):  # it has just been deleted
             if path.lstat().st_ino in used:
                 noted[str(path)] = _identity(str(path))
     if noted:
@@ -42,9 +42,9 @@ def sweep() -> list[str]:
         try:
             noted = json.loads(note.read_text())
         except (OSError, ValueError):
-            continue  # another process of ours is writing it at this moment, or has read it
+            continue  # another Tapereel process is writing it now, or has deleted it
         for name, identity in noted.items():
-            # A name alone proves nothing, because another program may have a segment of this name by now.
+            # The name alone isn't enough, because by now another program may have a segment with this name.
             with contextlib.suppress(OSError):
                 if identity[1] not in used and _identity(name) == identity:
                     os.unlink(name)
@@ -60,10 +60,10 @@ def _identity(name: str) -> list[int]:
 
 
 def _mapped(session: int | None) -> set[int]:
-    """Return the inodes of files in shared memory that processes map or hold open. `session` restricts the processes to
-    one session, and None includes all.
+    """Return the inodes of files in shared memory that processes in `session` map or hold open. None means all
+    sessions.
 
-    Processes of other users can't be read. Segments have the mode 0600, so those processes can't map them."""
+    Other users' processes can't be read, but they can't map our segments either, which have the mode 0600."""
     return {
         inode
         for process in Path("/proc").glob("[0-9]*")
@@ -80,7 +80,7 @@ def _session(pid: int) -> int | None:
 
 
 def _inodes(process: Path) -> Iterator[int]:
-    with contextlib.suppress(OSError):  # the process has ended, or is another user's
+    with contextlib.suppress(OSError):  # the process has ended or belongs to another user
         for line in (process / "maps").read_text(errors="replace").splitlines():
             if f" {SHARED_MEMORY}/" in line:
                 yield int(line.split(maxsplit=5)[4])

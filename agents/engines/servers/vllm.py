@@ -1,11 +1,11 @@
-"""vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and two fallbacks for servers that refuse that route.
+"""vLLM's dialects: `/inference/v1/generate` (ids in, ids out), and two others for servers that refuse this route.
 
-`/v1/completions` takes token ids. `/v1/chat/completions` takes messages: the server renders them with its own copy of
-the chat template and returns the prompt ids, which must equal the ids of the local renderer. Its answers are streamed,
-so a cancelled request keeps the tokens sampled so far without an abort route.
+`/v1/completions` takes token ids. `/v1/chat/completions` takes messages. The server renders these with its own copy of
+the chat template and returns the prompt ids, which must equal the local renderer's ids. Chat answers are streamed, so
+that the tokens of a cancelled request are there without an abort route.
 
-The module has pure functions over JSON values, written for vLLM 0.32 and 0.33. Requests contain every sampling
-parameter, because the model's generation_config.json would otherwise set the missing ones.
+The functions are pure, work on JSON values, and were written for vLLM 0.32 and 0.33. Requests contain every sampling
+parameter, because vLLM takes missing ones from the model's generation_config.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _Said = dict[str, Any]
 
 
 def sampling_parameters(request: Request, stops: Sequence[int]) -> Json:
-    """Return the request's sampling parameters under vLLM's names. `extra` comes last and overrides them."""
+    """Return the request's sampling parameters with vLLM's names. Values in `extra` override all others."""
     sampling = request.sampling
     return {
         "n": 1,
@@ -50,19 +50,19 @@ SCORING_ROUTE = "/v1/completions"
 
 
 def scoring(model: str, ids: Sequence[int]) -> Json:
-    """Return the body of a request for the log-probs of `ids` at temperature 1. vLLM always samples at least one
-    token."""
+    """Return a body that asks for the log-probs of `ids` at temperature 1. It asks for one new token, vLLM's
+    minimum."""
     return {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
 
 
 def scoring_shown(body: Json) -> Json:
-    """Extend `Generate.body` of a request with pictures so that it also asks for the log-probs of its prompt."""
+    """Extend the `Generate.body` of a request with pictures, so that it asks for the log-probs of the prompt too."""
     return body | {"sampling_params": {**cast(Json, field(body, "sampling_params")), "prompt_logprobs": 0}}
 
 
 @reader
 def scored(answer: object, ids: Sequence[int]) -> array[float]:
-    """Return the log-probs of `ids[1:]` in the answer to `scoring` or `scoring_shown`. Raises BadAnswer if they are
+    """Return the log-probs of `ids[1:]` from an answer to `scoring` or `scoring_shown`. Raises BadAnswer if they are
     missing or belong to other ids."""
     whole = cast(_Said, answer).get("prompt_logprobs")
     found = whole if whole is not None else field(answer, "choices", 0, "prompt_logprobs")
@@ -70,16 +70,16 @@ def scored(answer: object, ids: Sequence[int]) -> array[float]:
 
 
 class _VLLM:
-    """What the dialects of vLLM's routes have in common."""
+    """What vLLM's dialects have in common."""
 
     name = "vllm"
     streams = False
     tells = False
     names_ids = False
-    """Whether each log-prob in an answer names its token id."""
+    """Whether an answer says which token id each log-prob belongs to."""
     abort_route = "/abort_requests"
     abort_id: str
-    """vLLM's name for a request, in which `{}` stands for our request id."""
+    """vLLM's name for a request. Our request id takes the place of `{}`."""
 
     @reader
     def parse(self, answer: object) -> Sampled:
@@ -99,7 +99,7 @@ class _VLLM:
             prompt_tokens=usage.get("prompt_tokens"),
             cached=(usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
             prompt=choice.get("prompt_token_ids") or whole.get("prompt_token_ids"),
-            # A server that streams has rendered the messages itself, so the prompt is unverified without prompt ids.
+            # On the streamed route, the server renders the messages itself, so its prompt ids are needed to verify it.
             prompt_needed=self.streams,
             places=(whole.get("mm_placeholders") or {}).get("image"),
         )
@@ -114,7 +114,7 @@ class _VLLM:
 
 
 class Generate(_VLLM):
-    """Dialect of `/inference/v1/generate`. The server must run with `--enable-scale-out`."""
+    """The dialect for `/inference/v1/generate`. The server must run with `--enable-scale-out`."""
 
     route = "/inference/v1/generate"
     tells = True
@@ -123,7 +123,7 @@ class Generate(_VLLM):
     abort_id = "generate-tokens-{}"
 
     def __init__(self, renderer: Renderer | None = None) -> None:
-        """`renderer` renders requests with pictures. It may be None if no request has any."""
+        """`renderer` knows the model's picture tokens. It may be None if no request has pictures."""
         self._pictures = None if renderer is None else renderer.pictures
         self._marker = None if renderer is None else renderer.marker
 
@@ -139,8 +139,8 @@ class Generate(_VLLM):
         }
 
     def _shown(self, request: Request, prompt: array[int]) -> Json:
-        """Return the fields of a request with pictures. The server expands the first marker for the first picture, and
-        so on, so a sampled marker before a picture would be mistaken for the picture's own."""
+        """Return the body's fields for a request with pictures. The server puts the first picture at the first marker,
+        and so on. Raises EngineError if the model sampled a marker before a picture, which would be put there."""
         assert request.picture is not None
         assert self._pictures is not None
         ids, parts, end = list[int](), list[Json](), 0
@@ -157,7 +157,7 @@ class Generate(_VLLM):
                     f"put the picture {place.media[0]} there, not at {place.offset}; the embedded engine can continue"
                 )
             ids += [*between, self._marker]
-            # The picture gets no id or hash of ours, because the server could then take another picture from its cache.
+            # No id or hash is sent with the picture, because the server could then use another picture from its cache.
             png = self._pictures.fitted(place, request.picture(place.media[0]))
             parts.append({"type": "image_url", "url": f"data:image/png;base64,{base64.b64encode(png).decode()}"})
             end = place.end
@@ -168,7 +168,7 @@ class Generate(_VLLM):
 
 
 class Completions(_VLLM):
-    """Dialect of `/v1/completions` with a prompt of token ids."""
+    """The dialect for `/v1/completions`, with token ids as the prompt."""
 
     route = "/v1/completions"
     abort_id = "cmpl-{}-0"
@@ -196,7 +196,7 @@ class Completions(_VLLM):
 
 
 class Chat(_VLLM):
-    """Dialect of `/v1/chat/completions` with `return_token_ids`."""
+    """The dialect for `/v1/chat/completions` with `return_token_ids`."""
 
     name = "vllm-chat"
     route = "/v1/chat/completions"
@@ -204,7 +204,7 @@ class Chat(_VLLM):
     abort_id = "chatcmpl-{}"
 
     def __init__(self, template_kwargs: Mapping[str, object] | None = None) -> None:
-        """`template_kwargs` come from the local renderer, because both sides must render with the same arguments."""
+        """`template_kwargs` are the local renderer's, because the server must render with the same arguments."""
         self._template_kwargs = dict(template_kwargs or {})
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
@@ -222,7 +222,7 @@ class Chat(_VLLM):
             **sampling_parameters(request, stops),
         }
         if request.tools:
-            # The server needs the tools for its template. `none` disables its parser, since calls are parsed locally.
+            # The server's template needs the tools. `none` turns its parser off, because calls are parsed locally.
             body |= {"tools": list(request.tools), "tool_choice": "none"}
         if self._template_kwargs:
             body["chat_template_kwargs"] = self._template_kwargs
