@@ -1,4 +1,4 @@
-"""Chat templates and tokens: how a conversation becomes prompt ids, and how sampled ids become text.
+"""Applies chat templates and tokenizers, so that conversations become prompt ids and sampled ids become text.
 
 The package imports only `tapes`.
 """

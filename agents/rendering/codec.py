@@ -1,8 +1,8 @@
-"""Converts text to token ids and back. Only the chat template writes control tokens.
+"""Converts text to token ids and back, and makes sure that only the chat template writes control tokens.
 
-A *control token* is an added token that is special, or that the chat template spells out. If content contains the text
-of a control token, a private mark splits that text after its first character. The pieces between marks are encoded
-separately, so no tokenizer can read the text as the token.
+A *control token* is an added token that is special or that occurs in the chat template. If the text of such a token
+occurs in content, a private mark is inserted after its first character. The pieces between marks are encoded
+separately, so the tokenizer can't turn this text into the token.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MarkedT = TypeVar("MarkedT")
 _MARK = "\ufdd0"
 _BREAK = _MARK + "1"
 _LITERAL = _MARK + "0"
-"""The mark is a Unicode noncharacter. If content itself contains the mark, it is written as `_LITERAL`."""
+"""Replaces the mark, which is a Unicode noncharacter, where content itself contains it."""
 
 
 class RenderError(TapereelError, ValueError):
@@ -28,7 +28,7 @@ class RenderError(TapereelError, ValueError):
 
 
 class ChatTokenizer(Protocol):
-    """The interface of a transformers fast tokenizer that this module uses."""
+    """The members of a transformers fast tokenizer that this module uses."""
 
     chat_template: str | dict[str, str] | None
 
@@ -41,11 +41,11 @@ class ChatTokenizer(Protocol):
 
 
 class Codec:
-    """Encodes and decodes with its own copy of a tokenizer's backend."""
+    """Encodes and decodes text with its own copy of the tokenizer's backend."""
 
     def __init__(self, tokenizer: ChatTokenizer, literals: str, *, special_text: Literal["split", "refuse"]) -> None:
-        """`literals` is the text that the chat template itself writes. `special_text` determines what happens if
-        content spells a control token: `split` encodes the token as plain text, and `refuse` raises RenderError.
+        """`literals` is the text that the chat template itself writes. `special_text` says what to do if the text of a
+        control token occurs in content: `split` encodes it as plain text, and `refuse` raises RenderError.
 
         Raises RenderError if the tokenizer has no backend from the `tokenizers` library.
         """
@@ -55,36 +55,37 @@ class Codec:
                 f"{type(tokenizer).__name__} has no backend of the `tokenizers` library; load a fast one "
                 "(transformers.AutoTokenizer, or PreTrainedTokenizerFast(tokenizer_object=...))"
             )
-        # The backend is copied because padding, truncation and `encode_special_tokens` are part of its state. Another
-        # user of the tokenizer may change that state, and the same text would then encode to other ids.
+        # Padding, truncation and `encode_special_tokens` are part of the backend's state. It is copied, because if
+        # other users of the tokenizer changed this state, the same text would encode to other ids.
         self._backend = type(backend).from_str(backend.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = False
         self._refuse = special_text == "refuse"
         self.hash: str = hashlib.sha256(self._backend.to_str().encode()).hexdigest()
-        """SHA-256 (hex) of the backend as the `tokenizers` library serialises it."""
+        """SHA-256 (hex) of the backend, as serialised by the `tokenizers` library."""
         self.control: dict[str, int] = {
             token.content: id
             for id, token in self._backend.get_added_tokens_decoder().items()
             if not token.content.isspace() and (token.special or token.content in literals)
         }
-        """Text of each control token -> its id."""
+        """Maps the text of each control token to its id."""
         self.special: frozenset[str] = frozenset(
             token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
         )
         """The control tokens that the tokenizer marks as special."""
         unknown = str(tokenizer.special_tokens_map.get("unk_token"))
         self._ids = frozenset(id for token, id in self.control.items() if token != unknown)
-        """Ids that plain text must never encode to. The unknown token isn't included, because text can encode to it."""
+        """Ids that must never result from plain text. The unknown token's id isn't included, because it can."""
         ids = (self._backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids = frozenset(id for id in ids if id is not None)
-        """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has them. A run decodes only as a whole."""
+        """Ids of single bytes (`<0x00>` to `<0xFF>`), if the tokenizer has any. Successive ones are decoded
+        together."""
         self._pattern = _any_of(self.control)
         self._newline = self._raw("\n")
 
     def pattern(self, tokens: Iterable[str]) -> re.Pattern[str]:
-        """Return a regular expression that matches any of these control tokens, with the longer ones first."""
+        """Return a regular expression that matches any of these control tokens, and prefers longer ones."""
         return _any_of(tokens)
 
     def controls(self, text: str) -> list[str]:
@@ -96,11 +97,11 @@ class Codec:
         return self._backend.id_to_token(id) or ""
 
     def mark(self, value: MarkedT, where: str, only: re.Pattern[str] | None = None) -> MarkedT:
-        """Split every control token in `value` (text, or nested lists and dicts of text) by a mark.
+        """Insert a mark into the text of every control token in `value` (text, or nested lists and dicts of text).
 
-        Returns the same object if there is nothing to split. `where` names the place of the value in the error message.
-        With `only`, just the tokens that it matches are split, and they are never refused. The value is then an answer,
-        in which the model may have sampled other control tokens. Raises RenderError if a control token is refused.
+        Returns the same object if nothing is to be marked. `where` names the value in error messages. `only` is given
+        for answers, in which the model may have sampled control tokens: just the tokens that it matches are marked, and
+        `refuse` has no effect. Raises RenderError if a token is refused, or can't be split as it is a single character.
         """
         return cast(MarkedT, self._mark(value, where, only))
 
@@ -113,7 +114,7 @@ class Codec:
         if isinstance(value, list | tuple):
             parts = [self._mark(part, where, only) for part in value]
             words = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-            # A template writes content parts one after another, and adjacent parts must not form a control token.
+            # A template writes content parts one after another. Adjacent parts must not form a control token together.
             if (only or self._pattern).search("".join(text for text in words if isinstance(text, str))):
                 parts = [
                     {**part, "text": f"{_BREAK}{text}"} if isinstance(part, Mapping) and isinstance(text, str) else part
@@ -123,17 +124,17 @@ class Codec:
         return value
 
     def encode(self, text: str, *, after: int | None = None) -> list[int]:
-        """Encode marked text: a whole prompt, or the part of a prompt that follows the id `after`.
+        """Encode marked text, which is a whole prompt or, if `after` is given, the part of a prompt after that id.
 
-        Raises RenderError if the ids contain a control token that the text doesn't contain.
+        Raises RenderError if the ids contain a control token that isn't in the text.
         """
         pieces = text.split(_BREAK)
         first = pieces[0].replace(_LITERAL, _MARK)
         ids = self._raw(first) if after is None else self._following(first, after)
         for piece in pieces[1:]:
             ids += self._middle(piece.replace(_LITERAL, _MARK))
-        # This check is needed because a tokenizer that normalises text first can still build a control token from split
-        # text.
+        # Even from marked text, a tokenizer that normalises text before it looks for tokens may produce a control
+        # token.
         if sum(id in self._ids for id in ids) > len(self.controls(text)):
             read = [self.token(id) for id in ids if id in self._ids]
             raise RenderError(
@@ -144,14 +145,14 @@ class Codec:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Decode ids, with control tokens as text. An incomplete character becomes U+FFFD."""
+        """Return the text of `ids`, including the text of control tokens. An incomplete character becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def _mark_text(self, text: str, where: str, only: re.Pattern[str] | None) -> str:
         pattern, refuse = only or self._pattern, self._refuse and only is None
         if _MARK in text:
             text = text.replace(_MARK, _LITERAL)
-        # This is a loop, since the rest of a split token can itself contain another control token.
+        # This is a loop, because what follows the mark in a token may contain another control token.
         while (found := pattern.search(text)) is not None:
             token = found.group()
             if refuse or len(token) == 1:
@@ -170,8 +171,8 @@ class Codec:
     def _following(self, text: str, after: int) -> list[int]:
         """Encode `text` as the continuation of the id `after`.
 
-        If the id is a control token, it is encoded along with the text and then removed, because some control tokens
-        consume the white space after them.
+        If the id is a control token, the token and the text are encoded together, and the token's id is then removed.
+        This is needed because some control tokens consume the white space after them.
         """
         if after not in self._ids:
             return self._middle(text)
@@ -181,8 +182,8 @@ class Codec:
     def _middle(self, text: str) -> list[int]:
         """Encode `text` as a continuation of other text.
 
-        SentencePiece puts a space before the first word. Therefore a newline is encoded in front of the text, and its
-        ids are removed. If the tokenizer merges the newline with the text, the text is encoded alone.
+        SentencePiece adds a space before the first word. To avoid it, the text is encoded with a newline in front,
+        whose ids are then removed. If the tokenizer merges the newline with the text, the text is encoded alone.
         """
         ids = self._raw("\n" + text)
         n = len(self._newline)
@@ -190,15 +191,15 @@ class Codec:
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    # Longer tokens come before their own prefixes, because `|` takes the first alternative that matches.
+    # Longer tokens must come before their own prefixes, because `|` takes the first alternative that matches.
     return re.compile("|".join(map(re.escape, sorted(tokens, reverse=True))) or "(?!)")
 
 
 def plain(text: str) -> str:
-    """Remove the marks from marked text and return the original text."""
+    """Return marked text without its marks, which is the original text."""
     return text.replace(_BREAK, "").replace(_LITERAL, _MARK)
 
 
 def digest(*parts: object) -> str:
-    """Return the SHA-256 (hex) of the parts as canonical JSON."""
+    """Return the SHA-256 (hex) of the parts, written as canonical JSON."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
-"""An incremental detokenizer, which turns token ids into text while they are sampled.
+"""An incremental detokenizer. It turns token ids into text while they are being sampled.
 
-The pieces of text add up to the text that the renderer decodes from all ids, regardless of how the ids are split.
+However the ids are split between calls, the pieces of text add up to what the renderer decodes from all ids.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "\ufffd"
-"""The character that a tokenizer returns while the last bytes of a character are missing."""
+"""What a tokenizer returns for a character whose last bytes are still missing."""
 
 
 class IncrementalDecoder:
-    """Returns the text of one answer, token by token. Created by `Renderer.incremental_decoder` for a single use."""
+    """Returns the text of one answer, token by token. `Renderer.incremental_decoder` creates one for each answer."""
 
     def __init__(
         self,
@@ -22,24 +22,24 @@ class IncrementalDecoder:
         byte_ids: Collection[int],
         ending: str = "",
     ) -> None:
-        """`decode` returns the text of ids. `ends` has the ids that end an answer and have no text. `byte_ids` has the
-        tokens of a single byte, since a run of them decodes differently when another one follows. `ending` is text
-        before an id of `ends` that belongs to the end of the answer, not to its text."""
+        """`decode` turns ids into text. `ends` has the ids that end an answer and aren't part of its text. `byte_ids`
+        has the ids of single bytes. Several of them are decoded together, so the text may change when another one
+        follows. `ending` is text before an end id that also belongs to the end of the answer, not to its text."""
         self._decode, self._ending = decode, ending
         self._open = frozenset((*ends, *byte_ids))
         self._ids: list[int] = []
-        """The newest ids. Some were already returned as text, but how a tokenizer decodes an id depends on earlier
-        ids."""
+        """The newest ids. Their text may have been returned, but it is needed to decode later ids, which can depend on
+        it."""
         self._returned = 0
-        """How many of `_ids` were already returned as text."""
+        """For how many of `_ids` the text was returned already."""
         self._held = ""
-        """Decoded text that may be the beginning of `ending`."""
+        """Decoded text that isn't returned yet, because it may be the beginning of `ending`."""
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that `ids` add. Text that later ids could still change is held back for the next call.
+        """Add `ids` and return the text that is certain now. Text that later ids may change is held back.
 
-        It holds back ids of single bytes, the beginning of a character (U+FFFD), ids that end the answer, and a
-        possible beginning of `ending`. Otherwise a client would see text that the recorded answer doesn't have.
+        This applies to ids of single bytes, an incomplete character (U+FFFD), ids that end the answer, and what may be
+        the beginning of `ending`. A client could otherwise receive text that isn't in the recorded answer.
         """
         self._ids += ids
         n = len(self._ids)
@@ -58,6 +58,6 @@ class IncrementalDecoder:
 
 
 def overlap(text: str, word: str, *, whole: bool = False) -> int:
-    """Return how many characters at the end of `text` are the beginning of `word`, or with `whole` all of `word`."""
+    """Return how many characters at the end of `text` are the beginning of `word` (or all of `word`, with `whole`)."""
     most = min(len(text), len(word) - (not whole))
     return next((n for n in range(most, 0, -1) if text.endswith(word[:n])), 0)

@@ -1,16 +1,16 @@
-"""Token in, token out: the prompt of a call consists of the ids of an earlier call and the ids of what came after it.
+"""Token in, token out. A call's prompt consists of an earlier call's ids and of new ids for what came after that call.
 
-The template is rendered in full for every prompt, because only the full text shows whether it rewrote history. If it
-didn't, the ids of the earlier prompt and the *sampled* completion are kept, and only the text after them is encoded.
-Encoding sampled text again could give other ids than the sampled ones, and train on the wrong tokens. If the template
-rewrote history, `history` decides:
+The template is rendered in full for every prompt, because only the full text shows whether the template rewrote
+history. If it didn't, the ids of the earlier prompt and of the *sampled* completion are kept, and only the text after
+them is encoded. If sampled text were encoded again, the ids could differ from the sampled ones, and training would use
+the wrong tokens. If the template did rewrite history, the setting `history` decides:
 
-- `sampled` keeps the sampled ids if only earlier answers were rewritten (thinking dropped, white space trimmed). Any
-  other change (tools, system prompt, observations) starts a new row.
-- `template` starts a new row at every rewrite, so the model always reads exactly what the template writes.
+- `sampled` keeps the sampled ids if only earlier answers were rewritten (thinking dropped, white space trimmed). After
+  any other change (tools, system prompt, observations), a new row starts.
+- `template` starts a new row after every rewrite, so that the model always reads exactly what the template writes.
 
-`Rendered.split` says why a new row starts. If an answer was cut off by length or cancellation, its missing end is added
-as context. No id is ever added to a completion.
+`Rendered.split` says why a new row starts. If an answer was cut off by its length or a cancellation, the text that
+should end it is added as context. No id is ever added to a completion.
 """
 
 from __future__ import annotations
@@ -42,62 +42,61 @@ if TYPE_CHECKING:
     from ..vision.vision import PictureTokens
 
 _BLANKS = "".join(map(chr, range(0xFDD2, 0xFDF0)))
-"""Unicode noncharacters. One of them replaces the text of answers when that text must not matter."""
+"""Unicode noncharacters. One of them takes the place of answers' texts where these texts must make no difference."""
 
 __all__ = ["RenderError", "Rendered", "Renderer", "Track"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Track:
-    """One conversation up to and including the answer to one call. Created by `Renderer.track` or
-    `Renderer.retrack`."""
+    """A conversation up to one call's answer, which is included. Created by `Renderer.track` or `Renderer.retrack`."""
 
     call: str
-    """Id of the call that produced the last answer."""
+    """Id of the call whose answer is the last one."""
     messages: tuple[Message, ...]
-    """The conversation, including that answer."""
+    """The conversation, including the last answer."""
     ids: array[int]
-    """All ids of prompt and completion (int32)."""
+    """All ids (int32), first the prompt's and then the completion's."""
     completion: array[int]
-    """The sampled ids at the end of `ids` (int32), including the turn-ending id unless the answer was cut off."""
+    """The sampled ids (int32) at the end of `ids`. The last one ends the turn, unless the answer was cut off."""
     tools: tuple[dict[str, JsonValue], ...] | None
-    """The offered tools, or None if there are none."""
+    """The tools that the model was offered, or None if there were no tools."""
     text: str
-    """The prompt as the template rendered it. If text in content spells a control token, it is marked."""
+    """The prompt as the template rendered it, with marks in the text of control tokens that occurs in content."""
     marked: tuple[Message, ...]
-    """`messages` in which text that spells a control token is marked."""
+    """`messages` with marks in the text of control tokens."""
     marked_tools: Any
-    """`tools` in which text that spells a control token is marked."""
+    """`tools` with marks in the text of control tokens."""
     cut: int
-    """Number of the conversation's tokens that `ids` leaves out."""
+    """Number of tokens in the conversation that were cut from the prompt, so that `ids` doesn't have them."""
     places: tuple[Place, ...] = ()
-    """Which of `ids` stand for pictures, in order."""
+    """Where pictures are in `ids`, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rendered:
-    """The prompt of one call, as the difference from an earlier one: ids = base.ids[:keep] + new."""
+    """One call's prompt, as the difference from an earlier call: ids = base.ids[:keep] + new."""
 
     base: Track | None
-    """The track whose ids `keep` counts and whose messages `keep_messages` counts, or None if nothing is shared."""
+    """The earlier call's track, or None if the prompt shares nothing with an earlier call."""
     keep: int
-    """Number of leading ids shared with the base. If it covers the whole base, the call extends the base. If it is
-    smaller, a new row starts, and the shared ids only save storage."""
+    """Number of leading ids shared with the base. If all of the base's ids are shared, the call extends the base. If
+    not, a new row starts, and sharing ids only saves storage."""
     keep_messages: int
     """Number of leading messages shared with the base."""
     ids: array[int]
     """All prompt ids (int32)."""
     new: array[int]
-    """The ids after the kept ones (int32)."""
+    """The ids (int32) after the shared ones."""
     split: str | None
-    """Why a new row starts although there are earlier tracks. None if the base is extended or there are no tracks."""
+    """Why a new row starts although there are tracks. None if the call extends the base, or if there are no tracks."""
     messages: tuple[Message, ...]
-    """All messages of the prompt."""
+    """All messages in the prompt."""
     tools: tuple[dict[str, JsonValue], ...] | None
     text: str
     """See `Track.text`."""
     marked: tuple[Message, ...]
-    """The prompt's messages, marked as in `Track.marked`."""
+    """The prompt's messages, with marks as in `Track.marked`."""
     marked_tools: Any
     cut: int
     """See `Track.cut`."""
@@ -105,7 +104,7 @@ class Rendered:
     """See `Track.places`."""
 
     def cut_to(self, tokens: int, keep: Literal["start", "end"]) -> Rendered:
-        """Return the first or last `tokens` tokens of the prompt. A picture that the cut would split is dropped."""
+        """Cut the prompt to its first or last `tokens` tokens. A picture that would be cut in two is dropped."""
         start, end = (0, tokens) if keep == "start" else (max(len(self.ids) - tokens, 0), len(self.ids))
         start = next((place.end for place in self.places if place.offset < start < place.end), start)
         end = next((place.offset for place in self.places if place.offset < end < place.end), end)
@@ -118,9 +117,9 @@ class Rendered:
 
 
 class Renderer:
-    """Turns conversations into token ids for one tokenizer and its chat template, and completions back into text.
+    """Turns conversations into token ids, and completions into text, for one tokenizer and its chat template.
 
-    It holds no conversation, because the caller keeps the tracks. It can be shared between threads and episodes.
+    Callers keep the tracks, so a renderer has no conversation of its own. Threads and episodes can share it.
     """
 
     def __init__(
@@ -133,10 +132,10 @@ class Renderer:
         template_kwargs: Mapping[str, JsonValue] | None = None,
         end_tokens: Sequence[str] = (),
     ) -> None:
-        """`pictures` has the model's tokens for a picture or video. If it is None, a message that has one raises
-        RenderError. `template_kwargs` are passed to the template, such as `{"enable_thinking": False}`. `end_tokens`
-        end an answer in addition to the template's own and the end of sequence, such as `("<|eom_id|>",)` for Llama 3
-        with tools."""
+        """`pictures` knows the model's tokens for pictures and videos. If it is None, messages with pictures raise
+        RenderError. `template_kwargs`, such as `{"enable_thinking": False}`, are passed to the template. The tokens in
+        `end_tokens`, such as `("<|eom_id|>",)` for Llama 3 with tools, end an answer like the template's own end token
+        and the end-of-sequence token."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
             ("special_text", special_text, ("split", "refuse")),
@@ -146,30 +145,30 @@ class Renderer:
         self.history = history
         self.special_text = special_text
         self.template_kwargs: Mapping[str, JsonValue] = dict(template_kwargs or {})
-        """Arguments that the template gets in addition to messages and tools."""
+        """The arguments that are passed to the template along with messages and tools."""
         self._special = tokenizer.special_tokens_map
         self._codec = Codec(tokenizer, template_text(tokenizer), special_text=special_text)
         self._template = Template(tokenizer, self._codec, template_kwargs or {}, end_tokens)
         self.pictures = pictures
-        """The model's tokens for a picture, or None if the model can't see."""
+        """What is known about the model's picture tokens, or None if it can't read pictures."""
         self.marker: int | None = None if pictures is None else self._codec.control.get(pictures.marker)
-        """The id that the template writes once for a picture, before it is expanded."""
+        """The id that the template writes once for each picture, before the picture's tokens replace it."""
         self._markers: dict[int, str] = {}
-        """Ids that the template writes once for a place -> its kind."""
+        """Maps each id that the template writes once for a place to the kind of place (picture or video)."""
         framing = (
             self._template.framing if pictures is None else self._template.framing | self._around_a_picture(pictures)
         )
         self._framing = self._codec.pattern(framing)
         self.end_ids: tuple[int, ...] = self._template.end_ids
-        """Ids that end an answer, beginning with the template's own."""
+        """Ids that end an answer. The template's own comes first."""
         self._before_end = self._template.ending.removesuffix(self._template.end_text)
         self.tokenizer_hash: str = self._codec.hash
         """SHA-256 (hex) of the tokenizer."""
         self.template_hash: str = self._template.hash
-        """SHA-256 (hex) of the chat template and its arguments."""
+        """SHA-256 (hex) of the chat template and the arguments passed to it."""
         seen = [] if pictures is None else [pictures.hash]
         self.hash: str = digest(self.tokenizer_hash, self.template_hash, special_text, *seen)
-        """SHA-256 (hex) of everything that determines the ids of authored text."""
+        """SHA-256 (hex) of everything that determines which ids authored text gets."""
 
     def prompt(
         self,
@@ -177,8 +176,8 @@ class Renderer:
         tools: Sequence[dict[str, JsonValue]] | None = None,
         tracks: Sequence[Track] = (),
     ) -> Rendered:
-        """Render the prompt that asks for the next answer to `messages`. Its ids continue the track that shares the
-        most messages."""
+        """Render the prompt for the next answer in the conversation `messages`. Its ids continue the track that shares
+        the most messages with it."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         base, shared = _longest(messages, tools, tracks)
         marked, marked_tools = self._mark(messages, tools, base, shared)
@@ -214,7 +213,7 @@ class Renderer:
         )
 
     def track(self, rendered: Rendered, *, call: str, reply: Message, completion: Sequence[int]) -> Track:
-        """Return the conversation after `completion` was sampled for `rendered`. Later prompts quote it as `reply`."""
+        """Return the track after `completion` was sampled for `rendered`. In later prompts, this answer is `reply`."""
         completion = ints(completion)
         return Track(
             call=call,
@@ -240,7 +239,7 @@ class Renderer:
         cut: int = 0,
         places: tuple[Place, ...] = (),
     ) -> Track:
-        """Return the track of a recorded call. `messages` includes its reply, and `ids` includes its completion."""
+        """Return a recorded call's track. `messages` must include the reply, and `ids` must include the completion."""
         messages, tools = tuple(messages), tuple(tools) if tools else None
         marked, marked_tools = self._mark(messages, tools, None, 0)
         return Track(
@@ -257,8 +256,8 @@ class Renderer:
         )
 
     def completion(self, rendered: Rendered, reply: Message) -> array[int]:
-        """Return the ids that an engine would have sampled for `reply`, including the turn-ending one. This is for text
-        that no model sampled."""
+        """Return the ids that an engine would have sampled for `reply`, including the id that ends the turn. Used for
+        text that no model sampled."""
         said = self._mark_one(reply, len(rendered.messages))
         full = self._template.render((*rendered.marked, said), rendered.marked_tools, prompt=False)
         ending = self._template.ending
@@ -289,7 +288,7 @@ class Renderer:
         return rendered.ids, self.completion(rendered, reply), rendered.places
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion without its turn-ending tokens. Other control tokens are spelled out."""
+        """Return a completion's text, except for the tokens that end the turn. Other control tokens are included."""
         n = len(ids)
         while n and ids[n - 1] in self.end_ids:
             n -= 1
@@ -297,25 +296,26 @@ class Renderer:
         return text.removesuffix(self._before_end) if n < len(ids) and self._before_end else text
 
     def text_ids(self, text: str, *, begin: bool = True, end: bool = False) -> array[int]:
-        """Return the ids of plain text outside a conversation. `begin` and `end` add the tokenizer's begin and end of
-        sequence, if it has them."""
+        """Return the ids of plain text that isn't in a conversation. `begin` and `end` add the tokenizer's
+        begin-of-sequence and end-of-sequence tokens, if it has them."""
         ids = self._codec.encode(self._codec.mark(text, "the text")) if text else []
         around = [self._codec.control.get(str(self._special.get(name))) for name in ("bos_token", "eos_token")]
         return ints([id for id in (around[0] if begin else None, *ids, around[1] if end else None) if id is not None])
 
     def spell(self, ids: Sequence[int]) -> str:
-        """Return the text of any ids, with every control token spelled out."""
+        """Return the text of any ids, including the text of control tokens."""
         return self._codec.decode(ids)
 
     def incremental_decoder(self) -> IncrementalDecoder:
-        """Return a decoder for one completion that is being sampled. Its pieces add up to the result of `decode`."""
+        """Return a decoder for a completion that is being sampled. Its pieces of text add up to what `decode`
+        returns."""
         return IncrementalDecoder(
             self._codec.decode, ends=self.end_ids, byte_ids=self._codec.byte_ids, ending=self._before_end
         )
 
     def probe(self) -> list[str]:
-        """Return sentences about the parts of history that this template rewrites or can't render. They are meant for a
-        report at the start of a run."""
+        """Return sentences that say which parts of history this template rewrites or can't render, for a report when a
+        run starts."""
         return self._template.findings()
 
     def _mark(
@@ -332,8 +332,8 @@ class Renderer:
         return marked, self._codec.mark(tools, "a tool's definition") if tools else None
 
     def _mark_one(self, message: Message, index: int) -> Message:
-        """Mark control tokens in a message. In answers, the control tokens for thinking and tool calls stay unmarked.
-        If the model has no video tokens, the template gets a video as its frames."""
+        """Mark the text of control tokens in a message. In answers, the tokens for thinking and tool calls aren't
+        marked. If the model has no video tokens, each video is replaced by its frames."""
         if "video" not in self._markers.values():
             (message,) = frames_of([message])
         role = message.get("role")
@@ -355,8 +355,8 @@ class Renderer:
         return self._codec.mark(message, f"message {index} ({role})", only)
 
     def _around_a_picture(self, pictures: PictureTokens) -> set[str]:
-        """Return the control tokens that the template and the model's processors write for a picture or video. Raises
-        RenderError if the template doesn't write exactly one marker for it."""
+        """Return the control tokens that the template and the model's processors write for a picture and a video.
+        Raises RenderError if the template doesn't write exactly one marker for each."""
         around: set[str] = set()
         for part, marker, times in zip(PLACES, (pictures.marker, pictures.video_marker), ((), (0.0, 1.0)), strict=True):
             if marker is None:
@@ -374,9 +374,9 @@ class Renderer:
         return around
 
     def _pictures_of(self, messages: tuple[Message, ...], text: str) -> list[Message]:
-        """Return the parts that name the pictures and videos in the messages. Raises RenderError if `text`, which the
-        template rendered, doesn't have exactly one marker for each. A marker in the text of a message doesn't count,
-        because a mark splits it."""
+        """Return the content parts for pictures and videos in `messages`. Raises RenderError if `text`, which is the
+        rendered prompt, doesn't have exactly one marker for each. Markers in the text of messages don't count, because
+        they are split by marks."""
         if self.pictures is None:
             return []
         kinds = {self._codec.token(id): kind for id, kind in self._markers.items()}
@@ -393,10 +393,10 @@ class Renderer:
 
     def _expanded(self, ids: list[int], pictures: list[Message], at: int) -> tuple[array[int], tuple[Place, ...]]:
         """Return the ids with each marker replaced by the tokens of its picture or video, and the places of these
-        tokens. The markers belong to the last elements of `pictures`. The first id is token `at` of the prompt."""
+        tokens. `ids` are the prompt's tokens from index `at` on, so their markers belong to the last of `pictures`."""
         if not pictures:
             return ints(ids), ()
-        # Text never encodes to a control token (`Codec.encode`), so the template wrote each of them.
+        # Content never encodes to a control token (`Codec.encode`), so the template wrote all markers.
         marked = sum(id in self._markers for id in ids)
         new, places, left = array("i"), list[Place](), iter(pictures[len(pictures) - marked :])
         for id in ids:
@@ -409,7 +409,7 @@ class Renderer:
         return new, tuple(places)
 
     def _place_of(self, part: Message) -> tuple[array[int], Place]:
-        """Return the tokens of a picture or video, and their place, counted from 0. Raises RenderError if the model
+        """Return the tokens of a picture or video, and a `Place` for them at offset 0. Raises RenderError if the model
         can't place a video."""
         assert self.pictures is not None
         video = video_in(part)
@@ -439,7 +439,7 @@ class Renderer:
         marked_tools: Any,
         text: str,
     ) -> tuple[str | None, str | None]:
-        """Return (the text after the base's ids, None), or (None, the reason why a new row starts)."""
+        """Return (the text that follows the base's ids, None), or (None, why a new row starts)."""
         if shared < len(base.messages):
             if shared == len(messages):
                 return None, f"goes back to message {shared} of an earlier conversation"
@@ -450,7 +450,7 @@ class Renderer:
         said = self._codec.decode(base.completion if ended is None else base.completion[:-1])
         said = self._codec.mark(said, "the last answer", self._framing)
         stop = "" if ended is None else self._codec.token(ended)
-        # SentencePiece drops the space before the first word of an answer when it is decoded on its own.
+        # When an answer is decoded on its own, SentencePiece drops the space before its first word.
         for shown in (base.text + said + stop, f"{base.text} {said}{stop}"):
             if text.startswith(shown) and (stop or text.startswith(self._template.closing, len(shown))):
                 return text[len(shown) :], None
@@ -461,9 +461,9 @@ class Renderer:
     def _behind_rewritten(
         self, base: Track, marked: tuple[Message, ...], marked_tools: Any, text: str
     ) -> tuple[str | None, str | None]:
-        """Return the text after the base's answer if the template rewrote earlier answers, or why a new row starts.
+        """Do the same as `_continue` for a template that rewrote history. Only earlier answers may have been rewritten.
 
-        Both renderings have a blank in place of each answer, so that the text of the answers makes no difference.
+        In the renderings that are compared, each answer is replaced by a blank, so that its text makes no difference.
         """
         blank = next((char for char in _BLANKS if char not in text), None)
         if blank is None:
@@ -473,14 +473,13 @@ class Renderer:
             {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
         ]
         full = self._template.render(skeleton, marked_tools)
-        # Some templates ask for an answer with text that history lacks. Others end a finished conversation with such
-        # text.
+        # Some templates ask for an answer with text that isn't in history later. Others end a finished conversation so.
         head = self._template.render(skeleton[:last], marked_tools)
         if not full.startswith(head):
             head = self._template.render(skeleton[:last], marked_tools, prompt=False)
         if not full.startswith(head):
             return None, _difference(head.replace(blank, "…"), full.replace(blank, "…"), len(head))
-        # Some templates drop the text of an answer with a tool call. The answer then starts at the end of the head.
+        # Some templates drop the text of an answer that has a tool call. The answer then starts where the head ends.
         rest = full[max(full.find(blank, len(head)) + 1, len(head)) :]
         ended = self._ended(base)
         closing, stop = self._template.closing, self._codec.token(ended) if ended is not None else ""
@@ -493,7 +492,7 @@ class Renderer:
 
 
 def _shared_ids(base: Track | None, ids: array[int], places: tuple[Place, ...]) -> int:
-    """Return how many leading ids a prompt shares with a track, with the same pictures at the same places."""
+    """Return how many leading ids a prompt shares with a track. Pictures among them must be the same too."""
     if base is None:
         return 0
     return shared_length(keys(base.ids, base.places), keys(ids, places), (*base.places, *places))
@@ -504,8 +503,8 @@ def _longest(
 ) -> tuple[Track | None, int]:
     """Return the track to continue and the number of messages that it shares with `messages`.
 
-    It is the longest track that `messages` begins with, or otherwise the one that shares the most messages. If several
-    qualify, a track with the same tools is preferred, then the later one."""
+    It is the longest track that `messages` begins with. If there is no such track, it is the one that shares the most
+    messages. Among equals, a track with the same tools is preferred, and then the later one."""
     best: tuple[bool, int, bool, int] | None = None
     for place, track in enumerate(tracks):
         n = len(track.messages)
@@ -521,7 +520,7 @@ def _longest(
 
 
 def _unshared(messages: tuple[Message, ...], tracks: int) -> str:
-    """Return why a new row starts if there are tracks but none of them shares the first message."""
+    """Return why a new row starts if none of the existing tracks shares the first message."""
     first = f"{plain(str(messages[0].get('content')))[:24]!r} ({messages[0].get('role')})"
     return f"a new conversation: none of {tracks} earlier ones starts with {first}"
 

@@ -1,7 +1,7 @@
-"""Finds the properties of a chat template: how it ends an answer, frames turns and rewrites history.
+"""Finds out how a chat template ends answers, frames turns and rewrites history.
 
-The module renders small test conversations and reads the result. It never looks at a model's name. `renderer` combines
-the template's text with sampled token ids.
+The module renders small test conversations and examines the results. It never looks at the model's name. `renderer`
+combines what the template writes with sampled token ids.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CALL: dict[str, Any] = {
 
 
 def template_text(tokenizer: ChatTokenizer) -> str:
-    """Return the text of the template, or JSON of all named templates. Raises UsageError if there is no usable one."""
+    """Return the template's text, or all named templates as JSON. Raises UsageError if there is no usable template."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -60,7 +60,7 @@ class Template:
         self._codec = codec
         self._kwargs = dict(kwargs)
         self._source = template_text(tokenizer)
-        # This is a copy, since the rendered text must match the hash even if the tokenizer's template changes later.
+        # This is a copy, because the text must match the hash even if the tokenizer's template is changed later.
         template = tokenizer.chat_template
         self._by_name = dict(template) if isinstance(template, Mapping) else {"default": template}
         try:
@@ -69,30 +69,31 @@ class Template:
             raise MissingExtra("jinja2", "train", "a chat template") from None
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         self._wraps = False
-        """Whether text is passed to the template as a content part, because SmolVLM's template drops plain strings."""
+        """Whether text is passed to the template as a content part. SmolVLM's template needs it and drops strings."""
         as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
         self._wraps = "Qx" not in as_text and "Qx" in as_part
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         self.hash: str = digest(self._source, self._kwargs, special)
-        """SHA-256 (hex) of the template, its keyword arguments and the special tokens that it may write."""
+        """SHA-256 (hex) of the template, its keyword arguments, and the special tokens that it can write."""
         self.end_text, self.closing, self.ending = self._find_closing()
-        """`end_text` is the control token that ends an answer, or "" if the template writes none. `closing` is the text
-        after an earlier answer's last character, up to and including its end token. `ending` is the same for the
-        conversation's last answer. Most templates use one token for both. Harmony (gpt-oss) ends the last answer with
+        """`end_text` is the control token that ends the last answer, or "" if the template writes none. `ending` is all
+        text after the last answer's last character, up to and including that token. `closing` is the same for earlier
+        answers. Most templates use the same token for both, but Harmony (gpt-oss) ends the last answer with
         `<|return|>` and earlier answers with `<|end|>`."""
         self.end_ids: tuple[int, ...] = self._find_end_ids(end_tokens)
-        """Ids that end an answer: the template's own, then the tokenizer's end of sequence, then `end_tokens`."""
-        # Some templates end a finished conversation with more text, such as the end of sequence in Phi-3. It is removed
-        # before a prefix comparison, because a longer conversation doesn't have it at this place.
+        """Ids that end an answer. They are the template's own, the tokenizer's end of sequence, and `end_tokens`."""
+        # Some templates write more text at the end of a finished conversation, such as Phi-3's end of sequence. A
+        # longer conversation doesn't have this text, so it is removed before prefixes are compared.
         whole, ended = (self._try([_say("user", "Qx")], prompt=prompt) or "" for prompt in (True, False))
         self._at_end = ended[len(_common(whole, ended)) :]
         self.framing: frozenset[str] = self._find_framing()
-        """Control tokens that frame turns. If their text appears inside an answer, it can only be plain text."""
+        """Control tokens that frame turns. If the text of such a token appears in an answer, it is always plain
+        text."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[object] | None = None, *, prompt: bool = True) -> str:
-        """Render a conversation as text. `prompt` adds the generation prompt, which starts the next answer.
+        """Render a conversation as text. `prompt` adds the generation prompt, with which the next answer starts.
 
-        Raises RenderError if the list is empty, or if the template refuses the messages.
+        Raises RenderError if there are no messages or the template refuses them.
         """
         if not messages:
             raise RenderError("a prompt needs at least one message; got none")
@@ -119,7 +120,7 @@ class Template:
             ) from error
 
     def findings(self) -> list[str]:
-        """Describe how this template rewrites history and which messages it can't render, one sentence each."""
+        """Return sentences that say how this template rewrites history and which messages it can't render."""
         found = [*self._answer_findings(), *self._role_findings(), *self._tool_findings()]
         if "strftime_now" in self._source:
             found.append("writes today's date into the prompt: the same conversation reads differently tomorrow")
@@ -137,10 +138,10 @@ class Template:
             return None
 
     def _find_closing(self) -> tuple[str, str, str]:
-        """Find (end token, closing, ending) from the text between an answer and the next message.
+        """Return (`end_text`, `closing`, `ending`), found in the text after answers in test conversations.
 
-        The first control token after an answer may end the answer, or open the next user message. It ends the answer if
-        it also appears after a last answer, or doesn't appear before the first user message.
+        The first control token after an answer may end the answer or open the next user message. It ends the answer if
+        it also appears after the last answer, or doesn't appear before the first user message.
         """
         user, answer, next_user = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         opening = self.render([user], prompt=False).partition("Qx")[0]
@@ -151,13 +152,13 @@ class Template:
             if token in last or token not in opening:
                 return token, closing, closing
             final = self._codec.controls(last)
-            # A token that also ends user messages ends every message, so it can't mark the role of the next message.
+            # If the token ends user messages too, it ends every message, so it doesn't open the next one.
             if final and self.render([user], prompt=False).partition("Qx")[2].startswith(token):
                 return final[0], closing, last[: last.index(final[0]) + len(final[0])]
         return "", "", ""
 
     def _find_end_ids(self, more: Sequence[str]) -> tuple[int, ...]:
-        """Return the ids that end an answer, without repetitions. Raises RenderError if no id would end an answer."""
+        """Return the ids that end an answer, each of them once. Raises RenderError if there are no such ids."""
         eos = self._tokenizer.special_tokens_map.get("eos_token")
         for name in more:
             if name not in self._codec.control:
@@ -175,17 +176,17 @@ class Template:
         return ids
 
     def _end_of_call(self) -> str:
-        """Return the control token after an answer with a tool call, or "" if the template writes none."""
+        """Return the control token that ends an answer with a tool call, or "" if the template writes none."""
         calling = {**_say("assistant", ""), "tool_calls": [_CALL]}
         behind = (self._try([_say("user", "Qx"), calling], [_TOOL], prompt=False) or "").rpartition("pear")
         found = self._codec.controls(behind[2]) if behind[0] else []
         return found[-1] if found and behind[2].rstrip().endswith(found[-1]) else ""
 
     def _find_framing(self) -> frozenset[str]:
-        """Find the tokens that frame turns. They appear in test conversations with plain text, or end answers.
+        """Return the tokens that frame turns. They appear in test conversations around plain text, or end answers.
 
-        The renderer splits these tokens in earlier answers. A token that belongs in answers must not be found here,
-        because an answer that the model sampled with it would then render to other ids.
+        In earlier answers, the renderer splits the text of these tokens by marks. Tokens that belong in answers must
+        not be included, because an answer in which the model sampled such a token would then be rendered to other ids.
         """
         q, a, r = _say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")
         tool = {"role": "tool", "name": "lookup", "tool_call_id": _CALL["id"], "content": "Tx"}
@@ -193,7 +194,7 @@ class Template:
         found_in = [self._try(turns, prompt=False) for turns in ([q, a, r], [_say("system", "Sx"), q, a, r])]
         for asked, last_word in ((a, "Ax"), (calling, "pear")):
             behind = (self._try([q, asked, tool], prompt=False) or "").rpartition(last_word)[2]
-            # Tokens between the tool call and the end of the answer belong to the answer, so they don't frame a turn.
+            # Tokens between the tool call and the answer's end token belong to the answer and don't frame the turn.
             found_in.append(behind.partition(self.end_text)[2] if self.end_text else "")
         special = [str(value) for value in self._tokenizer.special_tokens_map.values() if isinstance(value, str)]
         found = {token for text in found_in if text for token in self._codec.controls(text)}
@@ -201,14 +202,14 @@ class Template:
         return frozenset(found | {name for name in special if name in self._codec.control}) - self._opens_answers()
 
     def _opens_answers(self) -> set[str]:
-        """Return the control tokens with which the template begins an answer, such as `<think>`. They belong in
-        answers."""
+        """Return the control tokens with which the template begins an answer, such as `<think>`. They don't frame
+        turns."""
         asking = self.render([_say("user", "Qx")])
         history = self.render([_say("user", "Qx"), _say("assistant", "Ax"), _say("user", "Rx")]).partition("Ax")[0]
         opening: set[str] = set()
         for text in (asking, history):
             tokens = self._codec.controls(text)
-            # The last special token marks the assistant's role. Tokens after it begin the answer itself.
+            # The last special token marks the assistant's role, and tokens after it begin the answer itself.
             last = max((i for i, token in enumerate(tokens) if token in self._codec.special), default=-1)
             opening.update(tokens[last + 1 :])
         return opening

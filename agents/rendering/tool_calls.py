@@ -1,8 +1,8 @@
-"""Reads function calls in the text of a model's answer, in the formats that models write.
+"""Reads the function calls in a model's answer, in the formats that models write.
 
-`Reply.tool_calls`, `ChatAgent` and the gateway all use `read_tool_calls`. A format consists of a mark and a function
-that finds the calls after it. To support another model family, add its format to `_FORMATS`. Nothing inside a thought
-(`<think>...</think>`) is a call, because a model that thinks about a call hasn't made it.
+`Reply.tool_calls`, `ChatAgent` and the gateway all use `read_tool_calls`. Each format has a mark and a function that
+finds the calls after the mark. To support another model family, add its format to `_FORMATS`. Text inside a thought
+(`<think>...</think>`) is never a call, because a model that thinks about a call hasn't made it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _THINK, _END_THINK = "<think>", "</think>"
 _KEYS = frozenset({"name", "arguments", "parameters", "id", "type"})
 _SHAPE = 'A call is a JSON object with "name" and "arguments".'
 _HEAD = re.compile(r'\{\s*(?:"(?:type|id)"\s*:\s*"[^"]*"\s*,\s*)*"name"\s*:\s*("(?:[^"\\]|\\.)*")')
-"""Matches the beginning of a call up to and including its name, whether or not the call is valid JSON."""
+"""Matches the beginning of a call, up to and including its name, even if the rest isn't valid JSON."""
 _LEXED = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
-"""Matches text that can be JSON: up to a string without an end, or to a `<` or `\\` outside of strings. It ends at the
-next mark, unless that mark is in a string. A match from that mark ends at the mark after it, so reading is linear."""
+"""Matches text that may be JSON. It ends at a string without an end, or at a `<` or `\\` outside of strings, so before
+the next mark, unless that mark is in a string. A match from that mark then ends before the mark after it, so reading
+takes linear time."""
 _TAGGED_END = re.compile(rf"\s*(?:{_END_TAG}|(?={_TAG})|\Z)")
 _ANY_TAG = re.compile(f"{_TAG}|{_END_TAG}")
 _SPACE = re.compile(r"\s*")
@@ -38,21 +39,21 @@ _json = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True)
 class CallsRead:
-    """A model's answer, read for function calls."""
+    """The function calls in a model's answer, and the text around them."""
 
     content: str
-    """The text around the calls, including thoughts. It is the whole text if there are no calls."""
+    """The answer's text without the calls, but with thoughts. Without any calls, it is the whole text."""
     calls: tuple[ToolCall, ...] = ()
-    """The calls that could be read, in order."""
+    """All calls that could be read, in order."""
     problem: str = ""
-    """Why the other calls can't be read, as sentences for the model. It is empty if all calls could be read."""
+    """Sentences that tell the model why other calls couldn't be read. It is empty if all calls could be read."""
     chat: tuple[Message, ...] = ()
-    """All calls that have a name, in the chat format. Arguments are JSON text, or the model's own text if it can't be
-    read. The id is empty if the engine gave none."""
+    """All calls that have a name, in the chat format. Their arguments are JSON text or, if these can't be read, what
+    the model wrote. The id is empty if the engine gave none."""
 
 
 class _Written(NamedTuple):
-    """The place of a call in the answer's text, and its JSON, which may be invalid."""
+    """Where a call is in the answer's text, and its JSON, which may be invalid."""
 
     start: int
     end: int
@@ -68,10 +69,10 @@ def read_tool_calls(
 ) -> CallsRead:
     """Return the function calls in a model's answer.
 
-    `tools` has the names or schemas of the tools that were offered. A bare JSON object is a call only if it names one
-    of them. An object after a mark such as `<tool_call>` is always a call. `native` has the calls in the chat format if
-    the engine has parsed them, and then the text isn't read. `thinking` says whether the answer begins inside a thought
-    that the prompt has opened.
+    `tools` has the names or schemas of the offered tools. A JSON object after a mark such as `<tool_call>` is always a
+    call. Without a mark, it is a call only if it names an offered tool. If the engine has parsed calls itself, `native`
+    has them in the chat format, and the text isn't read. `thinking` says whether the prompt has opened a thought in
+    which the answer begins.
     """
     if native:
         return _read(text, [_native_call(call) for call in native])
@@ -83,19 +84,19 @@ def read_tool_calls(
 
 
 def tool_name(schema: Mapping[str, JsonValue]) -> str:
-    """Return the name in a function schema, with or without `{"type": "function", "function": ...}` around it."""
+    """Return the name in a function schema. The schema may be inside `{"type": "function", "function": ...}`."""
     function = schema.get("function", schema)
     return str(function.get("name", "")) if isinstance(function, Mapping) else ""
 
 
 def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool]:
-    """Return (n, fresh, thinking). The first n characters of `text`, the unsent end of an answer, belong to its content
-    whatever follows.
+    """Return (n, fresh, thinking) for `text`, the part of an answer that a stream hasn't sent yet. Its first n
+    characters belong to the answer's content, whatever follows.
 
-    `fresh` means that only white space separates the place from the beginning of the answer or the end of a thought.
-    `thinking` means that the place is in a thought. Both are given for the beginning of `text` and returned for place
-    n. The n characters must contain nothing that `read_tool_calls` may take for a call, because a stream would then
-    send part of a call as text.
+    `fresh` says whether a position follows the beginning of the answer or the end of a thought, with at most white
+    space in between. `thinking` says whether it is inside a thought. The arguments are for the beginning of `text`, and
+    the results are for position n. No part of what `read_tool_calls` may later read as a call is among the n
+    characters, because the stream would send it as text.
     """
     at = 0
     while True:
@@ -118,7 +119,7 @@ def free_prefix(text: str, fresh: bool, thinking: bool) -> tuple[int, bool, bool
 
 
 def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
-    """Return the calls outside of thoughts. A mark in a string inside a call is a part of that call."""
+    """Return the calls that aren't in thoughts. A mark inside a string in a call is part of that call."""
     found: list[_Written] = []
     at, fresh = 0, True
     while True:
@@ -141,39 +142,39 @@ def _find(text: str, names: Collection[str], thinking: bool) -> list[_Written]:
         elif mark is not None:
             at, thinking = mark.end(), mark[0] == _THINK
             if mark[0] == _END_THINK:
-                # The prompt or a lost token opened this thought, so everything before it was part of the thought.
+                # A thought ends here that the prompt or a lost token opened, so everything before this was part of it.
                 found.clear()
                 fresh = True
 
 
 def _tagged(text: str, at: int) -> list[_Written]:
-    """Return the call after a mark as Hermes and Qwen write it: `<tool_call>JSON</tool_call>`. The end tag may be
-    missing, for example because it ended the answer."""
+    """Return the call after a mark in the format of Hermes and Qwen, `<tool_call>JSON</tool_call>`. The end tag may be
+    missing, for example because it is the token that ended the answer."""
     begin = _after(_SPACE, text, at)
     end = _json_end(_lexed(text, begin), 0)
     tag = _TAGGED_END.match(text, begin + end) if end is not None else None
     if tag is not None and end is not None:
         return [_Written(at, tag.end(), text[begin : begin + end])]
-    # Broken JSON ends at the nearest tag, or with the text if no tag follows.
+    # Broken JSON ends at the nearest tag, or at the end of the text if there is no tag.
     nearest = _ANY_TAG.search(text, at)
     end = nearest.start() if nearest is not None else len(text)
     return [_Written(at, end + len(_END_TAG) * text.startswith(_END_TAG, end), text[begin:end])]
 
 
 def _run(text: str, at: int) -> list[_Written]:
-    """Return the calls after a mark as Llama 3 writes them: JSON objects with `;` between them."""
+    """Return the calls after a mark in the format of Llama 3, which is JSON objects separated by `;`."""
     return list(_objects(text, at)) or [_Written(at, len(text), text[at:])]
 
 
 _FORMATS: Mapping[str, Callable[[str, int], list[_Written]]] = {_TAG: _tagged, "<|python_tag|>": _run}
-"""The mark of a format -> a function of the text and the index after the mark, which finds at least one call, broken or
-not. `_find` handles calls without any mark (Llama 3)."""
+"""Maps each format's mark to a function that gets the text and the index after the mark. It returns at least one call,
+which may be broken. `_find` itself handles calls without a mark (Llama 3)."""
 _MARKS = (*_FORMATS, _THINK, _END_THINK)
 _MARK = re.compile("|".join(map(re.escape, _MARKS)))
 
 
 def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterator[_Written]:
-    """Yield the JSON objects from `at` on, with white space or `;` between them. A broken one reaches to the end of the
+    """Yield the JSON objects from `at` on, separated by white space or `;`. A broken object extends to the end of the
     text. With `names`, the first object that names none of these tools ends the series."""
     at = _after(_SPACE, text, at)
     lexed, before = _lexed(text, at), at
@@ -189,13 +190,13 @@ def _objects(text: str, at: int, names: Collection[str] | None = None) -> Iterat
 
 
 def _lexed(text: str, at: int) -> str:
-    """Return the part of the text from `at` on that can be JSON. A JSON parser counts the lines before an error, so it
-    doesn't get the whole text."""
+    """Return the text from `at` on as far as it may be JSON. The parser doesn't get the whole text, because it counts
+    all lines before an error."""
     return text[at : _after(_LEXED, text, at)] if text.startswith("{", at) else ""
 
 
 def _json_end(text: str, at: int) -> int | None:
-    """Return the end of the JSON object that begins at `at`, or None if no valid one begins there."""
+    """Return where the JSON object that begins at `at` ends, or None if there is no valid object."""
     try:
         return _json.raw_decode(text, at)[1] if text.startswith("{", at) else None
     except (ValueError, RecursionError):
@@ -216,8 +217,8 @@ def _begins_call(text: str, at: int, end: int | None, names: Collection[str]) ->
 
 
 def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
-    """Return (call, fault) for a call that an engine has parsed, in the chat format. The call is None if it has no
-    name, and the fault is "" if the call is valid."""
+    """Return (call, fault) for a call that an engine has parsed. `call` is in the chat format, or None if it has no
+    name. `fault` is "" if the call is valid."""
     try:
         return _chat(*_parts(dict(call)), id=str(call.get("id") or "")), ""
     except ValueError as error:
@@ -225,8 +226,8 @@ def _native_call(call: Mapping[str, JsonValue]) -> tuple[Message | None, str]:
 
 
 def _written_call(body: str) -> tuple[Message | None, str]:
-    """Return (call, fault) for a call in the answer's text. The call is in the chat format, or None if it has no name,
-    and the fault is "" if the call is valid."""
+    """Return (call, fault) for a call in the answer's text. `call` is in the chat format, or None if it has no name.
+    `fault` is "" if the call is valid."""
     try:
         try:
             value = read_plain(body)
@@ -234,7 +235,7 @@ def _written_call(body: str) -> tuple[Message | None, str]:
             raise ValueError(f"The call is not valid JSON: {error}.") from None
         return _chat(*_parts(value)), ""
     except ValueError as error:
-        # The text after the name is kept as it is. A program that receives the call can't read it either, and informs
+        # The text after the name stays as it is. A program that gets this call can't read it either, and will say so to
         # the model.
         head = _HEAD.match(body)
         tail = body[head.end() :].strip() if head is not None else ""
@@ -242,9 +243,9 @@ def _written_call(body: str) -> tuple[Message | None, str]:
 
 
 def _parts(call: JsonValue) -> tuple[str, JsonValue]:
-    """Return (name, arguments) of a call that is an object, also in the chat format. Raises ValueError with its fault.
+    """Return (name, arguments) of a call, which may be in the chat format. Raises ValueError with the call's fault.
 
-    A key other than name and arguments is a fault, because it may be an argument that no tool would get.
+    A key other than name and arguments is a fault, because it may be an argument that the tool wouldn't get.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or not name:
@@ -264,8 +265,8 @@ def _chat(name: str, arguments: JsonValue, id: str = "") -> Message:
 
 
 def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsRead:
-    """Return the calls and faults in `entries`. Each entry has a call in the chat format, or None, and its fault, or ""
-    if none is known yet."""
+    """Return the calls and faults in `entries`. An entry is a call in the chat format (or None) and its fault, which is
+    "" if no fault is known yet."""
     calls: list[ToolCall] = []
     problems: list[str] = []
     for k, (call, problem) in enumerate(entries):
@@ -280,7 +281,7 @@ def _read(content: str, entries: Sequence[tuple[Message | None, str]]) -> CallsR
 
 
 def _tool_call(call: Message, k: int) -> ToolCall:
-    """Return a call in the chat format with its arguments as an object. Raises ValueError with its fault."""
+    """Return the `ToolCall` for a call in the chat format. Raises ValueError with the call's fault."""
     name, arguments = _parts(call)
     if isinstance(arguments, str):
         try:
@@ -293,8 +294,8 @@ def _tool_call(call: Message, k: int) -> ToolCall:
 
 
 def _around(text: str, calls: Sequence[_Written]) -> str:
-    """Return the text without these calls. Text before the first call only loses white space at its end. Later pieces
-    go on separate lines."""
+    """Return the text without these calls. White space at the end of the text before the first call is removed. The
+    later pieces go on separate lines."""
     if not calls:
         return text
     gaps = zip(calls, [*calls[1:], None], strict=True)
@@ -303,13 +304,13 @@ def _around(text: str, calls: Sequence[_Written]) -> str:
 
 
 def _after(pattern: re.Pattern[str], text: str, at: int) -> int:
-    """Return the end of the match of `pattern` at `at`, or `at` itself if it doesn't match."""
+    """Return where the match of `pattern` at `at` ends, or `at` if it doesn't match there."""
     match = pattern.match(text, at)
     return match.end() if match is not None else at
 
 
 def tool_schema(tool: type[BaseModel] | dict[str, JsonValue]) -> dict[str, JsonValue]:
-    """Return a function schema in the chat format. A dict is returned unchanged. For a step class, the schema is built
+    """Return a tool's function schema in the chat format. A dict is returned unchanged. A step class's schema is built
     from its kind, docstring and fields."""
     if isinstance(tool, dict):
         return tool

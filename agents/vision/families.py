@@ -1,6 +1,6 @@
-"""The families of vision models that can be served and trained, by the model type in a folder's config.json.
+"""The families of vision models that can be served and trained. The model type in config.json determines the family.
 
-Their image processors use the PIL backend, which needs no torchvision. The other backend resizes differently.
+Image processors use the PIL backend, because it doesn't need torchvision. The other backend resizes differently.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _VIDEO_SETTINGS = "video_preprocessor_config.json"
 
 
 class Family(ABC):
-    """One model's settings. A subclass implements the rest of `Vision`."""
+    """Holds one model's settings. Subclasses implement the rest of `Vision`."""
 
     processors: ClassVar[tuple[str, ...]]
-    """Classes of image processors with which the family was tested."""
+    """Names of the image processor classes with which the family was tested."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Family(ABC):
         folder: Path,
         video: VideoTokens = "frames",
     ) -> None:
-        """`config` is the model's configuration, and `folder` contains the processors. Raises UnsupportedVision. Raises
+        """`config` is the model's configuration, and `folder` contains its processors. Raises UnsupportedVision, and
         MissingExtra if native video is used without torchvision."""
         import PIL
         from transformers import AutoImageProcessor, __version__
@@ -129,21 +129,21 @@ class Family(ABC):
 
     @abstractmethod
     def _grid(self, width: int, height: int) -> tuple[int, ...]:
-        """Return `Place.grid` for a picture of this size."""
+        """Return `Place.grid` for a picture of this size in pixels."""
 
     @abstractmethod
     def _ids(self, grid: tuple[int, ...]) -> array[int]:
-        """Return the tokens of a place with this grid."""
+        """Return the token ids for a place with this grid."""
 
     @abstractmethod
     def _processed(self, image: object) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-        """Return the grid and the tensors that the image processor computes."""
+        """Return the grid and the tensors that the image processor computes for an image."""
 
 
 class QwenVision(Family):
     """Qwen2-VL, Qwen2.5-VL and Qwen3-VL, which have positions on three axes (time, height, width).
 
-    The grid of a place counts patches: (1, height, width). `merge_size` squared patches make one feature.
+    A place's grid is (1, height, width) in patches. A square of `merge_size` by `merge_size` patches gives one feature.
     """
 
     processors = ("Qwen2VLImageProcessorPil",)
@@ -211,10 +211,10 @@ class QwenVision(Family):
 
 
 class TiledVision(Family):
-    """Idefics3 and SmolVLM, which cut a picture into tiles and then show it whole.
+    """Idefics3 and SmolVLM, which read a picture as tiles, followed by the whole picture.
 
-    Each tile follows a token for its row and column. The grid of a place is (rows, columns) of tiles, or (0, 0) for a
-    picture that is only shown whole.
+    Before each tile there is a token that names its row and column. A place's grid is (rows, columns) of tiles, or (0,
+    0) if the picture isn't cut into tiles.
     """
 
     processors = ("Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil")
@@ -225,8 +225,7 @@ class TiledVision(Family):
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:
         import torch
 
-        # `get_image_features` isn't used, because it takes tiles whose values are all 0 for padding and leaves them
-        # out.
+        # `get_image_features` isn't used, because it regards tiles in which all values are 0 as padding and drops them.
         whole: Any = whole_model(model)
         tiles = torch.cat([one.tensors["pixel_values"][0] for one in pixels]).to(whole.device, whole.dtype)
         real = torch.ones(len(tiles), self._side, self._side, dtype=torch.bool, device=tiles.device)
@@ -242,13 +241,13 @@ class TiledVision(Family):
 
     def save(self, folder: Path) -> None:
         super().save(folder)
-        # Servers read the number of tokens per tile only from this file, and assume 169 without it.
+        # Servers get the number of tokens per tile only from this file. Without it, they assume 169.
         about = {"processor_class": type(self.processor).__name__.replace("ImageProcessorPil", "Processor")}
         (folder / "processor_config.json").write_text(json.dumps({**about, "image_seq_len": self._tokens}))
 
     @property
     def _tokens(self) -> int:
-        """Number of picture tokens per tile."""
+        """Number of picture tokens for each tile."""
         return (self._side // self._config.scale_factor) ** 2
 
     @property
@@ -261,8 +260,8 @@ class TiledVision(Family):
 
         if not self.processor.do_image_splitting:
             return 0, 0
-        # Only the shape is used, and no pixel is touched. In transformers 5.23, `get_number_of_image_patches` rounds
-        # differently from the processor itself if the longest edge isn't a multiple of a tile.
+        # Only the shape of this array is used. `get_number_of_image_patches` isn't used, because in transformers 5.23
+        # it rounds differently from the processor if the longest edge isn't a multiple of a tile.
         blank = np.broadcast_to(np.uint8(0), (3, height, width))
         tall, wide = get_resize_output_image_size(blank, self.processor.size["longest_edge"])
         tile, ratio = self.processor.max_image_size["longest_edge"], wide / tall
@@ -293,22 +292,22 @@ FAMILIES: dict[str, type[QwenVision | TiledVision]] = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl"), QwenVision),
     **dict.fromkeys(("idefics3", "smolvlm"), TiledVision),
 }
-"""Model type -> its implementation of `Vision`."""
+"""Maps a model type to its implementation of `Vision`."""
 _SENSES = re.compile(r"(vision|image|video|audio|speech|vq).*_config$")
 
 
 def family_of(
     config: PreTrainedConfig, folder: Path, video: VideoTokens = "frames"
 ) -> type[QwenVision | TiledVision] | None:
-    """Return the family of a model by its configuration, or None for a text model.
+    """Return the family of the model with this configuration, or None for a text model.
 
     Raises UnsupportedVision, which names the folder, if the model has an encoder, or if it reads more than text and its
-    family is unknown. With native video, raises like `check_native`. This check is needed because transformers has
-    text-only classes for many models with a vision tower, and loads them without a warning.
+    family is unknown. With native video, also raises like `check_native`. Without this check, transformers would load
+    many models with a vision tower as text-only models, without a warning.
     """
     kind = config.model_type
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}
-    if config.get_text_config() is not config:  # with a nested text configuration, the model reads something else too
+    if config.get_text_config() is not config:  # a nested text configuration means that it reads more than text
         parts |= set(config.sub_configs)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedVision(
@@ -327,17 +326,17 @@ def family_of(
 
 
 def prove_vision(model: nn.Module, vision: Vision) -> None:
-    """Compare the body, with features at places, against the model's public forward.
+    """Check that the body, with features put at their places, computes the same as the model's public forward.
 
-    The input has two small pictures, and a video if the model reads videos natively, between texts of several lengths.
-    Raises UnsupportedVision with the difference between the logits."""
+    The input has texts of several lengths, and between them two small pictures, and a video if the model reads videos
+    natively. If the logits differ, raises UnsupportedVision with the difference."""
     import torch
     from PIL import Image
 
     whole, processor, native = cast(Any, whole_model(model)), cast(Any, vision).processor, cast(Any, vision).video
     random, files, places, ids = np.random.default_rng(0), dict[str, bytes](), list[Place](), [*range(40, 47)]
     cause = "its processors or its configuration are of another model, or this version of transformers has changed it"
-    # The video has an odd number of frames, at times that are not the indices.
+    # The number of frames is odd, and their times differ from their indices.
     videos = [] if native is None else [(40, 30, (0.5, 2.0, 3.5))]
     try:
         for width, height, times in [(60, 15, ()), (30, 90, ()), *videos]:
@@ -367,10 +366,10 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
             where = torch.where(kinds > 0, (kinds > 0).cumsum(1) - 1, -1)
             inputs = body_inputs(whole.get_input_embeddings(), tokens, where, features, axes)
             made = whole.get_output_embeddings()(whole.get_decoder()(**inputs, use_cache=False).last_hidden_state)
-    except Exception as error:  # settings of a processor or shapes of a model that don't fit raise any type
+    except Exception as error:  # if processor and model don't fit, any type can be raised
         raise UnsupportedVision(f"{type(whole).__name__} can't read a picture: {error!r}; {cause}") from error
     off = float((made - expected).abs().max())
-    # The tolerance is relative to the range of the logits, which is small in an untrained model.
+    # The tolerance is relative to the range of the logits, because this range is small in an untrained model.
     tolerance = (1e-3 if whole.dtype == torch.float32 else 0.1) * float(expected.max() - expected.min()) + 1e-6
     if not off <= tolerance:  # NaN must fail too
         raise UnsupportedVision(
@@ -380,7 +379,7 @@ def prove_vision(model: nn.Module, vision: Vision) -> None:
 
 
 def _frames(images: Sequence[Image]) -> Tensor:
-    """Return the images as bytes of shape (frames, 3, height, width)."""
+    """Return the images as a uint8 tensor of shape (frames, 3, height, width)."""
     import torch
 
     return torch.from_numpy(np.stack([np.array(image) for image in images])).permute(0, 3, 1, 2).contiguous()

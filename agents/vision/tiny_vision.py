@@ -1,6 +1,6 @@
 """Vision models small enough for a test, with a byte-level tokenizer, a chat template and an image processor.
 
-They are untrained, created without a download, and saved in the same format as any other model.
+The models are untrained, need no download, and are saved in the same format as any other model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...tapes.errors import MissingExtra
 TinyFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"]
 
 ROLES = ("<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>")
-"""Ids 256 to 261, which follow the 256 bytes. `<|end|>` ends every message."""
+"""Special tokens with the ids 256 to 261, after the ids of the 256 bytes. `<|end|>` ends every message."""
 _QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _TILES = tuple(f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3))
 
@@ -37,9 +37,9 @@ def save_tiny_vision(
 ) -> None:
     """Save an untrained float32 model of about 0.3 M parameters, its tokenizer and its image processor to `folder`.
 
-    Equal arguments give equal models. For Qwen, 8x8 pixels take one token, and a picture takes 4 to 256 tokens. For
-    Idefics3 and SmolVLM, a picture takes about 20 tokens, or 40 if its shorter side is over half of the longer one.
-    `context` is the number of tokens in the longest sequence.
+    Equal arguments give equal models. For Qwen, each 8x8 pixels take one token, and a picture takes 4 to 256 tokens.
+    For Idefics3 and SmolVLM, a picture takes about 20 tokens, or 40 if its shorter side is more than half as long as
+    the longer one. `context` is the maximum number of tokens in a sequence.
     """
     try:
         import torch
@@ -63,8 +63,8 @@ def save_tiny_vision(
         video = "{% elif part['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>{% else %}{{ part['text']"
         tokenizer.chat_template = tokenizer.chat_template.replace("{% else %}{{ part['text']", video)
     ends = {"bos_token_id": None, "eos_token_id": id["<|end|>"], "pad_token_id": id["<|pad|>"]}
-    # The head size is 32 because vLLM on a CPU supports neither 16 nor 24. With the usual range of 0.02, models of this
-    # width spend their first hundred updates on growing their weights.
+    # The head size is 32 because vLLM on a CPU supports neither 16 nor 24. With the usual range of 0.02, models this
+    # narrow would spend their first hundred updates on growing their weights.
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "initializer_range": 0.1}
     text: dict[str, Any] = {**shape, **ends, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 32}
     text |= {"vocab_size": len(id), "max_position_embeddings": context, "tie_word_embeddings": True}
@@ -77,7 +77,7 @@ def save_tiny_vision(
         settings = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     else:
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
-        # transformers always interleaves. vLLM does so only if the configuration says so, as in real checkpoints.
+        # transformers always interleaves mrope. vLLM does so only if the configuration says so, as real checkpoints do.
         text["rope_parameters"] |= {"mrope_interleaved": True} if family == "qwen3_vl" else {}
         vision |= {"depth": 2, "num_heads": 2, "embed_dim": 64, "out_hidden_size": 64, "num_position_embeddings": 64}
         vision |= {"deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [1], "window_size": 32}
@@ -97,6 +97,6 @@ def save_tiny_vision(
     if tiled:
         about = {"processor_class": kind.replace("ImageProcessorPil", "Processor"), "image_seq_len": 4}
         (Path(folder) / "processor_config.json").write_text(json.dumps(about), encoding="utf-8")
-    if family == "qwen3_vl":  # like their originals, the others use the image processor's settings for videos too
+    if family == "qwen3_vl":  # as in the originals, other families use the image settings for videos
         about = {"video_processor_type": "Qwen3VLVideoProcessor", **settings}
         (Path(folder) / "video_preprocessor_config.json").write_text(json.dumps(about, indent=2), encoding="utf-8")

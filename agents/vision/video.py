@@ -1,6 +1,6 @@
-"""Video as Qwen2.5-VL and Qwen3-VL read it with their own video tokens: as pairs of frames with their times.
+"""How Qwen2.5-VL and Qwen3-VL read videos with their own video tokens, which are pairs of frames with their times.
 
-The model's own video processor computes pixels and grids, and needs torchvision. Tokens and positions need neither.
+Pixels and grids come from the model's own video processor, which needs torchvision. Tokens and positions don't.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
 Grid = tuple[int, ...]
-"""(pairs of frames, height, width), with height and width in patches. The processor repeats an odd last frame."""
+"""(pairs of frames, height, width), with height and width in patches. A last frame without a partner is repeated."""
 
 
 class NativeVideo(ABC):
-    """How one model reads videos. `processor` is the model's video processor."""
+    """Knows how one model reads videos. `processor` is the model's video processor."""
 
     made_by: ClassVar[str]
-    """Class of the video processor with which the family was tested."""
+    """Name of the video processor class with which the family was tested."""
 
     def __init__(self, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, processor: object) -> None:
         self._config, self._tokenizer, self.processor = cast(Any, config), tokenizer, cast(Any, processor)
@@ -45,7 +45,7 @@ class NativeVideo(ABC):
 
     @property
     def about(self) -> list[JsonValue]:
-        """Everything that determines the pixels of frames."""
+        """Everything that determines the pixels of a video's frames."""
         import torchvision  # pyright: ignore[reportMissingImports]
 
         settings = json.loads(self.processor.to_json_string())
@@ -55,34 +55,34 @@ class NativeVideo(ABC):
         """See `PictureTokens.expand`. Raises ValueError if the family can't place the frames."""
         import torch
 
-        # The processor itself runs on frames without pixels, because each family limits the frame size by its own rule.
+        # Each family limits the frame size by its own rule, so the processor itself runs, on frames without data.
         grid, _ = self.processed(torch.empty((len(times), 3, height, width), dtype=torch.uint8, device="meta"))
         return Expansion(self.ids(grid, times), grid)
 
     @abstractmethod
     def ids(self, grid: Grid, times: Sequence[float]) -> array[int]:
-        """Return the tokens of a place with this grid and these frame times, in seconds."""
+        """Return the token ids for a place with this grid and these frame times (in seconds)."""
 
     @abstractmethod
     def positions(self, grid: Grid, times: Sequence[float]) -> tuple[NDArray[np.int64], int]:
-        """Return the positions of shape (3, tokens), from 0, and the position of the token after the place."""
+        """Return the positions (3, tokens) in the place, from 0 on, and the position of the token after the place."""
 
     def processed(self, frames: Tensor) -> tuple[Grid, dict[str, Tensor]]:
-        """Return the grid and the tower's arguments for bytes of shape (frames, 3, height, width)."""
+        """Return the grid and the tower's arguments for frames, which are uint8 of shape (frames, 3, height, width)."""
         made = self.processor(
             videos=[frames],
-            # Only the sampling of frames reads this, and a tape's frames are already sampled.
+            # This is used only to select frames, and the frames on a tape have been selected already.
             video_metadata=[{"total_num_frames": len(frames)}],
             do_sample_frames=False,
             input_data_format="channels_first",
             return_tensors="pt",
         )
-        # To the tower, frames are pictures with several steps in time, so one call can compute both.
+        # The tower treats frames as pictures with several steps in time, so one call can compute pictures and videos.
         grid = made["video_grid_thw"]
         return tuple(grid[0].tolist()), {"pixel_values": made["pixel_values_videos"], "image_grid_thw": grid}
 
     def asked(self, frames: Tensor, times: Sequence[float]) -> dict[str, Tensor]:
-        """Return the arguments of the model's own forward for one video."""
+        """Return the arguments that the model's own forward needs for one video."""
         _, found = self.processed(frames)
         return {"pixel_values_videos": found["pixel_values"], "video_grid_thw": found["image_grid_thw"]}
 
@@ -91,7 +91,7 @@ class NativeVideo(ABC):
 
 
 class SpacedVideo(NativeVideo):
-    """Qwen2.5-VL, which reads one run of video tokens and has seconds on the first axis of positions."""
+    """Qwen2.5-VL, which reads all video tokens in one run. On the first axis, positions depend on seconds."""
 
     made_by = "Qwen2VLVideoProcessor"
 
@@ -113,12 +113,12 @@ class SpacedVideo(NativeVideo):
         # The positions are computed in float32 and rounded down, as in transformers.
         step = np.float32(self._config.vision_config.tokens_per_second) * np.float32(self.seconds(times))
         found[0] = (np.arange(pairs, dtype=np.float32) * step).astype(np.int64)[found[0]]
-        # In transformers, the position of the text after a video depends on its height and width, whatever its
-        # duration. Other implementations continue after the last position in time.
+        # In transformers, where the positions continue after a video depends on its height and width, but not on its
+        # duration. In other implementations, they continue after the last position in time.
         return found, max(height, width)
 
     def seconds(self, times: Sequence[float]) -> float:
-        """Return the seconds from one pair of frames to the next, or 0 for one frame."""
+        """Return the number of seconds from one pair of frames to the next, or 0 for a single frame."""
         return self.processor.temporal_patch_size * (times[-1] - times[0]) / max(len(times) - 1, 1)
 
     def asked(self, frames: Tensor, times: Sequence[float]) -> dict[str, Tensor]:
@@ -128,10 +128,10 @@ class SpacedVideo(NativeVideo):
 
 
 class TimedVideo(NativeVideo):
-    """Qwen3-VL, which reads each pair of frames as a picture after its time as text.
+    """Qwen3-VL, which reads each pair of frames as its time in text, followed by a picture.
 
-    All of that is between the start and end tokens that the template writes, as in transformers 5.10 and later and in
-    vLLM. Earlier processors omitted these two tokens.
+    As in vLLM and in transformers 5.10 and later, the template writes a start token before all of this and an end token
+    after it. Earlier processors omitted these two tokens.
     """
 
     made_by = "Qwen3VLVideoProcessor"
@@ -158,7 +158,7 @@ class TimedVideo(NativeVideo):
         return np.concatenate(parts, axis=1), at
 
     def _heads(self, times: Sequence[float]) -> list[list[int]]:
-        """Return the tokens before each pair of frames, which are its mean time as text and the start of a picture."""
+        """Return the tokens before each pair of frames: the pair's mean time as text, and the start of a picture."""
         size = self.processor.temporal_patch_size
         padded = [*times, *[times[-1]] * (-len(times) % size)]
         written = [f"<{(padded[i] + padded[i + size - 1]) / 2:.1f} seconds>" for i in range(0, len(padded), size)]
@@ -167,11 +167,11 @@ class TimedVideo(NativeVideo):
 
 
 READERS: dict[str, type[NativeVideo]] = {"qwen2_5_vl": SpacedVideo, "qwen3_vl": TimedVideo}
-"""Model type -> how it reads videos."""
+"""Maps a model type to the class that knows how it reads videos."""
 
 
 def check_native(kind: str, folder: Path) -> None:
-    """Raise UnsupportedVision if models of this type have no video tokens. Also raises like `need_torchvision`."""
+    """Raise UnsupportedVision if models of type `kind` have no video tokens. Also raises like `need_torchvision`."""
     if kind not in READERS:
         raise UnsupportedVision(
             f"engine.renderer.video=native, and the model in {folder} is of the type {kind!r}: models of the types "
@@ -181,12 +181,12 @@ def check_native(kind: str, folder: Path) -> None:
 
 
 def need_torchvision() -> None:
-    """Raise MissingExtra if torchvision is missing, and UnsupportedVision if it doesn't fit this torch."""
+    """Raise MissingExtra if torchvision is missing, and UnsupportedVision if it doesn't fit the installed torch."""
     try:
         import torchvision  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MissingExtra(error.name or "torchvision", "video", "engine.renderer.video=native") from error
-    except RuntimeError as error:  # its operators were built for another device
+    except RuntimeError as error:  # torchvision's operators were built for another device
         raise UnsupportedVision(
             f"engine.renderer.video=native needs torchvision, and it can't be imported: {error!s:.200}; install the "
             "build of torchvision that fits this torch (CPU or CUDA)"
@@ -194,8 +194,8 @@ def need_torchvision() -> None:
 
 
 def native_video(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, folder: Path) -> NativeVideo:
-    """Return how the model reads videos, with the video processor in `folder`. Raises like `check_native`, and raises
-    UnsupportedVision if the processor isn't the family's."""
+    """Return how the model reads videos with the video processor in `folder`. Raises like `check_native`. Also raises
+    UnsupportedVision if it isn't the family's processor."""
     check_native(config.model_type, folder)
     from transformers import AutoVideoProcessor
 
@@ -209,6 +209,6 @@ def native_video(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast, f
             f"the video processor in {folder} can't be used: {error!s:.300}; the type {config.model_type} needs "
             f"{reader.made_by}: copy video_preprocessor_config.json from the model's original folder"
         ) from error
-    # Without a value, transformers shows a warning and chooses one that depends on its version.
+    # If it isn't set, transformers warns and uses a default that depends on transformers' version.
     found.cap_pixels_per_frame = bool(found.cap_pixels_per_frame)
     return reader(config, tokenizer, found)

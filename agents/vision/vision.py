@@ -1,9 +1,9 @@
-"""The interfaces through which the renderer, the engine and the trainer use a family of vision models.
+"""The interfaces through which renderer, engine and trainer use a family of vision models.
 
-The renderer asks how many tokens a picture takes, which needs no pixels (`PictureTokens`). The engine and the trainer
-ask for positions and for the features computed from pixels (`Vision`). They put the features at the picture's places by
-index, and run the language model's body on the embeddings. The model's own public forward finds pictures by token id.
-It is never used, because a model can sample this id itself.
+The renderer asks how many tokens a picture takes, for which no pixels are needed (`PictureTokens`). Engine and trainer
+ask for positions and for features, which are computed from pixels (`Vision`). They put the features into the embeddings
+at the picture's places, by index, and run the language model's body on the embeddings. The model's own public forward
+isn't used, because it finds pictures by a token id that the model can also sample.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 VideoTokens = Literal["frames", "native"]
-"""How a model reads a video: as its frames, each a picture after its time, or as the family's own video tokens."""
+"""How a model reads videos. `frames`: as pictures, each after its time. `native`: as the family's own video tokens."""
 
 
 class UnsupportedVision(UsageError, ValueError):
-    """A model reads more than text, but its family, its processors or its forward isn't supported."""
+    """The model reads more than text, but its family, its processors or its forward isn't supported."""
 
 
 class BadPlace(TapereelError, ValueError):
-    """The pixels of a place can't be read, or don't fit its length or grid. The message names the file."""
+    """A place's pixels can't be read, or don't fit the place's length or grid. The message names the file."""
 
     def __init__(self, message: str, name: str, *, missing: bool = False) -> None:
         super().__init__(message)
         self.name, self.missing = name, missing
-        """The file, and whether it is missing. If it isn't missing, the file or its place was changed."""
+        """The file's name, and whether the file is missing. If it isn't, the file or its place was changed."""
 
 
 class Expansion(NamedTuple):
@@ -49,39 +49,39 @@ class Expansion(NamedTuple):
 
 
 class PictureTokens(Protocol):
-    """What the renderer needs to know about pictures. It imports no torch, except for native video."""
+    """What the renderer needs to know about pictures. torch isn't imported for it, except for native video."""
 
     @property
     def marker(self) -> str:
-        """The control token that the chat template writes once for each picture. It is the picture's only placeholder
-        in the text."""
+        """The control token that the chat template writes once for each picture, as the only placeholder for it."""
         ...
 
     @property
     def video_marker(self) -> str | None:
         """The control token that the chat template writes once for each video, or None if the model reads videos as
-        their frames."""
+        frames."""
         ...
 
     @property
     def hash(self) -> str:
-        """SHA-256 (hex) of everything that determines the pixels: the processor's class, backend and settings, and the
-        versions of transformers and Pillow. With native video, it also covers the video processor and torchvision."""
+        """SHA-256 (hex) of everything that determines the pixels. These are the processor's class, backend and
+        settings, and the versions of transformers and Pillow. With native video, it also covers the video processor and
+        torchvision."""
         ...
 
     def expand(self, width: int, height: int, times: Sequence[float] = ()) -> Expansion:
-        """Return the tokens that replace the marker for a picture of this size, or for a video with frames of this size
-        at these times in seconds. No pixels are needed. Raises ValueError if the model can't place the video."""
+        """Return the tokens that replace the marker. They are for a picture of this size or, with `times` in seconds, a
+        video with such frames. No pixels are needed. Raises ValueError if the model can't place the video."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the processors' settings next to the tokenizer's."""
+        """Write the processors' settings to the folder in which the tokenizer is saved."""
         ...
 
     def fitted(self, place: Place, png: bytes) -> bytes:
-        """Return the PNG to send to a server, which processes it again. If the processor only resizes a picture once,
-        the PNG already has the final size, because a server's own resize may give other pixels. The call blocks. Raises
-        UnsupportedVision if a server would compute something else than the local model in any case."""
+        """Return the PNG to send to a server, which will process it again. If the processor resizes a picture only
+        once, the PNG has the final size already, because resizing on the server may give other pixels. The call blocks.
+        Raises UnsupportedVision if, whatever is sent, a server would compute something else than the local model."""
         ...
 
 
@@ -92,18 +92,18 @@ class Pixels:
     tensors: Mapping[str, Tensor]
     """Arguments of the vision tower, by name."""
     count: int
-    """Number of features that the tower computes, which is the number of tokens in the place that take one."""
+    """Number of features that the tower computes, which is also the number of tokens that take a feature."""
     patches: int
-    """Number of patches that the tower processes, which determines its cost and memory."""
+    """Number of patches that the tower processes. It determines the tower's time and memory."""
 
 
 @runtime_checkable
 class Vision(PictureTokens, Protocol):
-    """One family of models, with the settings of one model."""
+    """A family of vision models, with the settings of one model."""
 
     def feature_mask(self, place: Place) -> NDArray[np.bool_]:
-        """Return a (length,) mask of the place's tokens that take a feature. The others, which name rows and columns of
-        tiles, are ordinary tokens."""
+        """Return a (length,) mask that is true for those of the place's tokens that take a feature. The others are
+        ordinary tokens, such as those that name a tile's row and column."""
         ...
 
     def patches(self, grid: tuple[int, ...]) -> int:
@@ -111,29 +111,29 @@ class Vision(PictureTokens, Protocol):
         ...
 
     def positions(self, places: Sequence[Place], length: int) -> NDArray[np.int64] | None:
-        """Return the (axes, length) rotary positions of a prompt with these places, from 0. After the last place,
-        positions are equal on all axes and grow by 1 per token. Return None if positions are indices (0, 1, 2 ...)."""
+        """Return rotary positions (axes, length), from 0 on, for a prompt with these places. After the last place, they
+        are equal on all axes and grow by 1 per token. Returns None if a token's position is its index."""
         ...
 
     def pixels(self, place: Place, file: Callable[[str], bytes]) -> Pixels:
-        """Decode and process the place's files. `file` returns the bytes of a file by its name. The call blocks. Raises
+        """Decode and process the place's files. `file` returns a file's bytes by its name. The call blocks. Raises
         BadPlace if a file is missing or damaged, or if its pixels don't fit the place's length or grid."""
         ...
 
     def features(self, model: nn.Module, pixels: Sequence[Pixels]) -> Tensor:
-        """Return the output of the tower and projector for several pictures, in order, with shape (sum of counts,
-        levels, D). Level 0 goes into the embeddings. Further levels are added to the hidden states of the first layers
-        (deepstack)."""
+        """Return what tower and projector compute for several pictures, in order, with shape (sum of counts, levels,
+        D). Level 0 goes into the embeddings. Each further level is added to the hidden states of one of the first
+        layers (deepstack)."""
         ...
 
     def tower(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the modules that compute features: the vision tower, then the projector's, which may be parts of
-        it."""
+        """Return the modules that compute features: first the vision tower, then the projector's modules, which may be
+        parts of the tower."""
         ...
 
 
 def whole_model(model: nn.Module) -> nn.Module:
-    """Return the transformers model itself, also if `model` wraps it with adapters (peft)."""
+    """Return the transformers model, without peft's wrapper if `model` has adapters."""
     return getattr(model, "get_base_model", lambda: model)()
 
 
@@ -147,10 +147,10 @@ def body_inputs(
 ) -> dict[str, Tensor | list[Tensor]]:
     """Return the keyword arguments of the language model's body for (B, L) token ids.
 
-    `where` is a (B, L) int64 index into `features` (N, levels, D), with -1 for a token that takes none. `positions` has
-    shape (axes, B, L) and comes from `Vision.positions`, or is None for the body's own positions. If several rows are
-    packed into one, `packed` is the (B, L) index of each token in its own row, by which transformers finds the
-    boundaries between the rows.
+    `where` has shape (B, L) and holds an int64 index into `features` (N, levels, D) for each token, with -1 for tokens
+    that take no feature. `positions` comes from `Vision.positions` and has shape (axes, B, L). If it is None, the body
+    uses its own positions. If several rows are packed into one, `packed` holds each token's index in its own row, with
+    shape (B, L). From it, transformers finds the boundaries between the rows.
     """
     import torch
 
