@@ -163,7 +163,7 @@ class EngineStats(Protocol):
 
     @property
     def busy_seconds(self) -> float:
-        """Total wall time, in seconds, during which the engine has had work since it was created."""
+        """Wall time in seconds during which the engine has had work since it was created. It never decreases."""
         ...
 
 

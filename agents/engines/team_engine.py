@@ -51,15 +51,15 @@ class TeamAbsence:
         return sum(part.seconds for part in self.parts)
 
     async def over(self) -> None:
-        """Wait until this is over for every engine."""
+        """Wait until no engine waits for its servers any more."""
         for part in self.parts:
             await part.over()
 
 
 def check_sight(engine: Engine, shows: str | None) -> None:
-    """Raise UsageError if a run shows pictures, and `engine`, or an engine of the team, can't see.
+    """Raise UsageError if a run shows pictures, but `engine`, or one of the engines if it is a team, can't read them.
 
-    `shows` is as in `LoadedSetup.shows`."""
+    `shows` has the meaning of `LoadedSetup.shows`."""
     for one in engine.engines.values() if isinstance(engine, TeamEngine) else [engine]:
         if "pictures" not in one.can:
             refuse_pictures(one.name, shows)
@@ -154,7 +154,7 @@ class TeamEngine:
         return replace(await engine.complete(replace(request, on_partial=named_partial)), engine=engine.name)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: SyncMode = "reprefill") -> None:
-        """Replace the weights of the lead. Raises UsageError if the lead takes no weights."""
+        """Replace the lead's weights. Raises UsageError if the lead takes no weights."""
         if "weights" not in self.lead.can:
             raise UsageError(f"The team's lead, {self.lead.name}, takes no weights: lead with an engine that does")
         await cast(CapableEngine, self.lead).sync_weights(state, version, mode)

@@ -201,7 +201,7 @@ class Batch:
         return self._sample(0, logits)
 
     def leave(self, generation: Generation, park: bool = True) -> None:
-        """Free the slot of `generation`. With `park`, keep its KV if it is clean, has a key and fits the budget."""
+        """Free the slot of `generation`. With `park`, park its KV if it is clean, has a key and fits the budget."""
         slot, length = generation.slot, int(self._length[generation.slot])
         if park and generation.key and generation.clean and length <= self.parked.budget:
             # This must come before the last row moves into the slot. `length` excludes the last sampled token, which
@@ -227,7 +227,7 @@ class Batch:
     def _settle(self, slot: int, generation: Generation) -> tuple[NDArray[np.int32], int]:
         """Copy parked KV into the slot. Returns all of the generation's tokens, and how many of them have KV now.
 
-        The parked entry stays valid, since several requests with the same key can use it at the same time."""
+        The parked entry stays valid, because several requests with the same key may use it at the same time."""
         ids = _history(generation)
         entry, shared = self.shared(generation)
         if entry is not None and shared:
@@ -288,7 +288,8 @@ class Batch:
             if logprob != logprob:  # NaN
                 generation.finish, generation.clean = "broken", False
                 out.append(generation)
-                # Zero the slot before it is reused: attention multiplies a masked value by 0, and 0 * NaN is NaN.
+                # The slot must be zeroed before its reuse, because attention multiplies a masked value by 0, and 0 *
+                # NaN is NaN.
                 self.decoder.wipe(generation.slot)
                 continue
             self.stats.sampled += 1

@@ -386,7 +386,7 @@ class EmbeddedEngine:
             flight.landed.set_exception(error)
 
     def _land_all(self, reason: str = "", cause: BaseException | None = None) -> None:
-        """End all requests in flight, either as `abort` or as failures with `reason`."""
+        """End all requests in flight. They fail with `reason`, or end as `abort` if there is no reason."""
         generations = [*self._batch.evict(), *self._waiting]
         self._waiting.clear()
         self._batch.parked.clear()
@@ -506,7 +506,7 @@ class EmbeddedEngine:
             self._wake()
 
     def _drained(self) -> None:
-        """Resolve the waiting drains when no generation with sampled tokens is in flight."""
+        """Let weight syncs that drain the batch continue if no generation with sampled tokens is in flight any more."""
         if self._drains and not self._batch.rows and not any(s.ids for s in self._waiting):
             for drain in self._drains:
                 if not drain.done():

@@ -149,7 +149,7 @@ class SlotDecoder:
                     module.to(autocast)
         try:
             layers, heads, size = self._geometry()
-            # The memory must be zeros: attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
+            # The memory must be zeros, because attention multiplies the value of a masked key by 0, and 0 * NaN is NaN.
             kv = torch.zeros(2 * layers, slots, heads, capacity + 1, size, dtype=dtype, device=self.device)
             self._cache = _SlotCache(kv)
             self._prove()
@@ -242,7 +242,7 @@ class SlotDecoder:
         return self._cache.kv[:, slot, :, :length].clone()
 
     def restore(self, slot: int, parked: Tensor, length: int) -> None:
-        """Copy the KV of the first `length` tokens of a parked copy into a slot."""
+        """Copy KV for the first `length` tokens from a parked copy into a slot."""
         self._cache.kv[:, slot, :, :length] = parked[:, :, :length]
 
     def wipe(self, slot: int) -> None:

@@ -253,7 +253,7 @@ class RemoteEngine:
         self._homes.pop(cache_key, None)
 
     async def sync_weights(self, state: Mapping[str, Tensor], version: str, mode: PublishMode = "reprefill") -> None:
-        """Replace the weights of all servers by `state`. Tokens sampled afterwards carry `version`.
+        """Replace the weights of all servers with `state`. Tokens sampled afterwards carry `version`.
 
         Raises ValueError, before anything changes, if `state` doesn't fit the model or `version` was used before.
         Raises PublishFailed if a step fails. The servers may then have different weights, so later requests are

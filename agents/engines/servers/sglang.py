@@ -100,7 +100,7 @@ class SGLangWeights:
         await self.server.get("/model_info", seconds=self._seconds)
 
     async def free(self) -> None:
-        """Resume a server that a dead trainer left paused. Does nothing if the server isn't SGLang.
+        """Resume a server that was left paused by a trainer that died. Does nothing if the server isn't SGLang.
 
         SGLang has no route that says whether it is paused, but resuming it has no effect if it isn't. The version is
         right even after an interrupted sync, because one request sets weights and version together."""

@@ -35,7 +35,7 @@ def remember(session: int) -> None:
 
 
 def sweep() -> list[str]:
-    """Delete the noted segments that no process maps, and return their names."""
+    """Delete the segments and semaphores in notes that no process maps any more, and return their names."""
     swept = []
     used = _mapped(None) if _notes().is_dir() else set()
     for note in _notes().glob("*.json"):

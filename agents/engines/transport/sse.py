@@ -120,7 +120,7 @@ class ChunkStream:
         return values
 
     def answer(self, *, cut: bool = False) -> Json:
-        """Return the answer in the form of an unstreamed request. Raises BadAnswer if the stream is incomplete.
+        """Return the answer in the form that it has without streaming. Raises BadAnswer if the stream is incomplete.
 
         If the caller `cut` the stream, the answer so far is returned with finish reason `abort`."""
         # A connection that was lost also ends the stream. Without this check, a truncated completion would be recorded
