@@ -70,7 +70,7 @@ def check_engine(
     timeout: float = 60.0,
     seed: int = 0,
 ) -> EngineReport:
-    """Test an engine and close it. `engine` may also be a class or (async) function that creates one without arguments.
+    """Test an engine and close it. `engine` may also be a class or (async) function without arguments that creates one.
 
     All requests continue the conversation in `messages`. `weights` is a state dict to sync; if it is None, that check
     is skipped. If `trainable` is true, capabilities that a `TrainableEngine` needs and this engine lacks are reported.

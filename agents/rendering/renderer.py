@@ -62,11 +62,11 @@ class Track:
     tools: tuple[dict[str, JsonValue], ...] | None
     """The tools that the model was offered, or None if there were no tools."""
     text: str
-    """The prompt as the template rendered it, with marks in the text of control tokens that occurs in content."""
+    """The prompt as the template rendered it, with marks wherever content has the text of a control token."""
     marked: tuple[Message, ...]
-    """`messages` with marks in the text of control tokens."""
+    """`messages` with marks wherever they have the text of a control token."""
     marked_tools: Any
-    """`tools` with marks in the text of control tokens."""
+    """`tools` with marks wherever they have the text of a control token."""
     cut: int
     """Number of tokens in the conversation that were cut from the prompt, so that `ids` doesn't have them."""
     places: tuple[Place, ...] = ()

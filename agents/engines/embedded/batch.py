@@ -288,8 +288,7 @@ class Batch:
             if logprob != logprob:  # NaN
                 generation.finish, generation.clean = "broken", False
                 out.append(generation)
-                # The slot must be zeroed before its reuse, because attention multiplies a masked value by 0, and 0 *
-                # NaN is NaN.
+                # Zero the slot before its reuse, because attention multiplies masked values by 0, and 0 * NaN is NaN.
                 self.decoder.wipe(generation.slot)
                 continue
             self.stats.sampled += 1

@@ -217,10 +217,10 @@ class EmbeddedEngine:
     ) -> None:
         """Replace the weights with `state` between two decoding steps. Later tokens carry `version`.
 
-        Raises ValueError if the version was published before, unless `again` is true, by which the caller guarantees
-        that the weights are the same. Raises `UsageError`, before any change, if `state` isn't a state dict for this
-        model. `state` must not change until this method returns, so pass a copy if the weights are being trained.
-        Parked KV is dropped, and each conversation computes it again at its next turn."""
+        Raises ValueError if the version was published before, unless the caller sets `again` to guarantee that the
+        weights are the same. Raises `UsageError`, before any change, if `state` isn't a state dict for this model.
+        `state` must not change until this method returns, so pass a copy if the weights are being trained. Parked KV is
+        dropped, and each conversation computes it again at its next turn."""
         self._check_loop()
         if mode not in ("reprefill", "drain", "stale_kv"):
             raise ValueError(f"publish mode {mode!r}: must be reprefill, drain or stale_kv")

@@ -84,9 +84,9 @@ class Capabilities:
     takes_weights: bool
     """Whether the server has routes that receive new weights."""
     route: str
-    """Route for completions, which takes token ids, or is a chat route that takes messages and returns ids."""
+    """Route for completions. It takes token ids, or it is a chat route that takes messages and returns ids."""
     sees: bool = False
-    """Whether the server reads pictures, and as the same tokens as the local renderer."""
+    """Whether the server reads pictures, with the same tokens as the local renderer."""
 
 
 log = logger("engine")
@@ -204,7 +204,7 @@ class RemoteEngine:
         flight = Flight(server or self._home(request.cache_key), uuid.uuid4().hex, self.version, server is not None)
         with self._flying(flight):
             # The request runs in its own task behind a shield. If the caller is cancelled, the connection must stay
-            # open, because the server sends the tokens sampled before the abort on it.
+            # open, because the server will send the tokens sampled before the abort over it.
             asking = asyncio.ensure_future(self._ask(flight, request))
             try:
                 found = await asyncio.shield(asking)
@@ -467,8 +467,8 @@ class RemoteEngine:
         that was current when the request was sent. Raises EngineError if the answer names no versions but may mix two.
 
         If the answer has no spans, all tokens have `flight.version`, provided that no sync overlapped the request. If
-        `flight.moment` is odd, it was sent during a sync. If `_mixed > flight.moment`, a sync in a mode other than
-        `drain` began later. A `drain` sync can't overlap it, because it waits until the request has ended."""
+        `flight.moment` is odd, the request was sent during a sync. If `_mixed > flight.moment`, a sync in a mode other
+        than `drain` began later. A `drain` sync doesn't count, because it waits until the request has ended."""
         if not found.ids and found.finish == "abort" and self._restored.get(flight.server.url, 0) > flight.moment:
             problem = f"{flight.server} ended a request before its first token, to get the run's weights again"
             raise ForeignWeights(problem, retry=True)
