@@ -134,8 +134,8 @@ class Renderer:
     ) -> None:
         """`pictures` knows the model's tokens for pictures and videos. If it is None, messages with pictures raise
         RenderError. `template_kwargs`, such as `{"enable_thinking": False}`, are passed to the template. The tokens in
-        `end_tokens`, such as `("<|eom_id|>",)` for Llama 3 with tools, end an answer like the template's own end token
-        and the end-of-sequence token."""
+        `end_tokens`, such as `("<|eom_id|>",)` for Llama 3 with tools, end an answer too, in addition to the template's
+        own end token and the end of sequence."""
         for name, value, known in (
             ("history", history, ("sampled", "template")),
             ("special_text", special_text, ("split", "refuse")),
@@ -473,7 +473,8 @@ class Renderer:
             {**m, "content": blank} if m.get("role") == "assistant" and i <= last else m for i, m in enumerate(marked)
         ]
         full = self._template.render(skeleton, marked_tools)
-        # Some templates ask for an answer with text that isn't in history later. Others end a finished conversation so.
+        # Some templates ask for an answer with text that isn't in history later. Others end a finished conversation
+        # with such text.
         head = self._template.render(skeleton[:last], marked_tools)
         if not full.startswith(head):
             head = self._template.render(skeleton[:last], marked_tools, prompt=False)

@@ -69,7 +69,7 @@ class Template:
             raise MissingExtra("jinja2", "train", "a chat template") from None
         self._refusals = (TemplateError, TypeError, KeyError, ValueError)
         self._wraps = False
-        """Whether text is passed to the template as a content part. SmolVLM's template needs it and drops strings."""
+        """Whether text is passed to the template as a content part, because SmolVLM's template drops plain strings."""
         as_text, as_part = (self._try([_say("user", content)]) or "" for content in ("Qx", _parts("Qx")))
         self._wraps = "Qx" not in as_text and "Qx" in as_part
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}

@@ -4,7 +4,7 @@ One tensor of shape (2 * layers, slots, heads, capacity + 1, head size) holds th
 forward uses views of a contiguous range of slots, so it needs no gather. The same method, `extend`, serves for prefill,
 for reuse of a prefix, and for decoding. New tokens are right-aligned. The last token of every row is therefore in the
 last column, and the model computes logits for this column only. KV of padding is written to the extra position at the
-end of each slot, which the mask hides from every query.
+end of each slot. The mask hides this position from every query.
 
 The cache supports full-attention decoders that compute the same with and without a cache, which the constructor tests.
 """
@@ -174,8 +174,8 @@ class SlotDecoder:
 
         `ids` has shape (rows, columns) and holds, right-aligned, `new[i]` tokens for row i. `have[i]` is the number of
         tokens in the row's slot that already have KV. Afterwards, `have[i] + new[i]` tokens have KV, and the caller
-        must store this number. Returns float32 logits (n, vocabulary) for the token after each one in `at`, which holds
-        (rows, columns) as indices into `ids`. By default, it is the last token in each row.
+        must store this number. Returns float32 logits (n, vocabulary) after the tokens at `at`, a pair of index arrays
+        (rows, columns) into `ids`. By default, these are the last tokens of all rows.
         """
         columns = ids.shape[1]
         position = (have + new - columns)[:, None] + np.arange(columns)

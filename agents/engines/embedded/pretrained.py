@@ -146,7 +146,7 @@ def _base_of(folder: Path) -> str | None:
 
 
 def _adapted(model: Any, folder: str | Path) -> Any:
-    """Return the model with the adapters in `folder`. They aren't merged into the weights, as in training."""
+    """Return the model with the adapters in `folder`. They stay separate from the weights, as in training."""
     try:
         from peft import PeftModel
     except ModuleNotFoundError as error:

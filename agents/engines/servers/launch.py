@@ -69,7 +69,7 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the process that starts this server has ended")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
-"""A program that becomes the server. The server ends when the process that started it ends, even by SIGKILL."""
+"""A program that becomes the server. The server then ends when its parent process does, even after a SIGKILL."""
 _VERSION = """
 from importlib.metadata import distributions
 print(*(f"{found.name}-{found.version}" for found in distributions() if (found.name or "").startswith("vllm")))

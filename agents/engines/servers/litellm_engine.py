@@ -205,8 +205,8 @@ class LiteLLMEngine:
                 try:
                     retries = await self._wait(found, tries, retries)
                 except EngineError as error:
-                    # `retry` becomes False, because this engine has already retried, and the agent's model interface
-                    # must not start that again.
+                    # `retry` becomes False, because this engine has retried already, and the agent's model interface
+                    # must not multiply the retries.
                     error.attempts, error.retry = tuple(attempts), False
                     raise
 

@@ -200,8 +200,8 @@ class AdapterEngine(RemoteEngine):
 
     @contextmanager
     def _sampling_with(self) -> Iterator[tuple[str, str]]:
-        # A publish may change `_current` while the request is in flight. It is read only once, so that the count that
-        # decreases at the end is that of the adapter that was used. Otherwise this adapter would never be unloaded.
+        # A publish may change `_current` while the request is in flight. It is read only once, because the count that
+        # increases now must decrease at the end. Otherwise the adapter would never be unloaded.
         name = self._current
         if name is None:
             yield self.capabilities.model, self.version
