@@ -307,7 +307,7 @@ def family_of(
     """
     kind = config.model_type
     parts = {key for key in vars(config) if _SENSES.search(key) and getattr(config, key) is not None}
-    if config.get_text_config() is not config:  # a nested text configuration means that it reads more than text
+    if config.get_text_config() is not config:  # with a nested one, the model reads more than text
         parts |= set(config.sub_configs)
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedVision(

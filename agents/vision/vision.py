@@ -37,7 +37,7 @@ class BadPlace(TapereelError, ValueError):
     def __init__(self, message: str, name: str, *, missing: bool = False) -> None:
         super().__init__(message)
         self.name, self.missing = name, missing
-        """The file's name, and whether the file is missing. If it isn't, the file or its place was changed."""
+        """The file's name, and whether the file is missing. If the file exists, the file or its place was changed."""
 
 
 class Expansion(NamedTuple):
@@ -49,7 +49,7 @@ class Expansion(NamedTuple):
 
 
 class PictureTokens(Protocol):
-    """What the renderer needs to know about pictures. torch isn't imported for it, except for native video."""
+    """What the renderer needs to know about pictures. No torch is needed for this, except for native video."""
 
     @property
     def marker(self) -> str:

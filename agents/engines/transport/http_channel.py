@@ -83,7 +83,8 @@ class Server:
         self._key_variable = key_variable
         self._seconds = seconds
         self._sessions: dict[bool, aiohttp.ClientSession] = {}
-        """The session under True opens a new connection for each request (`fresh`). The one under False pools them."""
+        """The session under True opens a new connection for each request (`fresh`). The session under False pools
+        connections."""
 
     def __repr__(self) -> str:
         return self.url
@@ -216,8 +217,8 @@ class Server:
         except aiohttp.ClientError as error:
             raise ServerFailed(f"{where}: {type(error).__name__}: {error}", retry=True) from error
         finally:
-            # This must run after a cancellation too. Servers with the lowest `in_flight` are chosen, so if it stayed
-            # too high, this server would get fewer requests.
+            # This must run after a cancellation too. Servers with the lowest `in_flight` are chosen, so if the count
+            # stayed too high, this server would get fewer requests.
             self.in_flight -= 1
 
     def _open(self, fresh: bool) -> aiohttp.ClientSession:

@@ -22,7 +22,7 @@ def past_proxies(url: str) -> dict[str, str]:
     if not named or not is_loopback(host) or host in spared or "*" in spared:
         return {}
     all_spared = ",".join([*spared, host])
-    # Some libraries read one spelling, some the other, and some prefer either, so both must contain the host.
+    # Libraries differ in which of the two spellings they read or prefer, so both variables must contain the host.
     return {"NO_PROXY": all_spared, "no_proxy": all_spared}
 
 

@@ -89,7 +89,7 @@ class Dialect(Protocol):
     streams: bool
     """Whether answers always arrive as chunks of a chat completion. If False, an answer is one JSON value."""
     tells: bool
-    """Whether a request can ask for a stream, and its chunks then name weight versions like an unstreamed answer."""
+    """Whether requests can ask for a stream whose chunks name weight versions, as an unstreamed answer does."""
 
     def body(self, request: Request, *, model: str, request_id: str, stops: Sequence[int]) -> Json:
         """Return `request` as a JSON body. The ids in `stops` end the completion."""

@@ -28,8 +28,8 @@ class AdapterConfig(Config):
 def add_adapters(model: PreTrainedModel, config: AdapterConfig, *, seed: int = 0) -> PeftModel | PeftMixedModel:
     """Return the model with new adapters as its only trainable weights. Equal seeds give equal adapters.
 
-    New adapters don't change the model's output. They have no dropout, because with it, the trainer would compute other
-    log-probs than the model that sampled. Raises MissingExtra without torch or peft."""
+    New adapters don't change the model's output. They have no dropout, because the trainer would otherwise compute
+    other log-probs than the model that sampled. Raises MissingExtra without torch or peft."""
     try:
         import torch
         from peft import LoraConfig, get_peft_model
