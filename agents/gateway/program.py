@@ -141,21 +141,27 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
     """Run a command to its end and return its output. Raises ProgramFailed."""
     inline = any("{task}" in word for word in words)
-    transport, ran = await asyncio.get_running_loop().subprocess_exec(
-        _Ran,
-        *(word.replace("{task}", task) for word in words),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        start_new_session=True,
-        env={**os.environ, "OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
+    # Shielded: if the start itself is cancelled, asyncio waits forever for pipes that it never connects, and processes
+    # that the command has started already stay behind.
+    starting = asyncio.ensure_future(
+        asyncio.get_running_loop().subprocess_exec(
+            _Ran,
+            *(word.replace("{task}", task) for word in words),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={**os.environ, "OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key},
+        )
     )
     try:
+        transport, ran = await asyncio.shield(starting)
         stdin: Any = transport.get_pipe_transport(0)
         stdin.write(b"" if inline else task.encode())
         stdin.write_eof()
         await ran.exited.wait()
     finally:
+        transport, ran = await starting
         await _end(transport.get_pid(), ran, endpoint.api_key)
         transport.close()
     code = transport.get_returncode()

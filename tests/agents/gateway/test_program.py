@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from asyncio.base_subprocess import BaseSubprocessTransport
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +211,21 @@ def test_a_limit_ends_the_episode_whatever_the_program_makes_of_it():
     assert within.status is Status.FINISHED
 
 
-def test_a_program_out_of_time_is_ended_with_all_that_it_started(tmp_path: Path):
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_program_out_of_time_is_ended_with_all_that_it_started(
+    starting: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pids = tmp_path / "pids"
+    cancelled = asyncio.Event()
+    connect = BaseSubprocessTransport._connect_pipes
+
+    async def connected_late(transport: BaseSubprocessTransport, waiter: asyncio.Future[None]) -> None:
+        # As on a busy machine: the command runs before asyncio has connected its pipes.
+        await cancelled.wait()
+        await connect(transport, waiter)
+
+    if starting:
+        monkeypatch.setattr(BaseSubprocessTransport, "_connect_pipes", connected_late)
     code = (
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -222,6 +236,7 @@ def test_a_program_out_of_time_is_ended_with_all_that_it_started(tmp_path: Path)
         running = asyncio.ensure_future(rollout(Program(command(code)), Echo(), "abc", engine=Told()))
         await until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
         running.cancel()
+        asyncio.get_running_loop().call_later(0.1, cancelled.set)
         with pytest.raises(asyncio.CancelledError):
             await running
         # They were killed; that they are gone takes the system a moment.
