@@ -141,8 +141,8 @@ async def _outcome(running: asyncio.Future[str], session: Session) -> str:
 async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
     """Run a command to its end and return its output. Raises ProgramFailed."""
     inline = any("{task}" in word for word in words)
-    # Shielded: if the start itself is cancelled, asyncio waits forever for pipes that it never connects, and processes
-    # that the command has started already stay behind.
+    # The start is shielded from cancellation. If it is cancelled itself, asyncio waits forever for pipes that it never
+    # connects, and processes that the command has already started stay behind.
     starting = asyncio.ensure_future(
         asyncio.get_running_loop().subprocess_exec(
             _Ran,
@@ -161,7 +161,7 @@ async def _command(words: Sequence[str], task: str, endpoint: Endpoint) -> str:
         stdin.write_eof()
         await ran.exited.wait()
     finally:
-        transport, ran = await starting
+        transport, ran = await asyncio.shield(starting)
         await _end(transport.get_pid(), ran, endpoint.api_key)
         transport.close()
     code = transport.get_returncode()

@@ -183,9 +183,11 @@ class Renderer:
         marked, marked_tools = self._mark(messages, tools, base, shared)
         text = self._template.render(marked, marked_tools)
         pictures = self._pictures_of(marked, text)
-        tail, split = None, _unshared(messages, len(tracks)) if tracks else None
+        tail, split = None, None
         if base is not None:
             tail, split = self._continue(base, shared, messages, tools, marked, marked_tools, text)
+        elif tracks:
+            split = _unshared(messages, len(tracks))
         if base is not None and tail is not None:
             keep = len(base.ids)
             new, places = self._expanded(self._codec.encode(tail, after=self.end_ids[0]), pictures, keep)

@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -114,7 +115,8 @@ class Row:
     def repeated(self) -> NDArray[np.int64]:
         """Return the number (calls,) of repeated 4-grams in each call's own tokens (`answers.repeated`)."""
         tokens = self.input_ids[self.own]
-        return np.array([repeated(tokens[self.call == c]) for c in range(len(self.calls))], dtype=np.int64)
+        cuts = np.searchsorted(self.call, np.arange(len(self.calls) + 1))  # own tokens are in the order of their calls
+        return np.array([repeated(tokens[start:end]) for start, end in pairwise(cuts)], dtype=np.int64)
 
     def reflections(self) -> NDArray[np.float64]:
         """Return the number (calls,) of words of reflection in each call's text, NaN if the text is unknown."""

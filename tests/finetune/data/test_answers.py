@@ -69,3 +69,23 @@ def test_a_row_counts_each_answer_and_an_update_has_the_means():
     half = rows[0].where(rows[0].turn == 1)
     stats = Trainer(tiny_model(), get_recipe("grpo")).update([half, *rows[1:]], episodes)
     assert stats.sums["answer/repeated"] == stats.sums["answer/reflections"] == 0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(sum),
+    seed=st.integers(0, 99),
+    share=st.sampled_from([1.0, 0.5, 0.0]),
+)
+def test_each_answer_is_counted_alone(lengths: list[int], seed: int, share: float):
+    rng = np.random.default_rng(seed)
+    whole = dataclasses.replace(
+        row("t", "g", turns=(sum(lengths),)),
+        call=np.repeat(np.arange(len(lengths)), lengths).astype(np.int32),
+        calls=tuple(map(str, range(len(lengths)))),
+    )
+    tokens = np.zeros(len(whole.input_ids), np.int32)
+    tokens[whole.own] = rng.integers(0, 2, len(whole.own))
+    whole = dataclasses.replace(whole, input_ids=tokens)
+    part = whole.where(rng.random(len(whole.own)) < share)
+    by_call = [part.input_ids[part.own][part.call == c] for c in range(len(lengths))]
+    assert part.repeated().tolist() == [repeated(ids) for ids in by_call]
