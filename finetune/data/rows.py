@@ -12,6 +12,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,31 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """The label of a token without a loss (PyTorch's ignore_index)."""
+
+
+class Observations:
+    """The observations that the turns of a tape answered, shared by all rows of the tape.
+
+    Most recipes don't read them, so their digests are computed when they are first read, or sent to another process.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+
+    @cached_property
+    def digests(self) -> tuple[str | None, ...]:
+        """For each turn, the digest of the newest observation at the start of the turn, or None before the first
+        observation. Equal digests mean equal observations."""
+        found: list[str | None] = []
+        newest, at, entries = None, 0, self._tape.entries
+        for cut in self._tape.log.cuts:
+            shown = [entry.step for entry in entries[at : cut.steps] if role_of(entry.step) == "observation"]
+            newest, at = _content_digest(shown[-1]) if shown else newest, cut.steps
+            found.append(newest)
+        return tuple(found)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"digests": self.digests}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +87,8 @@ class Row:
     """Call ids."""
     agents: tuple[str, ...]
     """Path of the agent that made each call, aligned to `calls`."""
-    answered: tuple[str | None, ...] = ()
-    """Digest of the observation that each call answered, aligned to `calls`. This is the newest observation at the
-    start of the call's turn. Equal digests mean equal observations. A call before the first observation has None. The
-    tuple is empty if the row doesn't come from a tape."""
+    observations: Observations | None = field(default=None, compare=False, repr=False)
+    """The observations that the tape's turns answered. None if the row doesn't come from a tape."""
     replies: tuple[str | None, ...] = ()
     """Text of each call's answer, aligned to `calls`. A call without text has None. The tuple is empty if the row
     doesn't come from a tape."""
@@ -150,7 +174,6 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
     for entry in tape.entries:
         for call, _, _ in entry.calls:
             turn_of[call] = min(turn_of.get(call, entry.turn), entry.turn)
-    answered = _answered(tape)
     building: list[_Building] = []
     leaves: dict[str, _Building] = {}
     for call, base in _parents_first(tape.calls, labels):
@@ -172,11 +195,11 @@ def rows(tape: Tape, *, agents: Collection[str] | None = None, renderer: Rendere
         if places:
             row.places += [place for place in places if place.offset >= row.length]
         row.context(new)
-        turn, label = turn_of[call.call], labels.get(call.call)
-        row.complete(call, completion, turn, answered[turn], label, agents is None or call.by in agents)
+        own = agents is None or call.by in agents
+        row.complete(call, completion, turn_of[call.call], labels.get(call.call), own)
         leaves[call.call] = row
-    group = tape.begin.group or tape.id
-    return [row.done(tape, group) for row in building if row.own]
+    group, observations = tape.begin.group or tape.id, Observations(tape)
+    return [row.done(tape, group, observations) for row in building if row.own]
 
 
 def _unread(tape: Tape) -> dict[str, int]:
@@ -185,17 +208,6 @@ def _unread(tape: Tape) -> dict[str, int]:
     begun = tape.begin.parent.turn if tape.begin.parent is not None else 0
     starts = [cut.records for cut in tape.log.cuts[begun:]]
     return {call.call: begun + max(0, bisect_right(starts, at) - 1) for at, call in tape.log.call_order}
-
-
-def _answered(tape: Tape) -> list[str | None]:
-    """Return the digest of the newest observation before each turn, or None before the first observation."""
-    found: list[str | None] = []
-    newest, at, entries = None, 0, tape.entries
-    for cut in tape.log.cuts:
-        shown = [entry.step for entry in entries[at : cut.steps] if role_of(entry.step) == "observation"]
-        newest, at = _content_digest(shown[-1]) if shown else newest, cut.steps
-        found.append(newest)
-    return found
 
 
 def _content_digest(step: Step) -> str:
@@ -295,7 +307,6 @@ class _Building:
     places: list[Place] = field(default_factory=list)
     bars: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     agents: list[str] = field(default_factory=list)
-    answered: list[str | None] = field(default_factory=list)
     replies: list[str | None] = field(default_factory=list)
     versions: dict[str, int] = field(default_factory=dict)
 
@@ -306,9 +317,7 @@ class _Building:
         self.chunks.append(np.frombuffer(ids, dtype=np.int32) if len(ids) else np.empty(0, np.int32))
         self.length += len(ids)
 
-    def complete(
-        self, call: Call, ids: array[int], turn: int, answered: str | None, label: Label | None, own: bool
-    ) -> None:
+    def complete(self, call: Call, ids: array[int], turn: int, label: Label | None, own: bool) -> None:
         start, n = self.length, len(ids)
         self.context(ids)
         if not n or not own or (label is not None and (label.use != "agent" or label.ranges == ())):
@@ -335,10 +344,9 @@ class _Building:
         self.calls.append(call.call)
         self.bars.append((barring, call.barred or ()) if known is not None else (0, ()))
         self.agents.append(call.by)
-        self.answered.append(answered)
         self.replies.append(call.text)
 
-    def done(self, tape: Tape, group: str) -> Row:
+    def done(self, tape: Tape, group: str, observations: Observations) -> Row:
         counts = [c[0] for c in self.columns]
         return Row(
             tape=tape.id,
@@ -355,7 +363,7 @@ class _Building:
             offset=np.concatenate(self.offset),
             calls=tuple(self.calls),
             agents=tuple(self.agents),
-            answered=tuple(self.answered),
+            observations=observations,
             replies=tuple(self.replies),
             versions=tuple(self.versions),
             bars=tuple(self.bars) if any(ids for _, ids in self.bars) else (),

@@ -7,9 +7,9 @@ of the rows. `Stream.time` orders each episode's tokens by turn, whichever rows 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -99,9 +99,14 @@ class Turns:
     """(N,) float64, NaN in an unscored episode."""
     episode: Tensor
     """(N,) int64 index of the turn's episode."""
-    answered: Tensor
-    """(N,) int64: number of the observation that the turn answered, equal for equal observations. It is -1 if the
-    observation is unknown or the turn has no own tokens."""
+    numbers: Callable[[], Tensor] = field(compare=False, repr=False)
+    """Computes `answered`, which most recipes don't read."""
+
+    @cached_property
+    def answered(self) -> Tensor:
+        """(N,) int64: number of the observation that the turn answered, equal for equal observations. It is -1 if the
+        observation is unknown or the turn has no own tokens."""
+        return self.numbers()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,19 +300,20 @@ def _turns(rows: Sequence[Row], of_row: NDArray, episodes: Sequence[Episode]) ->
                     f"{episode.reward:g}: put what isn't a turn's own on the last turn"
                 )
     owner = np.repeat(np.arange(len(episodes)), counts)
-    answered = torch.from_numpy(_answered(rows, first[of_row], len(owner)))
-    return Turns(reward=torch.from_numpy(reward), episode=torch.from_numpy(owner), answered=answered), first
+    numbers = partial(_answered, rows, first[of_row], len(owner))
+    return Turns(reward=torch.from_numpy(reward), episode=torch.from_numpy(owner), numbers=numbers), first
 
 
-def _answered(rows: Sequence[Row], first: NDArray, turns: int) -> NDArray[np.int64]:
+def _answered(rows: Sequence[Row], first: NDArray, turns: int) -> Tensor:
     """Return the number (turns,) of the observation that each turn answered. `first` (rows,) is the number of the first
     turn in each row's episode."""
-    found, numbers = np.full(turns, -1, dtype=np.int64), _Interned[str]()
+    found, numbers = torch.full((turns,), -1), _Interned[str]()
     for row, start in zip(rows, first, strict=True):
-        if not row.answered:
+        if row.observations is None:
             continue
-        of_call = np.array([-1 if one is None else numbers(one) for one in row.answered], dtype=np.int64)
-        found[start + row.turn] = of_call[row.call]
+        for turn in np.unique(row.turn).tolist():
+            if (digest := row.observations.digests[turn]) is not None:
+                found[start + turn] = numbers(digest)
     return found
 
 

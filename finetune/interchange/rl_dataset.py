@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -374,8 +375,9 @@ class _Columns:
         columns for turns, each episode counts as one turn."""
         n = len(self.tapes)
         if not {"turn", "turn_rewards"} <= set(self.table.column_names):
-            unknown = torch.full((n,), -1)
-            return episode, Turns(reward=torch.from_numpy(reward), episode=torch.arange(n), answered=unknown)
+            return episode, Turns(
+                reward=torch.from_numpy(reward), episode=torch.arange(n), numbers=partial(_unknown, n)
+            )
         turn, of = self.values("turn")[self.own].astype(np.int64), episode.numpy()
         rows = np.zeros(n, dtype=np.int64)
         rows[self.episode] = np.arange(len(self.episode))
@@ -397,8 +399,8 @@ class _Columns:
                 f"tape {self.tapes[e]!r}: `turn_rewards` add up to {total[e]:g}, `rewards` says {reward[e]:g}: change "
                 "both, or remove the column turn_rewards"
             )
-        unknown = torch.full((len(owner),), -1)
-        turns = Turns(reward=torch.from_numpy(earned), episode=torch.from_numpy(owner), answered=unknown)
+        unknown = partial(_unknown, len(owner))
+        turns = Turns(reward=torch.from_numpy(earned), episode=torch.from_numpy(owner), numbers=unknown)
         return torch.from_numpy(turn + start[of]), turns
 
     def laid_out(self, values: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -410,6 +412,11 @@ class _Columns:
     def put(self, table: pa.Table, name: str, values: NDArray[Any]) -> pa.Table:
         """Return the table with `values` (tokens,), divided into rows, as the column `name`."""
         return _with_column(table, name, pa.ListArray.from_arrays(pa.array(self.starts), pa.array(values)))
+
+
+def _unknown(turns: int) -> Tensor:
+    """`Turns.answered` of a dataset, which holds no observations."""
+    return torch.full((turns,), -1)
 
 
 def _with_column(table: pa.Table, name: str, column: pa.Array) -> pa.Table:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import tapereel as tr
 from tapereel.cli import main
+from tapereel.finetune.data.rows import Observations
 from tapereel.finetune.objective import Context
 from tapereel.finetune.objective import loss as objective
 from tapereel.finetune.objective.recipe import Recipe, read
@@ -51,12 +52,19 @@ def recipe_of(name: str) -> Recipe:
     return get_recipe(f"{EXAMPLE}:{name}")
 
 
+class Seen(Observations):
+    """The observations of no tape, by their names."""
+
+    def __init__(self, names: Iterable[str | None]) -> None:
+        vars(self)["digests"] = tuple(names)
+
+
 def advantages(recipe: Recipe, attempts: list[Attempt]) -> list[float]:
     """One number for each own token."""
     rows, episodes = [], []
     for i, one in enumerate(attempts):
         made = row(f"t{i}", one.group, turns=[turn.tokens for turn in one.turns])
-        rows.append(dataclasses.replace(made, answered=tuple(turn.seen for turn in one.turns)))
+        rows.append(dataclasses.replace(made, observations=Seen(turn.seen for turn in one.turns)))
         earned = [turn.reward for turn in one.turns] if one.scored else None
         episodes.append(episode(f"t{i}", one.group, reward=one.reward if one.scored else None, turn_rewards=earned))
     return objective.prepare(recipe, exact(rows, episodes), Context()).advantage.tolist()

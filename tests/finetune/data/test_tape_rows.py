@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -263,20 +264,21 @@ def test_a_fork_s_prefix_is_context_and_its_own_tokens_are_labels():
     assert child.reward == 0.0
 
 
-def test_each_call_has_the_digest_of_the_observation_that_its_turn_answered():
+def test_each_turn_has_the_digest_of_the_observation_that_it_answered():
     engine = ScriptedEngine([*"abab"], renderer=RENDERER)
     tape = asyncio.run(rollout(Speaker(), Letters, "abab", engine=engine))
     (row,) = rows(tape)
     shown = [hashlib.sha256(f'text {{"text":"{letter}"}}'.encode()).hexdigest() for letter in "abab"]
-    assert row.answered == tuple(shown)
+    assert row.observations.digests == tuple(shown)
+    assert vars(pickle.loads(pickle.dumps(row.observations))) == {"digests": tuple(shown)}, "other ranks get no tape"
     stream = Stream.of([row], [episode_of(tape)])
     assert stream.turns.answered.tolist() == [0, 1, 0, 1]
     fork = rollout(Speaker(), Letters, "abab", engine=ScriptedEngine([*"ab"], renderer=RENDERER), fork=tape.at_turn(2))
     (half,) = rows(asyncio.run(fork))
-    assert half.answered == tuple(shown[2:]), "the first own turn answers what the parent was shown"
+    assert half.observations.digests == tuple(shown), "the first own turn answers what the parent was shown"
     unseen = tape_of(call("a", [10], [20]))
     (row,) = rows(unseen)
-    assert row.answered == (None,)
+    assert row.observations.digests == (None,)
     assert Stream.of([row], [episode_of(unseen)]).turns.answered.tolist() == [-1]
 
 
@@ -290,7 +292,7 @@ def test_calls_without_own_tokens_have_no_observation_in_the_row():
         records += [one, step_record("t", Answer(text=text), by=one.by, calls=((one.call, 0, 0),))]
     tape = Tape.of([record.body() for record in [*records, End(tape="t", status=Status.FINISHED, cause=None, at=0.0)]])
     (row,) = rows(tape, agents=["other"])
-    assert (row.calls, row.answered) == (("b",), rows(tape)[0].answered[1:])
+    assert row.calls == ("b",)
     stream = Stream.of([row], [episode_of(tape)])
     assert stream.turns.answered.tolist() == [-1, 0], "a turn without own tokens has none"
 
