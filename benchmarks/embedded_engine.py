@@ -28,6 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 
 from tapereel.agents.engines.embedded.embedded_engine import EmbeddedEngine
 from tapereel.agents.engines.engine import Request
+from tapereel.agents.rendering.renderer import Renderer
 from tapereel.tapes.arrays import ints
 from tapereel.tapes.records import Sampling
 
@@ -35,10 +36,11 @@ PROMPT = 64
 VOCABULARY = 103
 
 
-class NoText:
+class NoText(Renderer):
     """A renderer that reads nothing: text is not what is measured."""
 
-    end_ids: tuple[int, ...] = ()
+    def __init__(self) -> None:
+        self.end_ids = ()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Nothing."""
